@@ -1,0 +1,20 @@
+"""Train PyTorch models on ONNX Runtime behind the interface of the legacy ``ORTTrainer``."""
+
+from . import amp, optim
+from .errors import CheckpointError, ExportError
+from .options import ORTTrainerOptions
+from .session import TrainingSession
+from .step_info import TrainStepInfo
+from .trainer import ORTTrainer
+
+__all__ = [
+    "CheckpointError",
+    "ExportError",
+    "ORTTrainer",
+    "ORTTrainerOptions",
+    "TrainStepInfo",
+    "TrainingSession",
+    "amp",
+    "optim",
+]
+__version__ = "0.1.0"

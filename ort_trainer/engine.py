@@ -1,0 +1,149 @@
+"""What the installed ONNX Runtime can do. The rest of the package asks here and imports ``onnxruntime`` nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Mapping
+
+import onnx
+import onnxruntime
+import torch
+from onnxruntime import InferenceSession, SessionOptions
+
+__all__ = ["InferenceSession", "SessionOptions", "maximum_opset", "providers_for", "resolve_device", "session_options"]
+
+_log = logging.getLogger(__name__)
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@functools.cache
+def installed_flavours() -> tuple[str, ...]:
+    """Returns the distributions that install the ``onnxruntime`` module; more than one overwrite each other's files."""
+    names = {str(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    return tuple(sorted(n for n in names if n == "onnxruntime" or n.startswith("onnxruntime-")) if names else ())
+
+
+def warn_about_mixed_flavours() -> None:
+    """Warns when two distributions of ONNX Runtime lie over each other."""
+    clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
+    if len(clashing) > 1:
+        warnings.warn(
+            f"several distributions of ONNX Runtime are installed: {', '.join(clashing)}. They overwrite each other's "
+            "files; uninstall all of them and install one",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def maximum_opset() -> int:
+    """Returns the newest ONNX operator set that the installed ONNX Runtime implements.
+
+    ONNX Runtime has no call that tells, but each of its releases is built with one release of ONNX: the release
+    notes of both give the pairs below, and newer runtimes take at least what the last pair says.
+    """
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    newest = onnx.defs.onnx_opset_version()
+    for release, opset in (((1, 17), 19), ((1, 18), 20), ((1, 20), 21), ((1, 22), 22), ((1, 23), 23)):
+        if version < release:
+            return min(opset, newest)
+    return newest
+
+
+def has_cuda() -> bool:
+    """Returns whether both ONNX Runtime and PyTorch can use a CUDA device here."""
+    return _PROVIDERS["cuda"] in onnxruntime.get_available_providers() and torch.cuda.is_available()
+
+
+def resolve_device(name: str, explicit: bool) -> torch.device:
+    """Returns the device to train on.
+
+    Args:
+        name: The option ``device.id``: ``cpu``, ``cuda`` or ``cuda:N``.
+        explicit: Whether the user asked for it by name. If not, a missing CUDA falls back to the CPU.
+
+    Raises:
+        ValueError: If the device was asked for by name and is not there.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not has_cuda():
+        if not explicit:
+            _log.info("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU")
+            return torch.device("cpu")
+        raise ValueError(
+            f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
+            f"{onnxruntime.get_available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
+            "set device.id to 'cpu', leave it out, or install CUDA builds of both"
+        )
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device.id {name!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def providers_for(
+    device: torch.device, provider_options: Mapping[str, Mapping[str, object]], mem_limit: int = 0
+) -> list[tuple[str, dict[str, object]]]:
+    """Returns the execution providers of a device with their options, in order of preference.
+
+    Args:
+        device: The device that the tensors live on.
+        provider_options: Options per provider. A provider that the device does not imply comes first.
+        mem_limit: Bytes that the CUDA provider may allocate; 0 is no limit.
+
+    Raises:
+        ValueError: If a provider is not installed, or a memory limit is set for the CPU.
+    """
+    available = onnxruntime.get_available_providers()
+    unknown = sorted(set(provider_options) - set(available))
+    if unknown:
+        raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")
+    if mem_limit and device.type != "cuda":
+        raise ValueError(
+            f"device.mem_limit {mem_limit} was set, but it limits CUDA memory only and training runs on {device}: "
+            "leave it out"
+        )
+    implied: dict[str, dict[str, object]] = {}
+    if device.type == "cuda":
+        # One stream for both libraries, so that neither reads what the other has not written yet.
+        stream = torch.cuda.current_stream(device).cuda_stream
+        implied[_PROVIDERS["cuda"]] = {"device_id": str(device.index), "user_compute_stream": str(stream)}
+        if mem_limit:
+            implied[_PROVIDERS["cuda"]]["gpu_mem_limit"] = str(mem_limit)
+    implied[_PROVIDERS["cpu"]] = {}
+    extra = {name: dict(options) for name, options in provider_options.items() if name not in implied}
+    for name, options in provider_options.items():
+        if name in implied:
+            implied[name].update(options)
+    return [*extra.items(), *implied.items()]
+
+
+def session_options(given: SessionOptions | None, deterministic: bool) -> SessionOptions:
+    """Returns the options that every ONNX Runtime session of a trainer is made with.
+
+    Args:
+        given: The user's own; used as they are and never written to.
+        deterministic: The option ``debug.deterministic_compute``.
+
+    Raises:
+        ValueError: If deterministic compute was asked for and the user's own options do not have it.
+    """
+    if given is not None:
+        if deterministic and not given.use_deterministic_compute:
+            raise ValueError(
+                "debug.deterministic_compute is True, but the given session_options are used as they are and have "
+                "use_deterministic_compute = False: set it on them too"
+            )
+        return given
+    options = SessionOptions()
+    # Both libraries get the same number of threads, and ONNX Runtime's do not spin after a run: spinning threads
+    # would take the cores from the optimizer update, which runs on PyTorch's pool right after.
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.use_deterministic_compute = deterministic
+    options.log_severity_level = 3
+    return options

@@ -1,0 +1,224 @@
+"""Backward operators that neither PyTorch decomposes nor torch.onnx translates, written in operators that it does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["BACKWARD_DECOMPOSITIONS"]
+
+aten = torch.ops.aten
+Size = int | torch.SymInt
+
+
+def _windows(
+    padded: torch.Tensor,
+    kernel: Sequence[Size],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    positions: Sequence[Size],
+) -> list[torch.Tensor]:
+    """Returns, for every place in the kernel, the elements that it meets as it slides: im2col by strided slices."""
+    windows = []
+    for offsets in itertools.product(*(range(int(size)) for size in kernel)):
+        window = padded
+        for axis, offset in enumerate(offsets):
+            start = offset * dilation[axis]
+            stop = start + (positions[axis] - 1) * stride[axis] + 1
+            window = aten.slice.Tensor(window, 2 + axis, start, stop, stride[axis])
+        windows.append(window)
+    return windows
+
+
+def _pad(value: torch.Tensor, padding: Sequence[int], fill: float = 0.0) -> torch.Tensor:
+    if not any(padding):
+        return value
+    return aten.constant_pad_nd.default(value, [p for size in reversed(padding) for p in (size, size)], fill)
+
+
+def _convolution_weight_gradient(
+    image: torch.Tensor,
+    response: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Returns the sum over batch and positions of image window times response, of the weight's shape.
+
+    Args:
+        image: The larger tensor, (batch, channels of the image, spatial...).
+        response: What the kernel gives at each position, (batch, channels of the response, spatial...).
+        weight: (channels of the response, channels of the image / groups, kernel...).
+        stride: Of the kernel.
+        padding: Of the image.
+        dilation: Of the kernel.
+        groups: Number of channel groups.
+    """
+    kernel = weight.shape[2:]
+    places = 1
+    for size in kernel:
+        places *= int(size)
+    batch, positions = response.shape[0], response.shape[2:]
+    count = batch
+    for size in positions:
+        count = count * size
+    spatial = range(2, response.dim())
+    # Both as matrices with one row a channel and one column a (batch, position), split into groups.
+    columns = torch.stack(_windows(_pad(image, padding), kernel, stride, dilation, positions), dim=2)
+    columns = columns.permute(1, 2, 0, *(axis + 1 for axis in spatial))
+    columns = columns.reshape(groups, image.shape[1] // groups * places, count)
+    rows = response.permute(1, 0, *spatial).reshape(groups, weight.shape[0] // groups, count)
+    return torch.bmm(rows, columns.transpose(1, 2)).reshape(weight.shape)
+
+
+def convolution_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
+    dims = grad_output.dim() - 2
+    stride, padding, dilation = ([*values] * dims if len(values) == 1 else values for values in (stride, padding, dilation))
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        if transposed:
+            grad_input = aten.convolution.default(
+                grad_output, weight, None, stride, padding, dilation, False, [0] * dims, groups
+            )
+        else:
+            grad_input = _convolution_input_gradient(grad_output, input, weight, stride, padding, dilation, groups)
+    if output_mask[1]:
+        image, response = (grad_output, input) if transposed else (input, grad_output)
+        grad_weight = _convolution_weight_gradient(image, response, weight, stride, padding, dilation, groups)
+    if output_mask[2]:
+        grad_bias = grad_output.sum([0, *range(2, dims + 2)])
+    return grad_input, grad_weight, grad_bias
+
+
+def _convolution_input_gradient(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Returns the transposed convolution of the gradient, cut or padded to the input's size.
+
+    A strided kernel may miss the last rows of its input: their gradient is zero. How many there are is an output
+    padding of the transposed convolution, which must be a number; with symbolic sizes it is padding after it.
+    """
+    dims = len(stride)
+    full = aten.convolution.default(
+        grad_output, weight, None, stride, [0] * dims, dilation, True, [0] * dims, groups
+    )
+    for axis in range(dims):
+        size = input.shape[2 + axis]
+        if stride[axis] > 1:
+            # At most stride - 1 rows are missed, so this much padding is enough for the slice below.
+            pads = [0] * (2 * dims)
+            pads[2 * (dims - 1 - axis) + 1] = stride[axis] - 1
+            full = aten.constant_pad_nd.default(full, pads, 0.0)
+        if stride[axis] > 1 or padding[axis]:
+            full = aten.slice.Tensor(full, 2 + axis, padding[axis], padding[axis] + size, 1)
+    return full
+
+
+def max_pool_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of max pooling: each output's gradient goes to the input that was the maximum."""
+    dims = 2 if input.dim() in (3, 4) else 3
+    return _scatter_to_maxima(grad_output, input, indices, dims)
+
+
+def adaptive_max_pool_backward(grad_output: torch.Tensor, input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Gradient of adaptive max pooling in two dimensions."""
+    return _scatter_to_maxima(grad_output, input, indices, 2)
+
+
+def _scatter_to_maxima(
+    grad_output: torch.Tensor, input: torch.Tensor, indices: torch.Tensor, dims: int
+) -> torch.Tensor:
+    flat = torch.zeros_like(input).flatten(-dims)
+    return flat.scatter_add(-1, indices.flatten(-dims), grad_output.flatten(-dims)).reshape(input.shape)
+
+
+def avg_pool2d_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    """Gradient of average pooling: each output's gradient, divided by what it averaged over, goes to all of them."""
+    kernel = [*kernel_size] * 2 if len(kernel_size) == 1 else list(kernel_size)
+    step = (([*stride] * 2 if len(stride) == 1 else list(stride)) if len(stride) else kernel)
+    pad = [*padding] * 2 if len(padding) == 1 else list(padding)
+    height, width = input.shape[-2:]
+    rows, columns = grad_output.shape[-2:]
+    if divisor_override is not None:
+        share = grad_output / divisor_override
+    else:
+        share = grad_output / (
+            _counts(height, rows, kernel[0], step[0], pad[0], count_include_pad, grad_output)[:, None]
+            * _counts(width, columns, kernel[1], step[1], pad[1], count_include_pad, grad_output)
+        )
+    flat = share.reshape(-1, 1, rows, columns)
+    ones = torch.ones([1, 1, *kernel], dtype=flat.dtype, device=flat.device)
+    full = aten.convolution.default(flat, ones, None, step, [0, 0], [1, 1], True, [0, 0], 1)
+    # What the windows miss at the far edge is zero; one stride and kernel more than suffices for any rounding mode.
+    full = aten.constant_pad_nd.default(full, [0, step[1] + kernel[1], 0, step[0] + kernel[0]], 0.0)
+    full = aten.slice.Tensor(full, 2, pad[0], pad[0] + height, 1)
+    full = aten.slice.Tensor(full, 3, pad[1], pad[1] + width, 1)
+    return full.reshape(input.shape)
+
+
+def _counts(
+    size: Size, positions: Size, kernel: int, stride: int, padding: int, include_padding: bool, like: torch.Tensor
+) -> torch.Tensor:
+    """Returns over how many elements each window averages along one axis, as a tensor of ``positions`` numbers."""
+    start = torch.arange(positions, device=like.device) * stride - padding
+    stop = (start + kernel).clamp(max=size + padding)
+    if not include_padding:
+        start, stop = start.clamp(min=0), stop.clamp(max=size)
+    return (stop - start).to(like.dtype)
+
+
+def empty_permuted(size: Sequence[Size], physical_layout: Sequence[int], **options: Any) -> torch.Tensor:
+    """Memory whose values nobody reads: zeros, as ONNX has no uninitialized tensors."""
+    return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
+
+
+BACKWARD_DECOMPOSITIONS = {
+    aten.convolution_backward.default: convolution_backward,
+    aten.max_pool2d_with_indices_backward.default: max_pool_backward,
+    aten.max_pool3d_with_indices_backward.default: max_pool_backward,
+    aten.adaptive_max_pool2d_backward.default: adaptive_max_pool_backward,
+    aten.avg_pool2d_backward.default: avg_pool2d_backward,
+    aten.empty_permuted.default: empty_permuted,
+}

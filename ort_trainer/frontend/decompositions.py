@@ -1,0 +1,54 @@
+"""Which ATen operators are decomposed before translation: a lever on the size, speed and rightness of the graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, decomposition_table as all_decompositions, get_decompositions
+
+from .backward_ops import BACKWARD_DECOMPOSITIONS
+from .onnx_registry import has_translation
+from .random_inputs import RANDOM_OPERATORS
+
+__all__ = ["decomposition_table"]
+
+aten = torch.ops.aten
+
+# Kept whole, although PyTorch would take them apart: other code of this package handles them.
+_KEPT = (
+    aten.native_dropout.default,
+    aten.native_dropout_backward.default,
+)
+
+# Taken apart, although torch.onnx would take them whole.
+_DECOMPOSED = (
+    # torch.onnx translates it into batch norm for inference: a wrong loss, and no error.
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten.native_batch_norm.default,
+    # The same erf as in its backward pass, so that it is computed once.
+    aten.gelu.default,
+)
+
+
+@functools.cache
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Returns operator -> decomposition.
+
+    It is PyTorch's core table, to which every operator is added that torch.onnx does not know. (torch.onnx itself
+    decomposes only the latter. That keeps composite operators, of which it translates some wrongly: an
+    ``_unsafe_index_put`` that accumulates, for one.)
+    """
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    for operator, decomposition in all_decompositions.items():
+        if operator not in table and hasattr(operator, "_schema") and not has_translation(operator):
+            table[operator] = decomposition
+    table.update(get_decompositions(list(_DECOMPOSED)))
+    table.update(BACKWARD_DECOMPOSITIONS)
+    for operator in (*_KEPT, *RANDOM_OPERATORS):
+        table.pop(operator, None)
+    return table

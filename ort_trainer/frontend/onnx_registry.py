@@ -1,0 +1,107 @@
+"""torch.onnx's translator from ATen operators to ONNX: the one place that imports it.
+
+The public ``torch.onnx.export`` decomposes the whole program a second time before it translates, which takes longer
+than all the rest of an export. The graphs here are decomposed already, so they go straight into the translation
+step behind it; that step is private, one more reason for the bound on the torch version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.onnx._internal.exporter import _core, _fx_passes, _registration
+from torch.utils import _pytree as pytree
+
+from ..errors import ExportError
+from .translations import TRANSLATIONS
+
+__all__ = ["has_translation", "translate"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Mutes torch.onnx's remarks about packages and arguments that play no part here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@functools.cache
+def _registry() -> _registration.ONNXRegistry:
+    with _quiet():
+        registry = _registration.ONNXRegistry.from_torchlib()
+        for operator, function in TRANSLATIONS.items():
+            registry.register_op(operator, function)
+        return registry
+
+
+def has_translation(operator: Any) -> bool:
+    """Returns whether torch.onnx translates an ATen operator."""
+    return bool(_registry().is_registered(operator))
+
+
+def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
+    """Translates a flat graph of ATen operators into an ONNX model.
+
+    Args:
+        module: The graph. It is changed: its results become ``results``.
+        results: The nodes that become the model's outputs, in order.
+
+    Returns:
+        A model whose inputs are the placeholders and whose outputs are the results, both in order.
+
+    Raises:
+        ExportError: If an operator has no translation; it names the operator and the line of the user's code.
+    """
+    graph = module.graph
+    (end,) = graph.find_nodes(op="output")
+    end.args = (tuple(results),)
+    graph.set_codegen(torch.fx.graph.CodeGen())  # the captured calling convention is gone: inputs and results are flat
+    graph.eliminate_dead_code()
+    placeholders = graph.find_nodes(op="placeholder")
+    with _quiet():
+        _fx_passes.insert_type_promotion_nodes(module)
+        module.recompile()
+        call = ModuleCallSignature(
+            inputs=[],
+            outputs=[],
+            in_spec=pytree.tree_flatten((tuple(placeholders), {}))[1],
+            out_spec=pytree.tree_flatten(tuple(results))[1],
+        )
+        program = torch.export.ExportedProgram(
+            root=module,
+            graph=graph,
+            graph_signature=ExportGraphSignature(
+                [InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None) for node in placeholders],
+                [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results],
+            ),
+            state_dict={},
+            range_constraints={},
+            module_call_graph=[ModuleCallEntry("", call)],
+        )
+        try:
+            return _core._exported_program_to_onnx_program(program, registry=_registry()).model
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise ExportError(f"the graph can't be translated to ONNX: {error}: {error.__cause__}") from error

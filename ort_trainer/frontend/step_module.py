@@ -1,0 +1,148 @@
+"""Makes one module of model and loss that takes and returns flat tensors only, as the exporter wants it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ExportError
+from ..model_desc import ModelDescription
+
+__all__ = ["LossFunction", "StepModule", "borrowed", "check_signature"]
+
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def check_signature(model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+    """Checks that model, loss function and description fit together, as far as that shows without running anything.
+
+    Raises:
+        TypeError: If ``loss_fn`` can't be called with a prediction and a label.
+        ValueError: If an input is no argument of ``forward`` or a required argument is no input; or if the loss is not
+            where it must be.
+    """
+    names = description.input_names
+    if loss_fn is not None:
+        try:
+            inspect.signature(loss_fn).bind(None, None)
+        except TypeError as error:
+            raise TypeError(f"loss_fn must take two arguments, (prediction, label), but {loss_fn!r}: {error}") from None
+        if len(names) < 2:
+            raise ValueError(
+                f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}"
+            )
+        if not description.outputs[0].is_loss:
+            raise ValueError(
+                "with a loss_fn the first output is the loss: put the output with is_loss=True first in "
+                f"model_desc['outputs'], which has {description.output_names}"
+            )
+        names = names[:-1]
+    parameters = inspect.signature(model.forward).parameters.values()
+    keywords = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    unknown = [name for name in names if name not in keywords]
+    if unknown and not anything:
+        raise ValueError(
+            f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names must "
+            "be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
+        )
+    required = [p.name for p in parameters if p.default is p.empty and p.name in keywords]
+    absent = [name for name in required if name not in names]
+    if absent:
+        raise ValueError(f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs")
+
+
+def _flatten(value: Any, path: str = "output") -> Iterator[torch.Tensor]:
+    """Yields the tensors of a model's return value in order; None is left out, as in HuggingFace's outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif value is None:
+        return
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _flatten(entry, f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for index, entry in enumerate(value):
+            yield from _flatten(entry, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from _flatten(getattr(value, entry.name), f"{path}.{entry.name}")
+    else:
+        raise ExportError(
+            f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {path} is a "
+            f"{type(value).__name__}: {value!r}"
+        )
+
+
+class StepModule(nn.Module):
+    """The step as a function: batch tensors in, described outputs out, of which only the loss requires grad.
+
+    The loss being the only differentiable output, its tangent is the one extra input of the joint graph: the place
+    where the loss scale goes in.
+    """
+
+    def __init__(self, model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._names = description.input_names
+        self._outputs = description.outputs
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the model and the loss function."""
+        if self.loss_fn is None:
+            outputs = list(_flatten(self.model(**dict(zip(self._names, inputs, strict=True)))))
+        else:
+            *data, label = inputs
+            prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
+            loss = self.loss_fn(prediction, label)
+            if not isinstance(loss, torch.Tensor):
+                raise ExportError(f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {loss!r}")
+            outputs = [loss, *_flatten(prediction)]
+        if len(outputs) < len(self._outputs):
+            raise ExportError(
+                f"model_desc has {len(self._outputs)} outputs, {[o.name for o in self._outputs]}, but model and loss "
+                f"return only {len(outputs)} tensors"
+            )
+        described = zip(self._outputs, outputs, strict=False)
+        return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
+
+
+def _loss(loss: torch.Tensor) -> torch.Tensor:
+    if any(size != 1 for size in loss.shape):
+        raise ExportError(
+            f"the loss must be a scalar, but its shape is {list(loss.shape)}: reduce it, for example with .mean()"
+        )
+    if not loss.is_floating_point():
+        raise ExportError(f"the loss must be a floating-point tensor, but its dtype is {loss.dtype}")
+    # A scale of 65536 has no fp16 representation, so the loss and its scale are fp32 also in mixed precision.
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+
+
+@contextlib.contextmanager
+def borrowed(module: nn.Module, trainable: Collection[str], training: bool) -> Iterator[None]:
+    """Puts a module into training or evaluation mode with only some parameters trainable, and puts everything back.
+
+    Args:
+        module: The module.
+        trainable: Names of the parameters that shall require grad, as ``module.named_parameters()`` has them.
+        training: The mode.
+    """
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        module.train(training)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(name in trainable)
+        yield
+    finally:
+        for submodule, mode in modes:
+            submodule.training = mode
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

@@ -1,0 +1,90 @@
+"""Translates torch's symbolic sizes into expressions over the dimension names of the model description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from ..graph import Dim
+from ..model_desc import InputDescription
+
+__all__ = ["SymbolTable"]
+
+
+class SymbolTable:
+    """Knows which of torch's symbols stands for which dimension of the batch.
+
+    Args:
+        shape_env: Where the symbols and the conditions on them were recorded.
+        inputs: Descriptions of the batch inputs.
+        shapes: The exporter's shapes of the same inputs.
+    """
+
+    def __init__(
+        self, shape_env: ShapeEnv, inputs: Sequence[InputDescription], shapes: Sequence[Sequence[Any]]
+    ) -> None:
+        self._shape_env = shape_env
+        self._names: dict[sympy.Symbol, str] = {}
+        for symbol, sources in shape_env.var_to_sources.items():
+            for source in sources:
+                axis = getattr(source, "idx", None)
+                index = getattr(getattr(source, "base", None), "index", None)
+                if axis is not None and index is not None and isinstance(inputs[index].shape[axis], str):
+                    self._names[symbol] = str(inputs[index].shape[axis])
+        self.fixed: dict[str, int] = {}
+        for entry, shape in zip(inputs, shapes, strict=True):
+            for described, size in zip(entry.shape, shape, strict=True):
+                if isinstance(described, str) and isinstance(size, int):
+                    self.fixed[described] = size
+
+    def expression(self, size: int | torch.SymInt) -> Dim | None:
+        """Returns a size as an expression over described dimensions; None if it depends on the values of a batch."""
+        if isinstance(size, int):
+            return size
+        return self._print(size.node.expr)
+
+    def shape(self, value: torch.Tensor) -> tuple[Dim, ...] | None:
+        """Returns the shape of a traced tensor; None if any size depends on the values of a batch."""
+        sizes = [self.expression(size) for size in value.shape]
+        return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
+
+    def guards(self) -> tuple[list[str], dict[str, int]]:
+        """Returns the conditions under which the graph is right.
+
+        Returns:
+            The conditions as expressions, and the sizes of symbols whose conditions can't be written down: for them
+            the graph is right at the exported size only.
+        """
+        conditions: list[str] = []
+        frozen: dict[str, int] = {}
+        for guard in self._shape_env.guards:
+            condition = self._print(guard.expr)
+            if condition is None:
+                for symbol in guard.expr.free_symbols & set(self._names):
+                    frozen[self._names[symbol]] = int(self._shape_env.backed_var_to_val[symbol])
+            elif isinstance(condition, str) and condition not in conditions:
+                conditions.append(condition)
+        return conditions, frozen
+
+    def reason(self, name: str) -> str:
+        """Returns where the model fixed a symbolic dimension, as far as the exporter knows."""
+        for guard in self._shape_env.guards:
+            if any(self._names.get(symbol) == name for symbol in guard.expr.free_symbols):
+                return str(guard.sloc)
+        return "the model"
+
+    def _print(self, expression: sympy.Basic) -> Dim | None:
+        if not expression.free_symbols <= set(self._names):
+            return None
+        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        if not named.free_symbols:
+            return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
+        try:
+            return str(PythonPrinter().doprint(named))
+        except (NotImplementedError, AttributeError):
+            return None

@@ -1,0 +1,58 @@
+"""Writes a training graph as an ONNX file of its own, with the weights in it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from ..atomic import atomic_path
+from .training_graph import TrainingGraph
+
+__all__ = ["save_model"]
+
+# protobuf ends at 2 GiB; the rest of the model needs some of it.
+_MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
+
+
+def save_model(
+    graph: TrainingGraph, state: Mapping[str, torch.Tensor], path: Path, limit: int = _MAXIMUM_PROTOBUF
+) -> None:
+    """Writes a graph with its parameters and buffers as initializers.
+
+    Args:
+        graph: An evaluation graph; it is not changed.
+        state: Parameters and buffers by name.
+        path: The file; it is replaced if it exists.
+        limit: Bytes of weights beyond which they go into a second file, ``<path>.data``.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist.
+    """
+    model = graph.model.clone()
+    names = {value: name for name, value in graph.state.items()}
+    weights = [value for value in model.graph.inputs if value.name in names]
+    for value in weights:
+        assert value.name is not None
+        value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
+        model.graph.register_initializer(value)
+    kept = [value for value in model.graph.inputs if value.name not in names]
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(kept)
+    size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
+    if size <= limit:
+        with atomic_path(path) as temporary:
+            ir.save(model, temporary)
+        return
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"can't write {str(path)!r}: the folder {str(path.parent)!r} does not exist")
+    # The model names its data file, so both are written under their final names in a folder beside them. The data
+    # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
+    data = f"{path.name}.data"
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        ir.save(model, Path(folder) / path.name, external_data=data)
+        (Path(folder) / data).replace(path.with_name(data))
+        (Path(folder) / path.name).replace(path)

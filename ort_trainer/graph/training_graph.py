@@ -1,0 +1,124 @@
+"""``TrainingGraph``: everything that the session needs to know about one exported graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import onnx_ir as ir
+import torch
+
+from .dims import evaluate
+from .prune import prune
+
+__all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
+
+Dim = int | str
+"""A size, or an expression over symbolic dimensions that :func:`~ort_trainer.graph.evaluate` understands."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A batch input or an output of the graph.
+
+    Attributes:
+        name: The name in the model description, which is also the name of the graph's value.
+        dtype: Element type.
+        shape: Sizes; None where they depend on the values of a batch.
+        described: Sizes as the model description has them; they bind the symbols of all other shapes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Dim, ...] | None
+    described: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RandomInput:
+    """A random tensor that the session draws anew for every step.
+
+    Attributes:
+        name: Name of the graph input.
+        kind: ``bernoulli`` (value 1 with probability p, else 0), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation 1)
+            or ``integers`` (low to high - 1).
+        dtype: Element type.
+        shape: Sizes.
+        parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``; empty otherwise.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    parameters: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """One exported step: forward and backward pass, or the forward pass alone for evaluation.
+
+    The ONNX model is a function. Its inputs are the state (parameters and buffers), the batch, the loss scale and the
+    random tensors; its outputs are the described outputs, a gradient for each parameter that gets one, and the new
+    value of each buffer that the step changes.
+
+    Attributes:
+        model: The ONNX model.
+        training: Whether this is the joint forward and backward graph.
+        inputs: The batch.
+        outputs: The described outputs, the loss among them.
+        loss: Name of the loss.
+        state: Parameter or buffer name -> graph input. What the graph does not use is not in here.
+        gradients: Parameter name -> graph output.
+        buffer_updates: Buffer name -> graph output.
+        loss_scale: Graph input by which the loss is multiplied before the backward pass; None for evaluation.
+        random: Random inputs, in the order in which PyTorch would draw them.
+        guards: Conditions on the symbols under which the graph is the right one.
+        fixed: Symbol -> the only size that the graph has for it, where the model itself fixes the size.
+    """
+
+    model: ir.Model
+    training: bool
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    loss: str
+    state: Mapping[str, str]
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    buffer_updates: Mapping[str, str] = field(default_factory=dict)
+    loss_scale: TensorSpec | None = None
+    random: tuple[RandomInput, ...] = ()
+    guards: tuple[str, ...] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("state", "gradients", "buffer_updates", "fixed"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""
+        return {
+            symbol: size
+            for spec in self.inputs
+            for symbol, size in zip(spec.described, shapes.get(spec.name, ()), strict=False)
+            if isinstance(symbol, str)
+        }
+
+    def accepts(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the graph is right for these sizes of the symbolic dimensions."""
+        if any(sizes.get(symbol, size) != size for symbol, size in self.fixed.items()):
+            return False
+        return all(evaluate(guard, sizes) for guard in self.guards)
+
+    def pruned(self, names: Sequence[str]) -> TrainingGraph:
+        """Returns the part of an evaluation graph that computes some of its outputs, without inputs they do not need."""
+        model = prune(self.model, names)
+        left = {value.name for value in model.graph.inputs}
+        return dataclasses.replace(
+            self,
+            model=model,
+            inputs=tuple(spec for spec in self.inputs if spec.name in left),
+            outputs=tuple(spec for spec in self.outputs if spec.name in names),
+            state={name: value for name, value in self.state.items() if value in left},
+        )

@@ -1,0 +1,123 @@
+"""The model description: names and shapes of inputs and outputs, symbolic dimensions, and which output is the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .schema import SchemaValidator, flatten_errors, load_schema
+
+__all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
+
+
+@dataclass(frozen=True)
+class InputDescription:
+    """An input of the model or, in last place, the label of the loss function.
+
+    Attributes:
+        name: Name of the argument of ``forward``; a label's name is free.
+        shape: One entry a dimension: a size, or the name of a dimension whose size may change from step to step.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class OutputDescription:
+    """An output, in the order in which the model (after the loss, where there is a loss function) gives them."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    is_loss: bool = False
+
+
+class _DescriptionValidator(SchemaValidator):
+    def _check_with_input_description(self, field: Any, value: Any) -> None:
+        self._check_entry(field, value, sizes=(2,))
+
+    def _check_with_output_description(self, field: Any, value: Any) -> None:
+        if not self._check_entry(field, value, sizes=(2, 3)) or len(value) == 2:
+            return
+        if not isinstance(value[2], bool):
+            self._error(field, "the third element of the tuple (aka is_loss) must be a boolean")
+        elif value[2] and any(_is_loss(self.document[earlier]) for earlier in range(field)):
+            self._error(field, "only one is_loss can bet set to True")
+
+    def _check_entry(self, field: Any, value: Any, sizes: tuple[int, ...]) -> bool:
+        if not isinstance(value, tuple) or len(value) not in sizes:
+            self._error(field, f"must be a tuple with size {' or '.join(map(str, sizes))}")
+            return False
+        name, shape = value[:2]
+        if not isinstance(name, str):
+            self._error(field, "the first element of the tuple (aka name) must be a string")
+        elif not name:
+            self._error(field, "the first element of the tuple (aka name) must not be empty")
+        if not isinstance(shape, list):
+            self._error(field, "the second element of the tuple (aka shape) must be a list")
+            return True
+        for size in shape:
+            if isinstance(size, bool) or not isinstance(size, (int, str)):
+                self._error(field, "each shape must be either a string or integer")
+            elif isinstance(size, int) and size < 1:
+                self._error(field, f"each integer of a shape must be positive, but {size} was given")
+            elif size == "":
+                self._error(field, "a symbolic dimension needs a name, but the empty string was given")
+        return True
+
+
+def _is_loss(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 3 and entry[2] is True
+
+
+class ModelDescription:
+    """A validated, immutable model description.
+
+    Args:
+        model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``, as documented in
+            the README. It is not changed and not kept.
+
+    Raises:
+        TypeError: If it is not a dict.
+        ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and tells all that is.
+    """
+
+    def __init__(self, model_desc: Mapping[str, Any]) -> None:
+        if not isinstance(model_desc, Mapping):
+            raise TypeError(
+                f"model_desc must be a dict with 'inputs' and 'outputs', but a {type(model_desc).__name__} was given"
+            )
+        validator = _DescriptionValidator(load_schema("model_desc"))
+        if not validator.validate(dict(model_desc)):
+            errors = "; ".join(f"{path}: {message}" for path, message in flatten_errors(validator.errors))
+            raise ValueError(f"Invalid model_desc: {errors}")
+        self.inputs = tuple(InputDescription(name, tuple(shape)) for name, shape in model_desc["inputs"])
+        self.outputs = tuple(OutputDescription(e[0], tuple(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
+        names = [io.name for io in (*self.inputs, *self.outputs)]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"Invalid model_desc: names must be unique, but {repeated} are there more than once")
+        if not any(output.is_loss for output in self.outputs):
+            raise ValueError(
+                "Invalid model_desc: outputs: one output must be the loss, marked by a third element True: "
+                f"('{self.outputs[0].name}', {list(self.outputs[0].shape)}, True)"
+            )
+
+    @property
+    def loss(self) -> OutputDescription:
+        """The output that is minimized."""
+        return next(output for output in self.outputs if output.is_loss)
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of all inputs in order."""
+        return [entry.name for entry in self.inputs]
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of all outputs in order."""
+        return [entry.name for entry in self.outputs]
+
+    def __repr__(self) -> str:
+        return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"

@@ -1,0 +1,22 @@
+"""Optimizer configs, learning-rate schedules, and the weight update itself."""
+
+from .config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from .lr_scheduler import (
+    ConstantWarmupLRScheduler,
+    CosineWarmupLRScheduler,
+    LinearWarmupLRScheduler,
+    PolyWarmupLRScheduler,
+    _LRScheduler,
+)
+
+__all__ = [
+    "AdamConfig",
+    "ConstantWarmupLRScheduler",
+    "CosineWarmupLRScheduler",
+    "LambConfig",
+    "LinearWarmupLRScheduler",
+    "PolyWarmupLRScheduler",
+    "SGDConfig",
+    "_LRScheduler",
+    "_OptimizerConfig",
+]

@@ -1,0 +1,168 @@
+"""Learning-rate schedules: each is a function from the number of completed updates to a learning rate.
+
+In the formulas s is ``optimization_step`` (updates completed before this one), T is ``total_steps``, W is
+``warmup * T`` and base is the ``lr`` of the optimizer config. During warm-up, s < W, every schedule here gives
+``base * s / max(1, W)``; so with any warm-up the very first update has a learning rate of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..step_info import TrainStepInfo
+
+__all__ = [
+    "ConstantWarmupLRScheduler",
+    "CosineWarmupLRScheduler",
+    "LinearWarmupLRScheduler",
+    "PolyWarmupLRScheduler",
+]
+
+
+def _real(name: str, value: Any, *, positive: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name!r} must be a number, but {value!r} ({type(value).__name__}) was given")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name!r} must be {'positive' if positive else 'at least 0'}, but {value!r} was given")
+    return float(value)
+
+
+class _LRScheduler:
+    """Base class of schedules. Subclass it for one of your own and override :meth:`get_lr`."""
+
+    def __init__(self) -> None:
+        self._last_lr: list[float] = []
+
+    def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
+        """Returns the learning rate of the coming update, as the only element of a list.
+
+        Args:
+            train_step_info: ``optimization_step`` is the number of completed updates, ``optimizer_config.lr`` the base.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
+
+    def get_last_lr(self) -> list[float]:
+        """Returns what :meth:`get_lr` returned last; an empty list before the first step."""
+        return list(self.__dict__.get("_last_lr", []))
+
+    def _step(self, train_step_info: TrainStepInfo) -> list[float]:
+        self._last_lr = self.get_lr(train_step_info)
+        return self._last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: JSON values only. Override it where a subclass has state of its own."""
+        return {"last_lr": [float(lr) for lr in self.get_last_lr()]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+        self._last_lr = list(state_dict["last_lr"])
+
+
+class _WarmupLRScheduler(_LRScheduler):
+    """The shared warm-up; subclasses give the factor after it."""
+
+    def __init__(self, total_steps: int, warmup: float) -> None:
+        super().__init__()
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int):
+            raise TypeError(f"'total_steps' must be an int, but {total_steps!r} ({type(total_steps).__name__}) was given")
+        if total_steps <= 0:
+            raise ValueError(f"'total_steps' must be positive, but {total_steps} was given")
+        self.total_steps = total_steps
+        self.warmup = _real("warmup", warmup)
+        if self.warmup >= 1:
+            raise ValueError(f"'warmup' is a share of total_steps, at least 0 and below 1, but {warmup!r} was given")
+        self._warmup_steps = self.warmup * total_steps
+
+    def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
+        """Returns the learning rate of the coming update, as the only element of a list."""
+        base = train_step_info.optimizer_config.lr
+        step = train_step_info.optimization_step
+        if step < self._warmup_steps:
+            return [base * step / max(1.0, self._warmup_steps)]
+        return [base * self._factor(step, base)]
+
+    def _progress(self, step: int) -> float:
+        """Returns how much of the time after warm-up has gone: 0 to 1, and 1 from total_steps on."""
+        return min(1.0, (step - self._warmup_steps) / max(1.0, self.total_steps - self._warmup_steps))
+
+    def _factor(self, step: int, base: float) -> float:
+        raise NotImplementedError
+
+
+class ConstantWarmupLRScheduler(_WarmupLRScheduler):
+    """After warm-up the learning rate stays at base.
+
+    Args:
+        total_steps: Updates in the whole training; positive.
+        warmup: Share of them that warms up, in [0, 1).
+    """
+
+    def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
+        super().__init__(total_steps, warmup)
+
+    def _factor(self, step: int, base: float) -> float:
+        return 1.0
+
+
+class LinearWarmupLRScheduler(_WarmupLRScheduler):
+    """After warm-up ``base * max(0, (T - s) / max(1, T - W))``.
+
+    Args:
+        total_steps: Updates in the whole training; positive.
+        warmup: Share of them that warms up, in [0, 1).
+    """
+
+    def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
+        super().__init__(total_steps, warmup)
+
+    def _factor(self, step: int, base: float) -> float:
+        return max(0.0, (self.total_steps - step) / max(1.0, self.total_steps - self._warmup_steps))
+
+
+class CosineWarmupLRScheduler(_WarmupLRScheduler):
+    """After warm-up ``base * max(0, (1 + cos(2 pi cycles p)) / 2)`` with ``p = min(1, (s - W) / max(1, T - W))``.
+
+    The legacy class let p grow past 1, so that the learning rate rose again after ``total_steps``; here it stays.
+
+    Args:
+        total_steps: Updates in the whole training; positive.
+        cycles: Number of cosine cycles; 0.5 falls from base to 0.
+        warmup: Share of the updates that warms up, in [0, 1).
+    """
+
+    def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
+        super().__init__(total_steps, warmup)
+        self.cycles = _real("cycles", cycles, positive=True)
+
+    def _factor(self, step: int, base: float) -> float:
+        return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * self.cycles * self._progress(step))))
+
+
+class PolyWarmupLRScheduler(_WarmupLRScheduler):
+    """After warm-up ``(base - lr_end) * (1 - (s - W) / (T - W))^power + lr_end``, and ``lr_end`` after ``T``.
+
+    Args:
+        total_steps: Updates in the whole training; positive.
+        lr_end: The last learning rate, below the base.
+        power: Exponent of the decay, at least 0.
+        warmup: Share of the updates that warms up, in [0, 1).
+
+    Raises:
+        ValueError: From ``get_lr`` if the base learning rate is not above ``lr_end``.
+    """
+
+    def __init__(self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002) -> None:
+        super().__init__(total_steps, warmup)
+        self.lr_end = _real("lr_end", lr_end)
+        self.power = _real("power", power)
+
+    def _factor(self, step: int, base: float) -> float:
+        if base <= self.lr_end:
+            raise ValueError(f"'lr_end' {self.lr_end} must be below the learning rate of the optimizer config, {base}")
+        if step > self.total_steps:
+            return self.lr_end / base
+        remaining = 1.0 - (step - self._warmup_steps) / (self.total_steps - self._warmup_steps)
+        return ((base - self.lr_end) * remaining**self.power + self.lr_end) / base

@@ -1,0 +1,360 @@
+"""The state dict: collects all state of a trainer into nested dicts, and checks and restores what comes back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .optim.update import MOMENT_1, MOMENT_2
+from .session import TrainingSession
+
+__all__ = ["Layout", "Restored", "apply_to_session", "collect", "read", "to_pytorch"]
+
+StateDict = dict[str, Any]
+_UPDATE_COUNT = "Update_Count"
+_SHARED = "shared_optimizer_state"
+_STEP = "Step"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the state of a trainer consists of; known from the model alone, before any export.
+
+    Attributes:
+        tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
+        transient: Name -> buffer that ``model.state_dict()`` leaves out.
+        canonical: Name -> the first name of the same tensor.
+        trainable: Canonical names of the parameters that are trained.
+        optimizer: Name of the optimizer, such as ``AdamOptimizer``.
+        accumulation_steps: Micro-batches per update.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    transient: Mapping[str, torch.Tensor]
+    canonical: Mapping[str, str]
+    trainable: Sequence[str]
+    optimizer: str
+    accumulation_steps: int
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the moments that the optimizer keeps for every parameter."""
+        return () if self.optimizer == "SGDOptimizer" else (MOMENT_1, MOMENT_2)
+
+
+@dataclass
+class Restored:
+    """A state dict that was read and found to fit; None stands for what it does not have."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] | None = None
+    random: torch.Tensor | None = None
+    step: int | None = None
+    optimization_step: int | None = None
+    loss_scaler: Mapping[str, Any] | None = None
+    lr_scheduler: Mapping[str, Any] | None = None
+
+
+def collect(
+    session: TrainingSession,
+    layout: Layout,
+    *,
+    step: int,
+    optimization_step: int,
+    mixed_precision: bool,
+    loss_scaler: Mapping[str, Any] | None,
+    lr_scheduler: Mapping[str, Any] | None,
+    include_optimizer: bool = True,
+    copy: bool = True,
+) -> StateDict:
+    """Returns the whole state in the legacy layout, with keys of our own for what legacy forgot.
+
+    Args:
+        session: Owns the tensors.
+        layout: Which of them there are.
+        step: ``train_step`` calls.
+        optimization_step: Weight updates.
+        mixed_precision: Whether the trainer uses it.
+        loss_scaler: The scaler's state dict, or None.
+        lr_scheduler: The schedule's state dict, or None.
+        include_optimizer: Whether to put in the optimizer's state and the accumulated gradients.
+        copy: Whether arrays are copies; if not, they are the trainer's own memory.
+    """
+
+    def array(value: torch.Tensor) -> Any:
+        value = value.detach().cpu()
+        return (value.clone() if copy else value).numpy()
+
+    tensors = {**session.parameters, **session.buffers}
+    arrays = {name: array(value) for name, value in tensors.items()}
+    state: StateDict = {
+        "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
+        "trainer_options": {
+            "mixed_precision": mixed_precision,
+            "zero_stage": 0,
+            "world_rank": 0,
+            "world_size": 1,
+            "optimizer_name": layout.optimizer,
+            "data_parallel_size": 1,
+            "horizontal_parallel_size": 1,
+            "gradient_accumulation_steps": layout.accumulation_steps,
+        },
+        "train_step_info": {"optimization_step": optimization_step, "step": step},
+        "random": array(session.generator.get_state()),
+    }
+    if layout.transient:
+        state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.transient}
+    if include_optimizer:
+        state["optimizer"] = _collect_optimizer(session, layout, array)
+        state["gradients"] = {name: array(value) for name, value in session.present_gradients().items()}
+    if loss_scaler is not None:
+        state["loss_scaler"] = dict(loss_scaler)
+    if lr_scheduler is not None:
+        state["lr_scheduler"] = dict(lr_scheduler)
+    return state
+
+
+def _collect_optimizer(session: TrainingSession, layout: Layout, array: Any) -> StateDict:
+    """Returns moments and update counts; legacy counts start at 1, so they are updates done plus 1."""
+    optimizer = session.optimizer
+    state: StateDict = {
+        name: {key: array(value) for key, value in moments.items()} for name, moments in optimizer.moments.items()
+    }
+    counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in optimizer.counts.items()}
+    if layout.optimizer == "AdamOptimizer":
+        for name, count in counts.items():
+            state[name][_UPDATE_COUNT] = count
+    elif layout.optimizer == "LambOptimizer":
+        state[_SHARED] = {_STEP: max(counts.values(), default=np.array([1], dtype=np.int64))}
+    return state
+
+
+def to_pytorch(session: TrainingSession, layout: Layout) -> dict[str, torch.Tensor]:
+    """Returns copies of all weights and buffers on the CPU, under the names that ``model.state_dict()`` has."""
+    tensors = {**session.parameters, **session.buffers}
+    return {name: tensors[layout.canonical[name]].detach().cpu().clone() for name in layout.tensors}
+
+
+def read(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> Restored:
+    """Checks a state dict of either format against a layout; changes nothing.
+
+    Args:
+        state_dict: What ``ORTTrainer.state_dict`` gave, in either format, or a PyTorch model's state dict.
+        layout: What the trainer has.
+        strict: Whether names must match exactly; if not, only names that both have are restored.
+
+    Returns:
+        Copies of everything that is to be restored.
+
+    Raises:
+        RuntimeError: If names do not match and ``strict`` is True.
+        TypeError: If a value is no tensor or array.
+        ValueError: If a shape, dtype or value does not fit.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
+    restored = Restored()
+    if state_dict and not any(isinstance(value, Mapping) for value in state_dict.values()):
+        _read_tensors(state_dict, layout.tensors, layout, strict, "state_dict", restored)
+        return restored
+    if "model" in state_dict:
+        precisions = _mapping(state_dict, "model", "state_dict")
+        _compare(["full_precision"], list(precisions), strict, "state_dict[model]")
+        weights = _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
+        _read_tensors(weights, layout.tensors, layout, strict, "state_dict[model][full_precision]", restored)
+    else:
+        _warn_missing("model")
+    if "transient_buffers" in state_dict:
+        buffers = _mapping(state_dict, "transient_buffers", "state_dict")
+        _read_tensors(buffers, layout.transient, layout, strict, "state_dict[transient_buffers]", restored)
+    if "optimizer" in state_dict:
+        _read_optimizer(state_dict, layout, strict, restored)
+    else:
+        _warn_missing("optimizer")
+    _read_counters(state_dict, layout, strict, restored)
+    if "random" in state_dict:
+        restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
+        _check_random_state(restored.random)
+    for key in ("loss_scaler", "lr_scheduler"):
+        if key in state_dict:
+            setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
+    return restored
+
+
+def apply_to_session(restored: Restored, session: TrainingSession) -> None:
+    """Puts what :func:`read` returned into a session's tensors."""
+    for name, value in restored.tensors.items():
+        (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
+    for name, moments in restored.moments.items():
+        for key, value in moments.items():
+            session.optimizer.moments[name][key].copy_(value)
+    for name, count in restored.counts.items():
+        session.optimizer.counts[name].fill_(count)
+    if restored.gradients is not None:
+        session.restore_gradients(restored.gradients)
+    if restored.random is not None:
+        session.generator.set_state(restored.random)
+
+
+def _warn_missing(key: str) -> None:
+    warnings.warn(f"Missing key: {key} in state_dict", UserWarning, stacklevel=4)
+
+
+def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = parent[key]
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where}[{key}] must be a dict, but it is a {type(value).__name__}")
+    return value
+
+
+def _compare(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
+    if not strict:
+        return
+    expected, found = list(expected), list(found)
+    missing = [name for name in expected if name not in set(found)]
+    unexpected = [name for name in found if name not in set(expected)]
+    errors = []
+    if missing:
+        errors.append(f"Missing keys: {missing} in {where}")
+    if unexpected:
+        errors.append(f"Unexpected keys: {unexpected} in {where}")
+    if errors:
+        raise RuntimeError("; ".join(errors) + ". To restore only what both have, pass strict=False")
+
+
+def _tensor(value: Any, where: str) -> torch.Tensor:
+    """Returns a copy."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.from_numpy(np.array(value))
+    raise TypeError(f"{where} must be a tensor or a numpy array, but it is a {type(value).__name__}")
+
+
+def _fitting(value: Any, like: torch.Tensor, where: str) -> torch.Tensor:
+    tensor = _tensor(value, where)
+    if tensor.shape != like.shape:
+        raise ValueError(f"{where} has shape {list(tensor.shape)}, but the trainer has {list(like.shape)}")
+    if tensor.dtype != like.dtype and (tensor.is_floating_point() != like.is_floating_point()):
+        raise ValueError(f"{where} has dtype {tensor.dtype}, but the trainer has {like.dtype}")
+    return tensor.to(like.dtype)
+
+
+def _read_tensors(
+    given: Mapping[str, Any],
+    expected: Mapping[str, torch.Tensor],
+    layout: Layout,
+    strict: bool,
+    where: str,
+    restored: Restored,
+) -> None:
+    _compare(expected, given, strict, where)
+    for name, like in expected.items():
+        if name not in given:
+            continue
+        tensor = _fitting(given[name], like, f"{where}[{name}]")
+        canonical = layout.canonical[name]
+        known = restored.tensors.get(canonical)
+        if known is not None and not torch.equal(known, tensor):
+            raise ValueError(
+                f"{where} has different values for {canonical!r} and {name!r}, which are one tied tensor in the model"
+            )
+        restored.tensors[canonical] = tensor
+
+
+def _read_optimizer(state_dict: Mapping[str, Any], layout: Layout, strict: bool, restored: Restored) -> None:
+    where = "state_dict[optimizer]"
+    state = dict(_mapping(state_dict, "optimizer", "state_dict"))
+    options = state_dict.get("trainer_options", {})
+    name = options.get("optimizer_name") if isinstance(options, Mapping) else None
+    name = name.decode() if isinstance(name, bytes) else name
+    if name is None and strict:
+        raise RuntimeError(
+            "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which says what state_dict[optimizer] is"
+        )
+    if name is not None and name != layout.optimizer:
+        raise ValueError(
+            f"the state is that of {name}, but the trainer uses {layout.optimizer}: make the trainer with the same "
+            "optimizer config, or leave the key 'optimizer' out of the state dict"
+        )
+    shared = state.pop(_SHARED, None)
+    if layout.moments:
+        _compare(layout.trainable, state, strict, where)
+    for parameter in layout.trainable:
+        if parameter not in state or not layout.moments:
+            continue
+        entries = _mapping(state, parameter, where)
+        here = f"{where}[{parameter}]"
+        wanted = [*layout.moments, *([_UPDATE_COUNT] if layout.optimizer == "AdamOptimizer" else [])]
+        _compare(wanted, entries, strict, here)
+        like = layout.tensors[parameter]
+        moments = {key: _fitting(entries[key], like, f"{here}[{key}]") for key in layout.moments if key in entries}
+        restored.moments[parameter] = moments
+        if _UPDATE_COUNT in entries:
+            restored.counts[parameter] = _update_count(entries[_UPDATE_COUNT], f"{here}[{_UPDATE_COUNT}]")
+    if layout.optimizer == "LambOptimizer" and (strict or shared is not None):
+        if not isinstance(shared, Mapping) or _STEP not in shared:
+            raise RuntimeError(f"Missing keys: ['{_STEP}'] in {where}[{_SHARED}]")
+        count = _update_count(shared[_STEP], f"{where}[{_SHARED}][{_STEP}]")
+        restored.counts.update(dict.fromkeys(layout.trainable, count))
+
+
+def _update_count(value: Any, where: str) -> int:
+    tensor = _tensor(np.asarray(value) if isinstance(value, int) else value, where)
+    if tensor.numel() != 1 or int(tensor) < 1:
+        raise ValueError(f"{where} must be one number, at least 1, but it is {value!r}")
+    return int(tensor) - 1
+
+
+def _read_counters(state_dict: Mapping[str, Any], layout: Layout, strict: bool, restored: Restored) -> None:
+    if "train_step_info" not in state_dict:
+        _warn_missing("train_step_info")
+        return
+    info = _mapping(state_dict, "train_step_info", "state_dict")
+    _compare(["optimization_step", "step"], info, strict, "state_dict[train_step_info]")
+    for key in ("optimization_step", "step"):
+        if key in info:
+            count = info[key]
+            if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+                raise ValueError(f"state_dict[train_step_info][{key}] must be an int, at least 0, but it is {count!r}")
+            setattr(restored, key, int(count))
+    given = dict(_mapping(state_dict, "gradients", "state_dict")) if "gradients" in state_dict else {}
+    restored.gradients = {}
+    if not given:
+        behind = (restored.step or 0) % layout.accumulation_steps
+        if restored.step is not None and behind:
+            warnings.warn(
+                f"the state was taken after {behind} of {layout.accumulation_steps} micro-batches of a window, without "
+                "their gradients: the window begins anew",
+                UserWarning,
+                stacklevel=4,
+            )
+            restored.step -= behind
+        return
+    options = state_dict.get("trainer_options", {})
+    steps = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
+    if steps != layout.accumulation_steps:
+        raise ValueError(
+            f"the state was taken in the middle of a window of {steps} micro-batches, but the trainer has "
+            f"batch.gradient_accumulation_steps = {layout.accumulation_steps}: use the same, or leave the key "
+            "'gradients' out of the state dict"
+        )
+    unexpected = [name for name in given if name not in layout.trainable]
+    if unexpected and strict:
+        raise RuntimeError(f"Unexpected keys: {unexpected} in state_dict[gradients]")
+    for name in layout.trainable:
+        if name in given:
+            restored.gradients[name] = _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
+
+
+def _check_random_state(state: torch.Tensor) -> None:
+    size = torch.Generator().get_state().shape
+    if state.shape != size and state.numel() > 64:  # CUDA's states are short; only the CPU's can be checked here
+        raise ValueError(f"state_dict[random] has {list(state.shape)} bytes, but a generator's state has {list(size)}")

@@ -1,0 +1,57 @@
+"""``TrainStepInfo``: where training stands; what schedules and loss scalers get to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .optim import _OptimizerConfig
+
+__all__ = ["TrainStepInfo"]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, but {value!r} ({type(value).__name__}) was given")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, but {value} was given")
+    return value
+
+
+class TrainStepInfo:
+    """State of the training loop.
+
+    Attributes:
+        optimizer_config: The trainer's optimizer config.
+        all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
+        fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
+        optimization_step: Number of completed weight updates; drives the schedules.
+        step: Number of completed ``train_step`` calls; drives gradient accumulation.
+    """
+
+    def __init__(
+        self,
+        optimizer_config: _OptimizerConfig,
+        all_finite: bool = True,
+        fetches: Sequence[str] | None = None,
+        optimization_step: int = 0,
+        step: int = 0,
+    ) -> None:
+        if not isinstance(optimizer_config, _OptimizerConfig):
+            raise TypeError(f"optimizer_config must be an optimizer config, but {optimizer_config!r} was given")
+        if not isinstance(all_finite, bool):
+            raise TypeError(f"all_finite must be a bool, but {all_finite!r} was given")
+        fetches = [] if fetches is None else fetches
+        if isinstance(fetches, str) or not all(isinstance(name, str) for name in fetches):
+            raise TypeError(f"fetches must be a list of output names, but {fetches!r} was given")
+        self.optimizer_config = optimizer_config
+        self.all_finite = all_finite
+        self.fetches = list(fetches)
+        self.optimization_step = _count("optimization_step", optimization_step)
+        self.step = _count("step", step)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainStepInfo(step={self.step}, optimization_step={self.optimization_step}, "
+            f"all_finite={self.all_finite}, fetches={self.fetches})"
+        )
