@@ -119,5 +119,14 @@ class ModelDescription:
         """Names of all outputs in order."""
         return [entry.name for entry in self.outputs]
 
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""
+        return {
+            symbol: size
+            for entry in self.inputs
+            for symbol, size in zip(entry.shape, shapes.get(entry.name, ()), strict=False)
+            if isinstance(symbol, str)
+        }
+
     def __repr__(self) -> str:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"

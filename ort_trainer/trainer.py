@@ -17,7 +17,7 @@ from .amp import DynamicLossScaler, LossScaler
 from .batch import Batch, bind_batch
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .engine import maximum_opset, resolve_device, warn_about_mixed_flavours
-from .frontend import GraphBuilder, LossFunction, canonical_names, check_signature
+from .frontend import ExportedStep, GraphBuilder, LossFunction, canonical_names, check_signature
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
 from .memory import return_freed_memory
@@ -363,15 +363,15 @@ class ORTTrainer:
                 f"_internal_use.onnx_opset_version is {internal.onnx_opset_version}, but the installed ONNX Runtime and "
                 f"ONNX go up to {maximum_opset()}"
             )
-        return GraphBuilder(
+        step = ExportedStep(
             model=self._model,
             description=self.model_desc,
             loss_fn=self.loss_fn,
             trainable=frozenset(self._trainable),
             autocast=torch.float16 if self.options.mixed_precision.enabled else None,
             opset=internal.onnx_opset_version,
-            postprocess=internal.extra_postprocess,
         )
+        return GraphBuilder(step, internal.extra_postprocess)
 
     def _make_loss_scaler(self) -> LossScaler | None:
         precision = self.options.mixed_precision
@@ -461,13 +461,7 @@ class ORTTrainer:
 
     def _graph_for(self, session: TrainingSession, batch: Batch, training: bool) -> TrainingGraph:
         """Returns the session's graph for a batch; exports one if none accepts the batch's sizes."""
-        sizes = {
-            symbol: size
-            for entry in self.model_desc.inputs
-            if entry.name in batch
-            for symbol, size in zip(entry.shape, batch[entry.name].shape, strict=True)
-            if isinstance(symbol, str)
-        }
+        sizes = self.model_desc.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = session.graphs(training)
         for graph in graphs:
             if graph.accepts(sizes):

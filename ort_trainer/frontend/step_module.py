@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,41 @@ from torch import nn
 from ..errors import ExportError
 from ..model_desc import ModelDescription
 
-__all__ = ["LossFunction", "StepModule", "borrowed", "check_signature"]
+__all__ = ["ExportedStep", "LossFunction", "StepModule", "borrowed", "canonical_names", "check_signature"]
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedStep:
+    """What is exported.
+
+    Attributes:
+        model: The user's model; it is left as it was found.
+        description: The model description.
+        loss_fn: The loss function, or None where the model returns the loss.
+        trainable: Canonical names of the parameters to train.
+        autocast: dtype of mixed precision, or None.
+        opset: ONNX operator set.
+    """
+
+    model: nn.Module
+    description: ModelDescription
+    loss_fn: LossFunction | None
+    trainable: frozenset[str]
+    autocast: torch.dtype | None = None
+    opset: int = 18
+
+    def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
+        """Returns PyTorch's policy of mixed precision for the device of a sample; it does nothing without one."""
+        return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Returns, for every name of a parameter or buffer, the first name of the same tensor: tied weights share one."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def check_signature(model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
@@ -87,12 +119,12 @@ class StepModule(nn.Module):
     where the loss scale goes in.
     """
 
-    def __init__(self, model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+    def __init__(self, step: ExportedStep) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self._names = description.input_names
-        self._outputs = description.outputs
+        self.model = step.model
+        self.loss_fn = step.loss_fn
+        self._names = step.description.input_names
+        self._outputs = step.description.outputs
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""

@@ -82,6 +82,7 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
         value.name = named[id(value)]
     for node in graph.all_nodes():
         node.metadata_props.clear()
+        node.meta.clear()  # torch.onnx keeps the whole captured graph alive here
     graph.metadata_props.clear()
 
 

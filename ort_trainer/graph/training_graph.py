@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
 
@@ -14,6 +17,8 @@ from .dims import evaluate
 from .prune import prune
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
+
+_METADATA = "ort_trainer"
 
 Dim = int | str
 """A size, or an expression over symbolic dimensions that :func:`~ort_trainer.graph.evaluate` understands."""
@@ -111,6 +116,25 @@ class TrainingGraph:
             return False
         return all(evaluate(guard, sizes) for guard in self.guards)
 
+    def to_bytes(self) -> bytes:
+        """Returns the graph as a serialized ONNX model whose metadata has all the rest."""
+        model = ir.to_proto(self.model)
+        entry = model.metadata_props.add()
+        entry.key, entry.value = _METADATA, json.dumps(_to_json(self))
+        return bytes(model.SerializeToString())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TrainingGraph:
+        """Returns the graph that :meth:`to_bytes` wrote."""
+        model = ir.from_proto(onnx.ModelProto.FromString(data))
+        rest = json.loads(model.metadata_props.pop(_METADATA))
+        for key, kind in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
+            rest[key] = tuple(_spec_from_json(kind, spec) for spec in rest[key])
+        if rest["loss_scale"] is not None:
+            rest["loss_scale"] = _spec_from_json(TensorSpec, rest["loss_scale"])
+        rest["guards"] = tuple(rest["guards"])
+        return cls(model=model, **rest)
+
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
         """Returns the part of an evaluation graph that computes some of its outputs, without inputs they do not need."""
         model = prune(self.model, names)
@@ -122,3 +146,18 @@ class TrainingGraph:
             outputs=tuple(spec for spec in self.outputs if spec.name in names),
             state={name: value for name, value in self.state.items() if value in left},
         )
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value):
+        return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "model"}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_to_json(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _spec_from_json(kind: type[Any], spec: Mapping[str, Any]) -> Any:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
+    return kind(**{**values, "dtype": getattr(torch, values["dtype"])})

@@ -1,0 +1,106 @@
+"""``GraphBuilder``: exports a model as often as its shapes ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from ..graph import TrainingGraph
+from .isolation import can_isolate, run_in_child
+from .step_module import ExportedStep, StepModule, borrowed
+
+__all__ = ["GraphBuilder"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GraphBuilder:
+    """Builds training and evaluation graphs of one step.
+
+    Attributes:
+        step: What to export.
+        postprocess: The user's own pass over the ONNX model, or None.
+    """
+
+    step: ExportedStep
+    postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+        """Exports the step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
+
+        Where it can be, the export runs in a child process: the exporter takes more memory than many a model, and a
+        process gives all of it back.
+
+        Args:
+            batch: A sample of every input.
+            training: Whether to build the joint forward and backward graph, or the one for evaluation.
+
+        Raises:
+            ExportError: If the model can't be exported or its outputs are not as described.
+        """
+        start = time.perf_counter()
+        if can_isolate():
+            graph, reasons = _decode(run_in_child(lambda: _encode(*self._export(batch, training))))
+        else:
+            graph, reasons = self._export(batch, training)
+        kind = "training" if training else "evaluation"
+        seconds = time.perf_counter() - start
+        _log.info("exported the %s graph in %.1f s: %d nodes", kind, seconds, len(graph.model.graph))
+        for symbol, size in graph.fixed.items():
+            where = reasons.get(symbol, "")
+            _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
+        return graph if self.postprocess is None else _postprocessed(graph, self.postprocess)
+
+    def _export(self, batch: Mapping[str, torch.Tensor], training: bool) -> tuple[TrainingGraph, dict[str, str]]:
+        from .export import export  # the exporter's own imports take seconds and 100 MB
+
+        return export(self.step, batch, training)
+
+    def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns what PyTorch itself computes for the described outputs in evaluation mode, with the model's weights."""
+        module = StepModule(self.step)
+        sample = [batch[entry.name] for entry in self.step.description.inputs]
+        with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):
+            return tuple(module(*sample))
+
+
+def _encode(graph: TrainingGraph, reasons: Mapping[str, str]) -> bytes:
+    text = json.dumps(reasons).encode()
+    return len(text).to_bytes(8, "little") + text + graph.to_bytes()
+
+
+def _decode(data: bytes) -> tuple[TrainingGraph, dict[str, str]]:
+    end = 8 + int.from_bytes(data[:8], "little")
+    return TrainingGraph.from_bytes(data[end:]), json.loads(data[8:end])
+
+
+def _postprocessed(
+    graph: TrainingGraph, postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None]
+) -> TrainingGraph:
+    """Applies ``_internal_use.extra_postprocess``, which returns a model or changes the one it gets."""
+    proto = ir.to_proto(graph.model)
+    result = postprocess(proto)
+    result = proto if result is None else result
+    if not isinstance(result, onnx.ModelProto):
+        raise TypeError(
+            f"_internal_use.extra_postprocess must return an onnx.ModelProto or None, but returned {result!r}"
+        )
+    model = ir.from_proto(result)
+    for kind in ("inputs", "outputs"):
+        before = [value.name for value in getattr(graph.model.graph, kind)]
+        after = [value.name for value in getattr(model.graph, kind)]
+        if before != after:
+            raise ValueError(
+                f"_internal_use.extra_postprocess must keep the {kind} of the model, in order; they were {before} and "
+                f"are {after}"
+            )
+    return dataclasses.replace(graph, model=model)
