@@ -1,0 +1,23 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Exports run in forked children; what is imported here, none of them has to import again.
+import ort_trainer.frontend.export
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives every test the same seed, and puts back what a test may change for others."""
+    monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    yield
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)

@@ -1,0 +1,109 @@
+"""Small models, and the comparison of our training with PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+
+
+class MLP(nn.Module):
+    """Two layers: 8 features in, 3 classes out."""
+
+    def __init__(self, dropout: float = 0.0, hidden: int = 16) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.fc2 = nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.dropout(torch.tanh(self.fc1(x))))
+
+
+MLP_DESC = {
+    "inputs": [("x", ["batch", 8]), ("label", ["batch"])],
+    "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+}
+
+
+def mlp_batches(count: int, size: int = 5, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def mlp_trainer(options: dict[str, Any] | None = None, config: Any = None, model: nn.Module | None = None) -> ORTTrainer:
+    return ORTTrainer(
+        MLP() if model is None else model,
+        MLP_DESC,
+        optim.AdamConfig(lr=1e-2) if config is None else config,
+        loss_fn=F.cross_entropy,
+        options=ORTTrainerOptions(options),
+    )
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float, what: str) -> None:
+    """Compares two tensors by the norm of their difference, so that elements about zero do not decide."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    if not theirs.is_floating_point():
+        assert torch.equal(ours, theirs), what
+        return
+    difference = (ours.double() - theirs.double()).norm().item()
+    assert difference <= relative * max(theirs.double().norm().item(), 1e-3), f"{what}: {difference}"
+
+
+def assert_same_weights(trainer: ORTTrainer, model: nn.Module, relative: float) -> None:
+    ours = trainer.state_dict(pytorch_format=True)
+    theirs = model.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert_close(ours[name], value, relative, name)
+
+
+def assert_same_training(
+    model: nn.Module,
+    desc: dict[str, Any],
+    batches: Sequence[tuple[torch.Tensor, ...]],
+    config: Any,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    loss_fn: Any = F.cross_entropy,
+    accumulation: int = 1,
+    clip: float | None = None,
+    relative: float = 1e-5,
+    options: dict[str, Any] | None = None,
+) -> ORTTrainer:
+    """Trains a model with the trainer and with PyTorch and compares every loss and all weights.
+
+    The model returns the prediction where there is a ``loss_fn``, and (loss, ...) where it is None.
+    """
+    reference = copy.deepcopy(model).train()
+    optimizer = make_optimizer(reference)
+    settings = {
+        "batch": {"gradient_accumulation_steps": accumulation},
+        "utils": {"grad_norm_clip": clip is not None},
+        **(options or {}),
+    }
+    trainer = ORTTrainer(model, desc, config, loss_fn=loss_fn, options=ORTTrainerOptions(settings))
+    optimizer.zero_grad()
+    for number, batch in enumerate(batches, start=1):
+        outputs = trainer.train_step(*batch)
+        loss = outputs[0] if isinstance(outputs, list) else outputs
+        expected = reference(*batch)[0] if loss_fn is None else loss_fn(reference(*batch[:-1]), batch[-1])
+        assert_close(loss, expected.detach(), relative, f"loss of step {number}")
+        (expected / accumulation).backward()
+        if number % accumulation == 0:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(trainer, reference, relative)
+    return trainer

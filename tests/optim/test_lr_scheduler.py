@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ort_trainer import TrainStepInfo, optim
+
+
+def rates(scheduler: optim._LRScheduler, steps: int, lr: float = 1.0) -> list[float]:
+    info = TrainStepInfo(optim.SGDConfig(lr=lr))
+    found = []
+    for info.optimization_step in range(steps):
+        found.append(scheduler._step(info)[0])
+        assert scheduler.get_last_lr() == [found[-1]]
+    return found
+
+
+# Expected values are worked out by hand from the formulas with T = 10, W = 2 (or 0.02 for the default warm-up).
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        (optim.ConstantWarmupLRScheduler(10, 0.2), [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (optim.LinearWarmupLRScheduler(10, 0.2), [0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
+        (
+            optim.CosineWarmupLRScheduler(10, 0.5, 0.2),
+            [0, 0.5, *(0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(8)), 0, 0],
+        ),
+        (
+            optim.PolyWarmupLRScheduler(10, 0.1, 2.0, 0.2),
+            [0, 0.5, *(0.9 * (1 - k / 8) ** 2 + 0.1 for k in range(8)), 0.1, 0.1],
+        ),
+        (optim.LinearWarmupLRScheduler(10), [0, *((10 - s) / 9.98 for s in range(1, 11)), 0]),
+        (optim.LinearWarmupLRScheduler(4, 0.0), [1, 0.75, 0.5, 0.25, 0]),
+        (optim.CosineWarmupLRScheduler(4, 1.0, 0.0), [1, 0.5, 0, 0.5, 1, 1]),
+    ],
+)
+def test_values(scheduler: optim._LRScheduler, expected: list[float]) -> None:
+    assert rates(scheduler, len(expected)) == pytest.approx(expected, abs=1e-12)
+    assert rates(scheduler, len(expected), lr=0.5)[:2] == pytest.approx([e / 2 for e in expected[:2]])
+
+
+def test_cosine_does_not_rise_after_the_end() -> None:
+    assert rates(optim.CosineWarmupLRScheduler(5), 20)[5:] == [0.0] * 15
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: optim.ConstantWarmupLRScheduler(0), ValueError, "'total_steps' must be positive"),
+        (lambda: optim.ConstantWarmupLRScheduler(1.5), TypeError, "'total_steps' must be an int"),
+        (lambda: optim.LinearWarmupLRScheduler(10, 1.0), ValueError, "'warmup' is a share of total_steps"),
+        (lambda: optim.LinearWarmupLRScheduler(10, -0.1), ValueError, "'warmup' must be at least 0"),
+        (lambda: optim.LinearWarmupLRScheduler(10, "a"), TypeError, "'warmup' must be a number"),
+        (lambda: optim.CosineWarmupLRScheduler(10, cycles=0), ValueError, "'cycles' must be positive"),
+        (lambda: optim.PolyWarmupLRScheduler(10, lr_end=-1.0), ValueError, "'lr_end' must be at least 0"),
+        (lambda: optim.PolyWarmupLRScheduler(10, power=-1.0), ValueError, "'power' must be at least 0"),
+        (lambda: rates(optim.PolyWarmupLRScheduler(10, lr_end=2.0), 2), ValueError, "'lr_end' 2.0 must be below"),
+        (lambda: rates(optim._LRScheduler(), 1), NotImplementedError, "must override get_lr"),
+    ],
+)
+def test_errors(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_state() -> None:
+    scheduler = optim.LinearWarmupLRScheduler(10)
+    assert scheduler.get_last_lr() == []
+    rates(scheduler, 3)
+    other = optim.LinearWarmupLRScheduler(10)
+    other.load_state_dict(scheduler.state_dict())
+    assert other.get_last_lr() == scheduler.get_last_lr() != []

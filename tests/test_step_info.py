@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from ort_trainer import TrainStepInfo, optim
+
+
+def test_defaults_are_not_shared() -> None:
+    config = optim.SGDConfig()
+    first, second = TrainStepInfo(config), TrainStepInfo(config)
+    first.fetches.append("loss")
+    assert second.fetches == []
+    assert (first.all_finite, first.optimization_step, first.step) == (True, 0, 0)
+    assert first.optimizer_config is config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"optimizer_config": 3}, TypeError, "optimizer_config must be an optimizer config"),
+        ({"all_finite": 1}, TypeError, "all_finite must be a bool"),
+        ({"fetches": "loss"}, TypeError, "fetches must be a list of output names"),
+        ({"fetches": [3]}, TypeError, "fetches must be a list of output names"),
+        ({"step": -1}, ValueError, "step must not be negative"),
+        ({"optimization_step": 1.0}, TypeError, "optimization_step must be an int"),
+    ],
+)
+def test_errors(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TrainStepInfo(**{"optimizer_config": optim.SGDConfig(), **arguments})
