@@ -48,10 +48,8 @@ class GraphBuilder:
             ExportError: If the model can't be exported or its outputs are not as described.
         """
         start = time.perf_counter()
-        if can_isolate():
-            graph, reasons = _decode(run_in_child(lambda: _encode(*self._export(batch, training))))
-        else:
-            graph, reasons = self._export(batch, training)
+        answer = run_in_child(lambda: _encode(*self._export(batch, training))) if can_isolate() else None
+        graph, reasons = self._export(batch, training) if answer is None else _decode(answer)
         kind = "training" if training else "evaluation"
         seconds = time.perf_counter() - start
         _log.info("exported the %s graph in %.1f s: %d nodes", kind, seconds, len(graph.model.graph))

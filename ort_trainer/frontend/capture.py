@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._decomp import decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -90,6 +92,8 @@ def capture(
         stack.enter_context(_quiet())
         # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # So has the LSTM kernel of oneDNN, which PyTorch otherwise picks where the input needs no gradient.
+        stack.enter_context(_plain_lstm())
         stack.enter_context(autocast)
         program = _export(module, tuple(sample), dims)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
@@ -127,6 +131,12 @@ def _export(
             "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
             "values of tensors (use torch.where or torch.cond) and calls into other libraries"
         ) from error
+
+
+def _plain_lstm() -> contextlib.AbstractContextManager[Any]:
+    """Makes PyTorch decompose an LSTM into arithmetic."""
+    plain = decompositions.one_layer_lstm
+    return mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import select
+import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -17,6 +22,9 @@ from ..errors import ExportError
 __all__ = ["can_isolate", "run_in_child"]
 
 _ERRORS: dict[str, type[Exception]] = {"ExportError": ExportError, "TypeError": TypeError, "ValueError": ValueError}
+
+# A child that uses no processor for so long waits for something that will not come.
+_STANDSTILL_SECONDS = 10.0
 
 
 def can_isolate() -> bool:
@@ -35,12 +43,15 @@ def can_isolate() -> bool:
     )
 
 
-def run_in_child(function: Callable[[], bytes]) -> bytes:
+def run_in_child(function: Callable[[], bytes]) -> bytes | None:
     """Returns what a function returns when a forked child process runs it.
 
+    Returns:
+        The bytes; None if the child died, or stood still and was ended: then the caller must do the work itself.
+
     Raises:
-        ExportError: If the child raised any exception, or died.
-        TypeError, ValueError: If the child raised these.
+        ExportError: If the function raised any exception but the following.
+        TypeError, ValueError: If the function raised these.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -54,24 +65,47 @@ def run_in_child(function: Callable[[], bytes]) -> bytes:
         os.close(reader)
         _run_and_exit(function, writer)
     os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        answer = stream.read()
-    _, status = os.waitpid(child, 0)
-    if answer[:1] == b"+":
-        return answer[1:]
+    try:
+        answer = _read_all(reader, child)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # it has answered, or died, or stands still
+        os.waitpid(child, 0)
     if answer[:1] == b"-":
         name, message = json.loads(answer[1:])
         raise _ERRORS.get(name, ExportError)(message)
-    raise ExportError(
-        f"the process that exported the model died (status {status}); if there was not enough memory, a smaller model may "
-        "do, and with ORT_TRAINER_EXPORT_IN_PROCESS=1 in the environment the export runs in this process"
-    )
+    return answer[1:] if answer[:1] == b"+" else None
+
+
+def _read_all(reader: int, child: int) -> bytes:
+    """Reads the child's answer; returns nothing if the child ends without one or stands still."""
+    parts: list[bytes] = []
+    used = -1.0
+    while True:
+        ready, _, _ = select.select([reader], [], [], _STANDSTILL_SECONDS)
+        if ready:
+            part = os.read(reader, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            continue
+        before, used = used, _cpu_seconds(child)
+        if used == before:
+            return b""
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _run_and_exit(function: Callable[[], bytes], writer: int) -> None:
     """The child's whole life: it ends without running any clean-up of the parent's."""
     status = 1
     try:
+        # A collection here would run the destructors of the parent's garbage, which wait for threads that are not here.
+        gc.freeze()
         torch.set_num_threads(1)
         try:
             answer = b"+" + function()
@@ -81,8 +115,8 @@ def _run_and_exit(function: Callable[[], bytes], writer: int) -> None:
             answer = b"-" + json.dumps([type(error).__name__, message]).encode()
         with os.fdopen(writer, "wb") as stream:
             stream.write(answer)
-        status = 0
-    finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        status = 0
+    finally:
         os._exit(status)

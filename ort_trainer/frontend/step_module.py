@@ -163,14 +163,15 @@ def borrowed(module: nn.Module, trainable: Collection[str], training: bool) -> I
 
     Args:
         module: The module.
-        trainable: Names of the parameters that shall require grad, as ``module.named_parameters()`` has them.
+        trainable: Names of the parameters that shall require grad, as ``module.named_parameters()`` has them: of a tied
+            parameter the first.
         training: The mode.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
         module.train(training)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters():  # a tied parameter under its first name only
             parameter.requires_grad_(name in trainable)
         yield
     finally:

@@ -39,8 +39,9 @@ class SymbolTable:
         self.fixed: dict[str, int] = {}
         for entry, shape in zip(inputs, shapes, strict=True):
             for described, size in zip(entry.shape, shape, strict=True):
-                if isinstance(described, str) and isinstance(size, int):
-                    self.fixed[described] = size
+                value = self.expression(size)
+                if isinstance(described, str) and isinstance(value, int):
+                    self.fixed[described] = value
 
     def expression(self, size: int | torch.SymInt) -> Dim | None:
         """Returns a size as an expression over described dimensions; None if it depends on the values of a batch."""

@@ -28,6 +28,8 @@ _NUMPY_TYPES: dict[torch.dtype, Any] = {
 }
 # A training run meets as many shapes as there are (batch, length) pairs; each keeps a binding of a few kilobytes.
 _MAXIMUM_PLANS = 256
+# ONNX Runtime fuses transposes into an operator that the CPU provider has for float only.
+_DISABLED_FOR_DOUBLE = ["MatmulTransposeFusion"]
 
 
 @dataclass
@@ -68,7 +70,10 @@ class GraphRunner:
         self._device = device
         self._state = {graph.state[name]: state[name] for name in graph.state}
         self._session = InferenceSession(
-            ir.to_proto(graph.model).SerializeToString(), sess_options=options, providers=list(providers)
+            ir.to_proto(graph.model).SerializeToString(),
+            sess_options=options,
+            providers=list(providers),
+            disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
         )
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._nothing = torch.zeros(1, device=device)
@@ -171,6 +176,10 @@ class GraphRunner:
             tuple(value.shape),
             address,
         )
+
+
+def _has_double(graph: TrainingGraph) -> bool:
+    return any(spec.dtype == torch.float64 for spec in (*graph.inputs, *graph.outputs))
 
 
 def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -1,0 +1,384 @@
+"""Twenty steps of different architectures against PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+
+from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
+
+# Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
+# errors, which Adam would blow up to full steps in any direction: an epsilon above them keeps both trainings comparable.
+CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-5)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, eps=1e-5)
+
+
+def same(model: nn.Module, desc: dict[str, Any], batches: list, **options: Any) -> ORTTrainer:
+    return assert_same_training(model, desc, batches, CONFIG, adamw, relative=1e-4, **options)
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias before batch norm: its gradient is zero but for rounding, which Adam would blow up.
+        self.conv1 = nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False)
+        self.norm2 = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        hidden = F.max_pool2d(F.relu(self.norm1(self.conv1(image))), 2)
+        hidden = F.relu(self.norm2(self.conv2(hidden)))
+        return self.head(F.avg_pool2d(hidden, 2).mean((2, 3)))
+
+
+def test_cnn_with_batch_norm_and_batches_of_any_size() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [8] * 10 + [1, 2, 8, 3, 5, 8, 1, 8, 8, 4]
+    batches = [
+        (torch.randn(n, 1, 12, 12, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes
+    ]
+    desc = {
+        "inputs": [("image", ["batch", 1, 12, 12]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    trainer = same(CNN(), desc, batches)
+    assert len(trainer.session.graphs(True)) == 1, "one export serves all batch sizes"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(4, 8, num_layers=1, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
+def test_recurrent(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
+    model = Recurrent(kind)
+    pointers = [w.data_ptr() for w in model.rnn._flat_weights]
+    lengths = [4] * 15 + [3, 4, 3, 4, 3]
+    batches = [(torch.randn(4, n, 4), torch.randint(0, 3, (4,))) for n in lengths]
+    desc = {
+        "inputs": [("x", ["batch", "length", 4]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    with caplog.at_level(logging.WARNING, logger="ort_trainer"):
+        trainer = same(model, desc, batches)
+    assert len(trainer.session.graphs(True)) == 2, "an unrolled loop is exported once for each length"
+    assert "the model fixes dimension 'length' at 4" in caplog.text
+    assert [w.data_ptr() for w in model.rnn._flat_weights] == pointers
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.position = nn.Parameter(torch.randn(32, 16) * 0.02)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.encoder(hidden).mean(1))
+
+
+ENCODER_DESC = {
+    "inputs": [("tokens", ["batch", "length"]), ("label", ["batch"])],
+    "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+}
+
+
+def token_batches(shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randint(0, 50, shape), torch.randint(0, 3, shape[:1])) for shape in shapes]
+
+
+def test_transformer_encoder_with_sequences_of_any_length() -> None:
+    shapes = [(4, 9)] * 10 + [(1, 9), (4, 1), (2, 30), (4, 32), (3, 5), (1, 1), (4, 9), (4, 8), (2, 2), (1, 2)]
+    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
+    assert len(trainer.session.graphs(True)) == 1
+
+
+def test_first_batch_of_one_does_not_freeze_the_sizes() -> None:
+    shapes = [(1, 1), (4, 7), (1, 7), (4, 1)] * 5
+    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
+    assert len(trainer.session.graphs(True)) == 1
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.norm(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True)))
+
+
+def language_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-100)
+
+
+def test_language_model_with_tied_weights() -> None:
+    desc = {
+        "inputs": [("tokens", ["batch", "length"]), ("label", ["batch", "length"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", "length", 40])],
+    }
+    batches = []
+    for length in [8] * 10 + [5, 11] * 5:
+        tokens = torch.randint(0, 40, (3, length))
+        label = tokens.roll(-1, 1)
+        label[:, -1] = -100
+        batches.append((tokens, label))
+    trainer = same(TiedLanguageModel(), desc, batches, loss_fn=language_loss)
+    weights = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    full = trainer.state_dict()["model"]["full_precision"]
+    assert "head.weight" in full and "embedding.weight" in full
+    TiedLanguageModel().load_state_dict(weights, strict=True)
+    group = [{"params": ["head.weight"], "lambda_coef": 0.5}]  # the other name of the tied weight
+    other = ORTTrainer(TiedLanguageModel(), desc, optim.AdamConfig(group, lr=0.1), loss_fn=language_loss)
+    other.prepare(batches[0])
+    assert [g.hyper["lambda_coef"] for g in other.session.optimizer._groups if "embedding.weight" in g.names] == [0.5]
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    nothing: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+class WithLoss(nn.Module):
+    """The loss inside the model, in several shapes of return value; some inputs, parameters and buffers unused."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mlp = MLP()
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("unused_buffer", torch.ones(3))
+        self.register_buffer("transient", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor, label: torch.Tensor) -> Any:
+        self.steps += 1
+        self.transient.mul_(1.5)
+        logits = self.mlp(x)
+        loss = F.cross_entropy(logits, label) * self.transient.detach().mean().clamp(max=2.0)
+        if self.kind == "tuple":
+            return loss, logits
+        if self.kind == "dict":
+            return {"loss": loss, "logits": logits}
+        if self.kind == "nested":
+            return (loss, {"a": [logits, None]})
+        return Output(loss, logits, hidden=(logits * 2,))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "nested", "dataclass"])
+def test_loss_inside_the_model(kind: str) -> None:
+    desc = {
+        "inputs": [("x", ["batch", 8]), ("extra", ["other"]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    batches = [(x, torch.zeros(number + 1), y) for number, (x, y) in enumerate(mlp_batches(20))]
+    model = WithLoss(kind)
+    if kind in ("dict", "dataclass"):
+        trainer = ORTTrainer(model, desc, CONFIG)
+        first = trainer.train_step(*batches[0])
+        output = model(*batches[0])
+        expected = output["loss"] if kind == "dict" else output.loss
+        assert_close(first[0], expected.detach(), 1e-5, "loss")
+        return
+    trainer = same(model, desc, batches, loss_fn=None)
+    assert int(trainer.state_dict(pytorch_format=True)["steps"]) == 20
+    assert "transient" not in trainer.state_dict(pytorch_format=True)
+    assert trainer.state_dict()["transient_buffers"]["transient"] == pytest.approx(1.5**20, rel=1e-5)
+
+
+class Awkward(nn.Module):
+    """Parameters of 1 to 8 elements, one without elements, frozen ones, and names with a slash and a dot-like mess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in range(1, 9)])
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.fc = nn.Linear(8, 3)
+        self.slashed = nn.ParameterDict({"a/b": nn.Parameter(torch.randn(3))})
+        self.x = nn.Parameter(torch.randn(3))  # the name of an input, too
+        self.register_parameter("loss", nn.Parameter(torch.randn(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.scalar + sum(v.sum() for v in self.vectors) + self.empty.sum() + self.frozen.sum()
+        return self.fc(x) * self.x + total + self.slashed["a/b"] + self.loss
+
+
+def test_awkward_parameters_and_names(tmp_path: Any) -> None:
+    model = Awkward()
+    trainer = same(model, MLP_DESC, mlp_batches(20))
+    weights = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(weights["frozen"], model.frozen)
+    assert weights["slashed.a/b"].shape == (3,)
+    trainer.save_checkpoint(tmp_path / "a.ortckpt")
+    other = ORTTrainer(Awkward(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
+    other.load_checkpoint(tmp_path / "a.ortckpt")
+    other.prepare(mlp_batches(1)[0])
+    restored = other.state_dict(pytorch_format=True)
+    assert all(torch.equal(restored[name], value) for name, value in weights.items())
+
+
+def test_frozen_weights_option() -> None:
+    model = MLP()
+    before = model.fc1.weight.detach().clone()
+
+    def optimizer(reference: nn.Module) -> torch.optim.Optimizer:
+        reference.fc1.weight.requires_grad_(False)
+        return adamw(reference)
+
+    trainer = assert_same_training(
+        model,
+        MLP_DESC,
+        mlp_batches(20),
+        CONFIG,
+        optimizer,
+        relative=1e-5,
+        options={"utils": {"frozen_weights": ["fc1.weight"], "grad_norm_clip": False}},
+    )
+    assert torch.equal(trainer.state_dict(pytorch_format=True)["fc1.weight"], before)
+    assert model.fc1.weight.requires_grad, "the user's model is left as it was"
+    assert "fc1.weight" not in trainer.state_dict()["optimizer"]
+
+
+def test_the_users_model_is_left_as_it_was_found() -> None:
+    model = CNN()
+    model.eval()
+    model.norm1.train()
+    model.head.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    flags = [p.requires_grad for p in model.parameters()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    desc = {"inputs": [("image", ["b", 1, 12, 12]), ("y", ["b"])], "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.5), loss_fn=F.cross_entropy)
+    for _ in range(2):
+        trainer.train_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
+    trainer.eval_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
+    assert [module.training for module in model.modules()] == modes
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    trained = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(trained["head.weight"], state["head.weight"])
+    assert not torch.equal(trained["conv1.weight"], state["conv1.weight"])
+
+
+def test_non_contiguous_inputs_and_arrays_train_correctly() -> None:
+    desc = MLP_DESC
+    batches = [(x.T.contiguous().T, y) for x, y in mlp_batches(20)]
+    assert not batches[0][0].is_contiguous()
+    assert_same_training(MLP(), desc, batches, CONFIG, adamw)
+    model = MLP()
+    first = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    second = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    for x, y in mlp_batches(3):
+        a = first.train_step(x, y)[0]
+        b = second.train_step(x.numpy(), label=y.numpy())[0]
+        assert torch.equal(a, b)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(2).mean(1))
+
+
+class Detached(nn.Module):
+    """A custom autograd function, a detach and an untaken NaN: the gradient is PyTorch's, not the formula's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        y = y + 2.0 * y.detach()
+        y = y + Straight.apply(y)
+        return torch.where(y > 0, y, torch.zeros_like(y)) + torch.where(y > 1e9, torch.log(-y.abs()).detach(), y)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 0.5
+
+
+def test_scaled_dot_product_attention() -> None:
+    desc = {"inputs": [("x", ["b", "s", 8]), ("y", ["b"])], "outputs": [("loss", [], True), ("logits", ["b", 3])]}
+    same(Attention(), desc, [(torch.randn(3, n, 8), torch.randint(0, 3, (3,))) for n in [6, 4] * 10])
+
+
+def test_detach_and_custom_functions() -> None:
+    same(Detached(), MLP_DESC, mlp_batches(20))
+
+
+def test_double_precision() -> None:
+    batches = [(x.double(), y) for x, y in mlp_batches(20)]
+    assert_same_training(MLP().double(), MLP_DESC, batches, CONFIG, adamw, relative=1e-9)
+
+
+def test_loss_function_that_is_a_module_with_buffers() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.3, 0.5]), label_smoothing=0.1)
+    trainer = same(MLP(), MLP_DESC, mlp_batches(20), loss_fn=loss_fn)
+    assert list(trainer.state_dict(pytorch_format=True)) == list(MLP().state_dict())
+
+
+def test_several_options_objects_are_not_needed() -> None:
+    """One options object, one description and one group list serve two trainers."""
+    import copy
+
+    groups = [{"params": ["fc1.weight"], "lambda_coef": 0.1}]
+    desc = copy.deepcopy(MLP_DESC)
+    scheduler = optim.LinearWarmupLRScheduler(50)
+    options = ORTTrainerOptions({"lr_scheduler": scheduler, "mixed_precision": {"enabled": True}})
+    before = copy.deepcopy((groups, desc, options.to_dict()["batch"], scheduler.state_dict()))
+    losses = []
+    model = MLP()
+    for _ in range(2):
+        trainer = ORTTrainer(model, desc, optim.AdamConfig(groups, lr=0.1), loss_fn=F.cross_entropy, options=options)
+        losses.append([trainer.train_step(x, y)[0].item() for x, y in mlp_batches(4)])
+        assert options.mixed_precision.loss_scaler is None
+    assert losses[0] == losses[1]
+    assert (groups, desc, options.to_dict()["batch"], scheduler.state_dict()) == before
