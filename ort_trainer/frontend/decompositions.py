@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,32 @@ _DECOMPOSED = (
 )
 
 
+def _mixed_layer_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> Any:
+    """Layer norm of fp16 values with fp32 weights, which autocast makes and ONNX does not have: computed in fp32."""
+    if weight is None or weight.dtype == input.dtype:
+        return NotImplemented
+    output, mean, rstd = aten.native_layer_norm.default(input.to(weight.dtype), normalized_shape, weight, bias, eps)
+    return output.to(input.dtype), mean, rstd
+
+
+def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Any:
+    """ONNX Runtime's CPU provider has no scatter that adds fp16 values; fp32 is also the better sum."""
+    if input.dtype != torch.float16:
+        return NotImplemented
+    return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
+
+
+def _index_put(
+    input: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> Any:
+    """The same for an indexed assignment that adds."""
+    if input.dtype != torch.float16 or not accumulate:
+        return NotImplemented
+    return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
+
+
 @functools.cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> decomposition.
@@ -49,6 +75,9 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
     table.update(BACKWARD_DECOMPOSITIONS)
+    table[aten.native_layer_norm.default] = _mixed_layer_norm
+    table[aten.scatter_add.default] = _scatter_add
+    table[aten.index_put.default] = _index_put
     for operator in (*_KEPT, *RANDOM_OPERATORS):
         table.pop(operator, None)
     return table
