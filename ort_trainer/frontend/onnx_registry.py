@@ -29,6 +29,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ..errors import ExportError
+from .source import source_line
 from .translations import TRANSLATIONS
 
 __all__ = ["has_translation", "translate"]
@@ -80,6 +81,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     end.args = (tuple(results),)
     graph.set_codegen(torch.fx.graph.CodeGen())  # the captured calling convention is gone: inputs and results are flat
     graph.eliminate_dead_code()
+    _refuse_unknown_operators(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with _quiet():
         _fx_passes.insert_type_promotion_nodes(module)
@@ -105,3 +107,13 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
             return _core._exported_program_to_onnx_program(program, registry=_registry()).model
         except torch.onnx.errors.OnnxExporterError as error:
             raise ExportError(f"the graph can't be translated to ONNX: {error}: {error.__cause__}") from error
+
+
+def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
+    unknown: dict[str, str] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
+            unknown.setdefault(str(node.target), source_line(node))
+    if unknown:
+        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
+        raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))

@@ -174,6 +174,10 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
         if node.target in _HANDLERS:
             with _fake_mode_of(node):
                 _HANDLERS[node.target](lifter, node)
+            # A random operator has a side effect to PyTorch, so that dead code elimination would keep it.
+            for user in [*node.users, node]:
+                if not user.users:
+                    graph.erase_node(user)
         elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ExportError(
                 f"the random operator {node.target} is not supported; supported are dropout, bernoulli, rand, randn, "

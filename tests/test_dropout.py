@@ -1,0 +1,135 @@
+"""Random numbers: PyTorch's own masks, new in each step, off in evaluation, reproducible from a seed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ExportError, ORTTrainer, optim
+
+from .helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
+
+
+def test_masks_are_those_that_pytorch_draws() -> None:
+    model = MLP(dropout=0.4, hidden=64)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    torch.manual_seed(7)
+    trainer = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
+    batches = mlp_batches(20)
+    torch.manual_seed(7)
+    for x, y in batches:
+        optimizer.zero_grad()
+        expected = F.cross_entropy(reference(x), y)
+        expected.backward()
+        optimizer.step()
+        assert_close(trainer.train_step(x, y)[0], expected.detach(), 1e-5, "loss")
+    assert_same_weights(trainer, reference, 1e-5)
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = F.dropout(x, 0.25, self.training), F.dropout(x, 0.25, self.training)
+        return (a * b * self.weight).mean(), a, b
+
+
+MASKS = {
+    "inputs": [("x", ["n", 100])],
+    "outputs": [("loss", [], True), ("a", ["n", 100]), ("b", ["n", 100])],
+}
+
+
+def test_fraction_scale_independence_and_seed() -> None:
+    x = torch.ones(50, 100)
+
+    def run(seed: int, evaluate: bool) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        trainer = ORTTrainer(Masks(), MASKS, optim.SGDConfig(lr=0.0))
+        found = []
+        for _ in range(3):
+            found += trainer.train_step(x)[1:]
+            if evaluate:
+                assert torch.equal(trainer.eval_step(x)[1], x), "dropout is off in evaluation"
+        return found
+
+    masks = run(1, evaluate=True)
+    for mask in masks:
+        assert mask.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+        assert (mask > 0).float().mean() == pytest.approx(0.75, abs=0.02)
+    for i, first in enumerate(masks):
+        for second in masks[:i]:
+            both = ((first > 0) & (second > 0)).float().mean()
+            assert both == pytest.approx(0.75**2, abs=0.03), "masks are independent"
+    assert all(torch.equal(a, b) for a, b in zip(masks, run(1, evaluate=False), strict=True))
+    assert not torch.equal(masks[0], run(2, evaluate=False)[0])
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        draws = (
+            torch.randn_like(x) * 2 + 1,
+            torch.rand(x.shape[0], 1000),
+            torch.bernoulli(torch.full_like(x, 0.3)),
+            torch.randint(2, 5, x.shape).float(),
+            torch.empty_like(x).uniform_(-1, 3),
+            torch.empty_like(x).normal_(5.0, 0.5),
+            torch.randn(x.shape),
+        )
+        return (sum(d.sum() for d in draws) * self.scale, *draws)
+
+
+def test_other_random_operators() -> None:
+    names = ["randn_like", "rand", "bernoulli", "randint", "uniform", "normal", "randn"]
+    desc = {"inputs": [("x", ["n", 1000])], "outputs": [("loss", [], True), *((n, ["n", 1000]) for n in names)]}
+    trainer = ORTTrainer(Noise(), desc, optim.SGDConfig(lr=0.0))
+    x = torch.zeros(20, 1000)
+    first = dict(zip(names, trainer.train_step(x)[1:], strict=True))
+    second = dict(zip(names, trainer.train_step(x)[1:], strict=True))
+    moments = {
+        "randn_like": (1, 2),
+        "rand": (0.5, 12**-0.5),
+        "bernoulli": (0.3, 0.21**0.5),
+        "randint": (3, (2 / 3) ** 0.5),
+        "uniform": (1, 4 * 12**-0.5),
+        "normal": (5, 0.5),
+        "randn": (0, 1),
+    }
+    for name, (mean, deviation) in moments.items():
+        assert first[name].mean().item() == pytest.approx(mean, abs=0.05), name
+        assert first[name].std().item() == pytest.approx(deviation, rel=0.05), name
+        assert not torch.equal(first[name], second[name]), name
+    assert set(first["randint"].unique().tolist()) == {2.0, 3.0, 4.0}
+
+
+def test_a_random_operator_that_is_not_supported_is_named() -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x[:, torch.randperm(8)])  # the line of the error
+
+    with pytest.raises(ExportError, match=r"random operator aten.randperm.*not supported.*test_dropout.py.*the line"):
+        mlp_trainer(model=Shuffled()).train_step(*mlp_batches(1)[0])
+
+
+def test_no_warning_is_given_in_normal_use() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = ORTTrainer(MLP(0.1), MLP_DESC, optim.AdamConfig(), loss_fn=F.cross_entropy)
+        trainer.train_step(*mlp_batches(1)[0])
+        trainer.eval_step(*mlp_batches(1)[0])

@@ -1,0 +1,329 @@
+"""The interface of ORTTrainer: calls, return values, counters, and every error before anything has changed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.engine import maximum_opset
+
+from .helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
+
+X, Y = mlp_batches(1)[0]
+
+
+@pytest.fixture
+def trainer() -> ORTTrainer:
+    return mlp_trainer()
+
+
+def test_return_values_counters_and_phase() -> None:
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 3}})
+    kept = []
+    for number in range(1, 8):
+        outputs = trainer.train_step(X, Y)
+        assert isinstance(outputs, list) and [o.shape for o in outputs] == [(), (5, 3)]
+        assert not outputs[0].requires_grad
+        kept.append(outputs[0])
+        assert trainer.train_step_info.step == number
+        assert trainer.train_step_info.optimization_step == number // 3
+        assert trainer.train_step_info.all_finite is True
+    values = [loss.item() for loss in kept]
+    assert len(set(values)) == 3, "weights change at the end of a window only, and returned tensors are not reused"
+    before = trainer.train_step_info.step
+    assert trainer.eval_step(X, Y)[0].item() == trainer.eval_step({"label": Y, "x": X})[0].item()
+    assert trainer.train_step_info.step == before
+
+
+def test_ways_to_call(trainer: ORTTrainer) -> None:
+    trainer.prepare((X, Y))
+    assert trainer.train_step_info.step == 0
+    expected = trainer.eval_step(X, Y)[0]
+    for args, kwargs in (((), {"label": Y, "x": X}), ((X,), {"label": Y}), (([X, Y],), {}), (({"x": X, "label": Y},), {})):
+        assert torch.equal(trainer.eval_step(*args, **kwargs)[0], expected)
+    trainer.train_step({"x": X, "label": Y})
+    assert trainer.train_step_info.step == 1
+
+
+def test_a_single_output_comes_bare() -> None:
+    desc = {**MLP_DESC, "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(MLP(), desc, optim.AdamConfig(), loss_fn=F.cross_entropy)
+    assert isinstance(trainer.train_step(X, Y), torch.Tensor)
+    assert trainer.eval_step(X, Y).shape == ()
+    with pytest.raises(ValueError, match="no output but the loss"):
+        trainer.export_for_inference("unused.onnx")
+
+
+def test_fetches(trainer: ORTTrainer) -> None:
+    trainer.train_step_info.fetches = ["logits", "loss"]
+    assert [o.shape for o in trainer.train_step(X, Y)] == [(5, 3), ()]
+    assert [o.shape for o in trainer.eval_step(X, Y)] == [(5, 3), ()]
+    trainer.train_step_info.fetches = ["logits"]
+    assert trainer.train_step(X, Y).shape == (5, 3)
+    assert trainer.train_step_info.optimization_step == 2
+    full = trainer.eval_step(X, Y)
+    assert torch.equal(trainer.eval_step(X), full), "the label is not needed for the prediction"
+    trainer.train_step_info.fetches = ["loss"]
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing: outputs \['loss'\] need them"):
+        trainer.eval_step(X)
+    for wrong in (["other"], ["loss", "loss"]):
+        trainer.train_step_info.fetches = wrong
+        with pytest.raises(RuntimeError, match="The specified fetches list contains invalid output names"):
+            trainer.train_step(X, Y)
+    assert trainer.train_step_info.step == 2
+
+
+BAD_BATCHES = [
+    ((X,), TypeError, r"inputs \['label'\] are missing"),
+    ((X, Y, Y), TypeError, "3 inputs were given"),
+    ((X[:, :5], Y), ValueError, "input 'x' has size 5 in dimension 1"),
+    ((X[0], Y), ValueError, "input 'x' has 1 dimensions"),
+    ((X[:2], Y), ValueError, "Mismatch in dynamic shape batch"),
+    ((X[:0], Y[:0]), ValueError, "input 'x' is empty"),
+    ((X.double(), Y), TypeError, "input 'x' has dtype torch.float64, but training began with torch.float32"),
+    ((X, Y.to("meta")), ValueError, "input 'label' is on meta"),
+    (("text", Y), TypeError, "must be a torch.Tensor or a numpy array"),
+]
+
+
+def test_a_bad_batch_changes_nothing(trainer: ORTTrainer) -> None:
+    trainer.train_step(X, Y)
+    before = repr(trainer.state_dict())
+    for batch, error, message in BAD_BATCHES:
+        for step in (trainer.train_step, trainer.eval_step):
+            with pytest.raises(error, match=message):
+                step(*batch)
+    with pytest.raises(TypeError, match=r"unknown inputs \['labels'\]"):
+        trainer.train_step(X, labels=Y)
+    assert repr(trainer.state_dict()) == before
+
+
+def test_a_run_that_fails_changes_nothing() -> None:
+    trainer = mlp_trainer(model=MLP(dropout=0.5))
+    trainer.train_step(X, Y)
+    before = repr(trainer.state_dict())
+    with pytest.raises(Exception, match=r"indices|out of bounds|index"):
+        trainer.train_step(X, Y + 100)  # a class that does not exist
+    assert repr(trainer.state_dict()) == before
+    trainer.train_step(X, Y)
+    assert trainer.train_step_info.step == 2
+
+
+class NoForwardName(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": None}, TypeError, "model must be a torch.nn.Module, but a NoneType"),
+        ({"model": onnx.ModelProto()}, TypeError, "ONNX models are not supported yet"),
+        ({"model_desc": 3}, TypeError, "model_desc must be a dict"),
+        ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig or LambConfig"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+        ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
+        ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),
+        ({"model": NoForwardName()}, ValueError, r"inputs \['x'\], but forward\(\) of NoForwardName takes \['a', 'b'\]"),
+        (
+            {"model_desc": {**MLP_DESC, "inputs": [("label", ["b"])]}},
+            ValueError,
+            "with a loss_fn the last input is its label",
+        ),
+        (
+            {"model_desc": {**MLP_DESC, "outputs": [("logits", ["b", 3]), ("loss", [], True)]}},
+            ValueError,
+            "with a loss_fn the first output is the loss",
+        ),
+        (
+            {"model": NoForwardName(), "model_desc": {**MLP_DESC, "inputs": [("a", ["n"]), ("y", [])]}},
+            ValueError,
+            r"needs \['b'\], which model_desc does not have",
+        ),
+        (
+            {"options": ORTTrainerOptions({"utils": {"frozen_weights": ["fc9.weight"]}})},
+            ValueError,
+            r"utils.frozen_weights names \['fc9.weight'\], which are no parameters.*fc1.bias",
+        ),
+        (
+            {"optim_config": optim.AdamConfig([{"params": ["fc9"], "alpha": 0.5}])},
+            ValueError,
+            r"a parameter group names \['fc9'\]",
+        ),
+        (
+            {"options": ORTTrainerOptions({"device": {"id": "cuda"}})},
+            ValueError,
+            "device.id 'cuda' was asked for, but CUDA is not available.*set device.id to 'cpu'",
+        ),
+    ],
+)
+def test_constructor_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    if "cuda" in message and torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    defaults = {"model": MLP(), "model_desc": MLP_DESC, "optim_config": optim.AdamConfig(), "loss_fn": F.cross_entropy}
+    with pytest.raises(error, match=message):
+        ORTTrainer(**{**defaults, **arguments})
+
+
+class Cased(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x)
+        if self.case == "control flow" and y.sum() > 0:
+            return y * 2
+        if self.case == "string":
+            return {"a": y, "b": "text"}
+        if self.case == "untranslated":
+            return y + torch.linalg.pinv(y.T @ y).sum()  # the line of the error
+        if self.case == "constant":
+            return y.detach()
+        if self.case == "in place":
+            with torch.no_grad():
+                self.fc.weight.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("case", "desc", "loss_fn", "message"),
+    [
+        ("control flow", {}, F.cross_entropy, "torch.export could not capture Cased.*control flow that depends"),
+        ("string", {}, lambda p, y: F.cross_entropy(p["a"], y), r"must return tensors.*output\['b'\] is a str: 'text'"),
+        ("untranslated", {}, F.cross_entropy, r"aten\.\S+ has no ONNX translation.*test_trainer.py.*the line of the error"),
+        ("constant", {}, F.cross_entropy, "the loss depends on no trainable parameter"),
+        ("in place", {}, F.cross_entropy, r"forward\(\) changes parameter 'fc.weight' in place"),
+        ("", {}, lambda p, y: F.cross_entropy(p, y, reduction="none"), r"the loss must be a scalar, but its shape is \["),
+        ("", {}, lambda p, y: (p.argmax(1) == y).sum(), "the loss must be a floating-point tensor"),
+        ("", {}, lambda p, y: 3.0, "loss_fn must return a tensor, but it returned a float"),
+        ("", {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]}, F.cross_entropy, "3 outputs.*return only 2 tensors"),
+        ("", {"outputs": [("loss", [], True), ("a", ["b", 4])]}, F.cross_entropy, "output 'a' has size 3 in dimension 1, but model_desc says 4"),
+        ("", {"outputs": [("loss", [], True), ("a", ["b"])]}, F.cross_entropy, "output 'a' has 2 dimensions"),
+    ],
+)
+def test_what_can_not_be_exported(case: str, desc: dict[str, Any], loss_fn: Any, message: str) -> None:
+    model = Cased(case).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = ORTTrainer(model, {**MLP_DESC, **desc}, optim.AdamConfig(), loss_fn=loss_fn)
+    with pytest.raises(ExportError, match=f"(?s){message}"):
+        trainer.train_step(X, Y)
+    assert trainer.session is None and trainer.train_step_info.step == 0
+    assert not model.training and all(p.requires_grad for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_nothing_to_train() -> None:
+    model = MLP().requires_grad_(False)
+    trainer = mlp_trainer(model=model)
+    with pytest.raises(RuntimeError, match="no parameter to train.*eval_step works"):
+        trainer.train_step(X, Y)
+    torch.testing.assert_close(trainer.eval_step(X, Y)[1], model.eval()(X))
+
+
+def test_default_device_falls_back_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    with caplog.at_level(logging.INFO, logger="ort_trainer"):
+        mlp_trainer()
+        mlp_trainer({"device": {"id": "cpu"}})
+    assert [r.message for r in caplog.records].count("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU") == 1
+
+
+def test_memory_limit_is_for_cuda() -> None:
+    trainer = mlp_trainer({"device": {"id": "cpu", "mem_limit": 1 << 30}})
+    with pytest.raises(ValueError, match="device.mem_limit 1073741824 was set, but it limits CUDA memory only"):
+        trainer.train_step(X, Y)
+
+
+def test_session_and_provider_options() -> None:
+    own = onnxruntime.SessionOptions()
+    own.intra_op_num_threads = 1
+    trainer = mlp_trainer({"session_options": own, "provider_options": {"CPUExecutionProvider": {}}})
+    trainer.train_step(X, Y)
+    assert own.intra_op_num_threads == 1 and not own.use_deterministic_compute
+    with pytest.raises(ValueError, match="session_options are used as they are and have use_deterministic_compute = False"):
+        mlp_trainer({"session_options": own, "debug": {"deterministic_compute": True}}).train_step(X, Y)
+    with pytest.raises(ValueError, match=r"provider_options names \['Other'\], but the installed ONNX Runtime has only"):
+        mlp_trainer({"provider_options": {"Other": {}}}).train_step(X, Y)
+    mlp_trainer({"debug": {"deterministic_compute": True}}).train_step(X, Y)
+
+
+def test_check_model_export() -> None:
+    trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=MLP(dropout=0.5))
+    trainer.train_step(X, Y)
+    assert trainer.train_step_info.step == 1
+
+    def spoil(model: onnx.ModelProto) -> onnx.ModelProto:
+        for node in model.graph.node:
+            if node.op_type == "Tanh":
+                node.op_type = "Sigmoid"
+        return model
+
+    trainer = mlp_trainer({"debug": {"check_model_export": True}, "_internal_use": {"extra_postprocess": spoil}})
+    with pytest.raises(RuntimeError, match="output 'loss' of the exported graph differs from PyTorch's by up to"):
+        trainer.train_step(X, Y)
+    assert trainer.session is None
+
+
+def test_extra_postprocess() -> None:
+    seen = []
+
+    def look(model: onnx.ModelProto) -> None:
+        seen.append([node.op_type for node in model.graph.node])
+
+    trainer = mlp_trainer({"_internal_use": {"extra_postprocess": look}})
+    trainer.train_step(X, Y)
+    trainer.eval_step(X, Y)
+    assert len(seen) == 2 and all("Tanh" in ops for ops in seen)
+
+    def rename(model: onnx.ModelProto) -> onnx.ModelProto:
+        model.graph.input[0].name = "other"
+        return model
+
+    with pytest.raises(ValueError, match="extra_postprocess must keep the inputs of the model"):
+        mlp_trainer({"_internal_use": {"extra_postprocess": rename}}).train_step(X, Y)
+    with pytest.raises(TypeError, match="extra_postprocess must return an onnx.ModelProto or None"):
+        mlp_trainer({"_internal_use": {"extra_postprocess": lambda model: 3}}).train_step(X, Y)
+
+
+def test_opset() -> None:
+    trainer = mlp_trainer({"_internal_use": {"onnx_opset_version": maximum_opset()}})
+    expected = mlp_trainer().train_step(X, Y)
+    torch.manual_seed(0)
+    trainer.train_step(X, Y)
+    graph = trainer.session.graphs(True)[0]
+    assert graph.model.opset_imports[""] == maximum_opset()
+    assert expected[0].shape == ()
+    if maximum_opset() < 23:
+        with pytest.raises(ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX go up to"):
+            mlp_trainer({"_internal_use": {"onnx_opset_version": 23}})
+
+
+def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.fc(row) for row in x]).mean(0, keepdim=True)
+
+    monkeypatch.setattr("ort_trainer.trainer._MAXIMUM_GRAPHS", 2)
+    desc = {"inputs": [("x", ["rows", 8]), ("y", [1])], "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(Flat(), desc, optim.SGDConfig(), loss_fn=F.cross_entropy)
+    for rows in (2, 1, 2):
+        trainer.train_step(torch.randn(rows, 8), torch.tensor([1]))
+    assert [g.fixed for g in trainer.session.graphs(True)] == [{"rows": 2}, {"rows": 1}]
+    with pytest.raises(RuntimeError, match=r"the model fixes dimensions \(\['rows'\]\), and has been exported for 2 sizes"):
+        trainer.train_step(torch.randn(3, 8), torch.tensor([1]))
+    assert trainer.train_step_info.step == 3
