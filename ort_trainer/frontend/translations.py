@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,4 +19,42 @@ def sym_numel(value: TensorType) -> TensorType:
     return op.Size(value)
 
 
-TRANSLATIONS: dict[Any, Callable[..., Any]] = {aten.sym_numel.default: sym_numel}
+def max_pool_with_indices(
+    value: TensorType,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[TensorType, TensorType]:
+    """Max pooling with indices into each channel's plane, as PyTorch counts them.
+
+    ONNX counts through the whole tensor. What torch.onnx does to find the difference, a second pooling of the whole
+    input, costs as much as the pooling itself; the rest of a division by the plane's size does not.
+    """
+    dims = len(kernel_size)
+
+    def each(values: Sequence[int]) -> list[int]:
+        return [*values] * dims if len(values) == 1 else [*values]
+
+    batched = value if len(value.shape) == dims + 2 else op.Unsqueeze(value, [0])
+    pooled, flat = op.MaxPool(
+        batched,
+        kernel_shape=each(kernel_size),
+        strides=each(stride) if len(stride) else each(kernel_size),
+        pads=each(padding) * 2,
+        dilations=each(dilation),
+        ceil_mode=int(ceil_mode),
+    )
+    plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
+    indices = op.Mod(flat, plane)
+    if batched is not value:
+        pooled, indices = op.Squeeze(pooled, [0]), op.Squeeze(indices, [0])
+    return pooled, indices
+
+
+TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    aten.sym_numel.default: sym_numel,
+    aten.max_pool2d_with_indices.default: max_pool_with_indices,
+    aten.max_pool3d_with_indices.default: max_pool_with_indices,
+}

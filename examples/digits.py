@@ -1,0 +1,162 @@
+"""Trains a small CNN on scikit-learn's handwritten digits with ORTTrainer, and the same in plain PyTorch beside it.
+
+Run ``make demo``, or ``python examples/digits.py --out FOLDER``. It writes a checkpoint, an ONNX file that
+onnxruntime then classifies the test set with, and a picture of both loss curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import onnxruntime
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from tqdm import tqdm
+
+from ort_trainer import ORTTrainer, optim
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
+
+EPOCHS = 15
+BATCH = 64
+LEARNING_RATE = 2e-3
+WEIGHT_DECAY = 1e-2
+
+
+class DigitNet(nn.Module):
+    """A convolutional network for 8 x 8 images of the digits 0 to 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Returns logits (batch, 10) for images (batch, 1, 8, 8)."""
+        return self.classifier(self.features(image))
+
+
+MODEL_DESC = {
+    "inputs": [("image", ["batch", 1, 8, 8]), ("label", ["batch"])],
+    "outputs": [("loss", [], True), ("logits", ["batch", 10])],
+}
+
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def digits() -> tuple[Data, Data]:
+    """Returns 1437 training and 360 test images with labels."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    return tuple((torch.from_numpy(x), torch.from_numpy(y)) for x, y in ((train_x, train_y), (test_x, test_y)))
+
+
+def batches(data: Data, epoch: int) -> Iterator[Data]:
+    """Yields shuffled batches, the last one smaller; the same ones for the same epoch."""
+    order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(epoch))
+    for rows in order.split(BATCH):
+        yield data[0][rows], data[1][rows]
+
+
+def accuracy(logits: torch.Tensor | np.ndarray, labels: torch.Tensor) -> float:
+    """Returns the share of right answers."""
+    return (np.asarray(logits).argmax(1) == labels.numpy()).mean().item()
+
+
+def train_with_ort(model: nn.Module, train: Data, test: Data) -> tuple[ORTTrainer, list[float], float, float]:
+    """Returns the trainer, the loss of every step, the test accuracy and the seconds of everything."""
+    start = time.perf_counter()
+    config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
+    trainer = ORTTrainer(model, MODEL_DESC, config, loss_fn=F.cross_entropy)
+    losses = []
+    for epoch in tqdm(range(EPOCHS), desc="ORTTrainer", unit="epoch"):
+        for image, label in batches(train, epoch):
+            loss, _ = trainer.train_step(image, label)
+            losses.append(loss.item())
+    _, logits = trainer.eval_step(*test)
+    return trainer, losses, accuracy(logits, test[1]), time.perf_counter() - start
+
+
+def train_with_pytorch(model: nn.Module, train: Data, test: Data) -> tuple[list[float], float, float]:
+    """The same loop in plain PyTorch."""
+    start = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    losses = []
+    model.train()
+    for epoch in tqdm(range(EPOCHS), desc="PyTorch   ", unit="epoch"):
+        for image, label in batches(train, epoch):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(image), label)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        logits = model(test[0])
+    return losses, accuracy(logits, test[1]), time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder of the results")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    train, test = digits()
+    torch.manual_seed(0)
+    model = DigitNet()
+    twin = copy.deepcopy(model)
+
+    torch.manual_seed(1)  # the same seed before each run: both draw the same dropout masks
+    trainer, losses, score, seconds = train_with_ort(model, train, test)
+    torch.manual_seed(1)
+    torch_losses, torch_score, torch_seconds = train_with_pytorch(twin, train, test)
+
+    trainer.save_checkpoint(out / "digits.ortckpt", {"accuracy": score}, overwrite=True)
+    trainer.export_for_inference(out / "digits.onnx")
+    session = onnxruntime.InferenceSession(str(out / "digits.onnx"), providers=["CPUExecutionProvider"])
+    onnx_score = accuracy(session.run(["logits"], {"image": test[0].numpy()})[0], test[1])
+    plot(losses, torch_losses, out / "loss.png")
+
+    print(f"\n{'':28}{'test accuracy':>14}{'seconds':>10}{'last loss':>11}")
+    print(f"{'ORTTrainer (with export)':28}{score:>14.2%}{seconds:>10.1f}{losses[-1]:>11.4f}")
+    print(f"{'PyTorch':28}{torch_score:>14.2%}{torch_seconds:>10.1f}{torch_losses[-1]:>11.4f}")
+    print(f"{'digits.onnx in onnxruntime':28}{onnx_score:>14.2%}")
+    print(f"\nlargest difference of the two loss curves: {np.abs(np.subtract(losses, torch_losses)).max():.2e}")
+    print("written: " + ", ".join(str(out / name) for name in ("digits.ortckpt", "digits.onnx", "loss.png")))
+
+
+def plot(losses: list[float], torch_losses: list[float], path: Path) -> None:
+    """Draws both loss curves."""
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(losses, label="ORTTrainer", linewidth=3, alpha=0.5)
+    axes.plot(torch_losses, label="PyTorch", linewidth=1, color="black")
+    axes.set(xlabel="step", ylabel="training loss", yscale="log", title="Handwritten digits")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
