@@ -23,7 +23,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 def installed_flavours() -> tuple[str, ...]:
     """Returns the distributions that install the ``onnxruntime`` module; more than one overwrite each other's files."""
     names = {str(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
-    return tuple(sorted(n for n in names if n == "onnxruntime" or n.startswith("onnxruntime-")) if names else ())
+    return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
 def warn_about_mixed_flavours() -> None:

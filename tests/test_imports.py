@@ -1,0 +1,94 @@
+"""Imports go with the data, never against it; heavy libraries are imported in one place each."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
+
+# Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
+LEAVES = {"errors", "schema", "engine", "atomic", "memory"}
+ALLOWED = {
+    "errors": set(),
+    "schema": set(),
+    "engine": set(),
+    "atomic": set(),
+    "memory": set(),
+    "amp": {"step_info"},  # for annotations only
+    "optim": {"step_info"},  # for annotations only
+    "step_info": {"optim"},
+    "model_desc": LEAVES,
+    "options": LEAVES | {"amp", "optim"},
+    "batch": LEAVES | {"model_desc"},
+    "graph": LEAVES,
+    "frontend": LEAVES | {"graph", "model_desc"},
+    "session": LEAVES | {"graph", "optim"},
+    "state": LEAVES | {"session", "optim"},
+    "checkpoint": LEAVES,
+    "trainer": LEAVES
+    | {"amp", "batch", "checkpoint", "frontend", "graph", "model_desc", "optim", "options", "session", "state", "step_info"},
+    "__init__": {"amp", "optim", "errors", "options", "session", "step_info", "trainer"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    """The rooms of this package that a file imports from."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            depth = len(path.relative_to(PACKAGE).parts) - node.level
+            if depth < 0:
+                raise AssertionError(f"{path} imports from outside the package")
+            base = path.relative_to(PACKAGE).parts[:depth]
+            target = [*base, *(node.module or "").split(".")] if node.module else [*base]
+            found |= {target[0]} if target and target[0] else {alias.name for alias in node.names}
+    return found
+
+
+def test_every_room_is_listed() -> None:
+    assert {room(path) for path in FILES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_direction(path: Path) -> None:
+    assert imports(path) - {room(path)} <= ALLOWED[room(path)]
+
+
+@pytest.mark.parametrize(
+    ("library", "places"),
+    [
+        ("torch.onnx", {"frontend/onnx_registry.py"}),
+        ("torch._functorch", {"frontend/capture.py"}),
+        ("torch.export", {"frontend/onnx_registry.py"}),
+        ("onnxruntime", {"engine.py"}),
+        ("safetensors", {"checkpoint/file.py"}),
+        ("cerberus", {"schema.py"}),
+        ("pickle", set()),
+    ],
+)
+def test_heavy_libraries_have_one_place(library: str, places: set[str]) -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name == library or name.startswith(f"{library}.") for name in names):
+                found.add(str(path.relative_to(PACKAGE)))
+    assert found == places
+
+
+def test_importing_the_package_does_not_import_the_exporter() -> None:
+    program = "import sys, ort_trainer; print([m for m in ('ort_trainer.frontend.export', 'onnxscript') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,87 @@
+"""The built wheel, in an environment of its own, and the commands of the README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMOKE = """
+import torch, ort_trainer
+from pathlib import Path
+assert "site-packages" in ort_trainer.__file__ and Path(ort_trainer.__file__).parent.parent == Path({site!r}), ort_trainer.__file__
+from ort_trainer import ORTTrainer, optim
+desc = {{"inputs": [("input", ["n", 4]), ("label", ["n"])], "outputs": [("loss", [], True)]}}
+trainer = ORTTrainer(torch.nn.Linear(4, 2), desc, optim.AdamConfig(), loss_fn=torch.nn.CrossEntropyLoss())
+x, y = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
+losses = [trainer.train_step(x, y).item() for _ in range(50)]
+assert losses[-1] < losses[0]
+print("trained")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_contents_of_the_wheel(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for schema in (ROOT / "schemas").iterdir():
+        assert f"ort_trainer/schemas/{schema.name}" in names
+    assert "ort_trainer/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "examples/"))]
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ort_trainer").rglob("*.py")}
+    assert modules <= set(names)
+
+
+def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = tmp_path / "env" / "lib" / version / "site-packages"
+    zipfile.ZipFile(wheel).extractall(site)
+    # The dependencies are those of this environment; a path file puts them behind the wheel.
+    here = next(p for p in sys.path if p.endswith("site-packages"))
+    (site / "dependencies.pth").write_text(here + "\n")
+    python = tmp_path / "env" / "bin" / "python"
+    done = subprocess.run(
+        [python, "-c", SMOKE.format(site=str(site))], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "trained"
+
+
+def test_commands_of_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = set(re.findall(r"\bmake ([a-z]+)", readme))
+    assert {"demo", "test", "bench"} <= commands <= targets
+    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
+        assert (ROOT / path).exists(), path
+
+
+def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert (tmp_path / "run.ortckpt").exists() and (tmp_path / "model.onnx").exists()
+
+
+def test_options_table_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
