@@ -138,7 +138,15 @@ def measure(name: str, rounds: int, dropout: bool) -> dict[str, dict[str, float]
     """Returns the figures of every contender for one model."""
     processes, found = {}, {}
     for contender in CONTENDERS:
-        command = [sys.executable, __file__, "--serve", contender, "--models", name, *(["--dropout"] if dropout else [])]
+        command = [
+            sys.executable,
+            __file__,
+            "--serve",
+            contender,
+            "--models",
+            name,
+            *(["--dropout"] if dropout else []),
+        ]
         processes[contender] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         found[contender] = {**_answer(processes[contender], contender), "times": []}
     for number in range(rounds + 1):
@@ -175,7 +183,9 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.models[0], arguments.dropout)
         return
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "onnxruntime-training", "onnxruntime", "onnxscript"))
+    versions = ", ".join(
+        f"{name} {_version(name)}" for name in ("torch", "onnxruntime-training", "onnxruntime", "onnxscript")
+    )
     print(f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores\n")
     print("| model | contender | median step, ms | against eager | start-up, s | peak memory, MB | against eager |")
     print("|---|---|---|---|---|---|---|")

@@ -12,8 +12,8 @@ from ort_trainer.schema import load_schema
 TARGET = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is *not supported
-yet* is accepted at its default and refused otherwise; none is ever ignored.
+All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is
+*not supported yet* is accepted at its default and refused otherwise; none is ever ignored.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ort_trainer import ORTTrainer, optim
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen
+from matplotlib import pyplot as plt
 
 EPOCHS = 15
 BATCH = 64

@@ -55,10 +55,11 @@ def _assign(
 ) -> dict[str, Any]:
     names = description.input_names
     if len(args) == 1 and not kwargs:
-        if isinstance(args[0], Mapping):
-            args, kwargs = (), args[0]
-        elif isinstance(args[0], (list, tuple)):
-            args = args[0]
+        (whole,) = args
+        if isinstance(whole, Mapping):
+            args, kwargs = [], whole
+        elif isinstance(whole, (list, tuple)):
+            args = whole
     if len(args) > len(names):
         raise TypeError(f"{len(args)} inputs were given, but the model description has {len(names)}: {names}")
     given = dict(zip(names, args, strict=False))
@@ -121,7 +122,7 @@ def _check(
             )
     if dtype is not None and value.dtype != dtype:
         raise TypeError(
-            f"input {entry.name!r} has dtype {value.dtype}, but training began with {dtype}: convert it with .to({dtype})"
+            f"input {entry.name!r} has dtype {value.dtype}, but training began with {dtype}: use .to({dtype})"
         )
     if value.device != device:
         raise ValueError(

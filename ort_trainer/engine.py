@@ -1,4 +1,4 @@
-"""What the installed ONNX Runtime can do. The rest of the package asks here and imports ``onnxruntime`` nowhere else."""
+"""What the installed ONNX Runtime can do: the one place that imports ``onnxruntime``; the rest of the package asks."""
 
 from __future__ import annotations
 

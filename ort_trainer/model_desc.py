@@ -94,7 +94,7 @@ class ModelDescription:
             raise ValueError(f"Invalid model_desc: {errors}")
         self.inputs = tuple(InputDescription(name, tuple(shape)) for name, shape in model_desc["inputs"])
         self.outputs = tuple(OutputDescription(e[0], tuple(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
-        names = [io.name for io in (*self.inputs, *self.outputs)]
+        names = [*self.input_names, *self.output_names]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"Invalid model_desc: names must be unique, but {repeated} are there more than once")

@@ -138,9 +138,7 @@ class ORTTrainerOptions(_Options):
             raise TypeError(f"options must be a dict or None, but a {type(options).__name__} was given: {options!r}")
         validator = _OptionsValidator(_SCHEMA)
         valid = validator.validate(dict(options))
-        errors = [
-            f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)
-        ]
+        errors = [f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)]
         if valid:
             errors = list(_cross_check(validator.document))
         if errors:

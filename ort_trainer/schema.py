@@ -50,7 +50,7 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
             self._error(field, "Must be callable or None")
 
     def _validate_unsupported(self, constraint: bool, field: str, value: Any) -> None:
-        """The rule's arguments are validated against this schema: {'type': 'boolean'}"""  # noqa: D403, D415
+        """The rule's arguments are validated against this schema: {'type': 'boolean'}"""
         default = self.schema[field].get("default")
         if constraint and value != default:
             self._error(field, f"is not supported yet: leave it out or at its default, {default!r}")

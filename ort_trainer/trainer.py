@@ -43,16 +43,16 @@ Copied = TypeVar("Copied", LossScaler, _LRScheduler)
 class ORTTrainer:
     """Trains a PyTorch model on ONNX Runtime.
 
-    The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX graph.
-    From then on the trainer owns copies of the weights; the model that was passed in keeps its own. To put trained
-    weights back, call ``model.load_state_dict(trainer.state_dict(pytorch_format=True))``.
+    The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
+    graph. From then on the trainer owns copies of the weights; the model that was passed in keeps its own. To put
+    trained weights back, call ``model.load_state_dict(trainer.state_dict(pytorch_format=True))``.
 
     Args:
         model: The model. With ``loss_fn`` it returns the prediction, without it the loss is one of its outputs.
-        model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists sizes;
-            a str in it names a dimension whose size may change from step to step. Input names are those of the arguments
-            of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs come in the
-            order (loss,) + outputs of the model; the ones at the end may be left out.
+        model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
+            sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
+            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs come
+            in the order (loss,) + outputs of the model; the ones at the end may be left out.
         optim_config: An ``SGDConfig``, ``AdamConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss.
         options: Settings; None for the defaults.
@@ -205,7 +205,7 @@ class ORTTrainer:
             pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
                 tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
                 ``optimizer`` (per weight ``Moment_1``, ``Moment_2``; Adam ``Update_Count``; LAMB
-                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``gradients`` (in the middle of an
+                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``gradients`` (inside an
                 accumulation window), ``random``, and ``loss_scaler`` and ``lr_scheduler`` where there are any. Update
                 counts are updates done plus 1, as they always were.
 
@@ -294,7 +294,7 @@ class ORTTrainer:
         return user_dict
 
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
-        """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, loss and label included.
+        """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
         Dropout and batch norm are in their inference form. Inputs, outputs and dynamic dimensions have the names of the
         model description; weights have their PyTorch names. A file that is there is replaced.
@@ -360,8 +360,8 @@ class ORTTrainer:
         internal = self.options._internal_use
         if internal.onnx_opset_version > maximum_opset():
             raise ValueError(
-                f"_internal_use.onnx_opset_version is {internal.onnx_opset_version}, but the installed ONNX Runtime and "
-                f"ONNX go up to {maximum_opset()}"
+                f"_internal_use.onnx_opset_version is {internal.onnx_opset_version}, but the installed ONNX Runtime "
+                f"and ONNX go up to {maximum_opset()}"
             )
         step = ExportedStep(
             model=self._model,
@@ -380,7 +380,10 @@ class ORTTrainer:
         return _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler") or DynamicLossScaler()
 
     def _make_layout(self) -> Layout:
-        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
+        named = [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]
         tensors = {name: tensor.detach() for name, tensor in named}
         persistent = [name for name, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)]
         return Layout(
@@ -468,8 +471,8 @@ class ORTTrainer:
                 return graph
         if len(graphs) >= _MAXIMUM_GRAPHS:
             raise RuntimeError(
-                f"the model fixes dimensions ({sorted({s for g in graphs for s in g.fixed})}), and has been exported for "
-                f"{len(graphs)} sizes already; {sizes} would be one more. Pad the inputs to fewer different sizes"
+                f"the model fixes dimensions ({sorted({s for g in graphs for s in g.fixed})}), and has been exported "
+                f"for {len(graphs)} sizes already; {sizes} would be one more. Pad the inputs to fewer different sizes"
             )
         if self._sample is not None:
             # Inputs that were left out are not needed for the outputs asked for, but for an export.
@@ -507,7 +510,8 @@ class ORTTrainer:
             return float(first)
         except (TypeError, ValueError):
             raise TypeError(
-                f"get_lr() of {type(self._lr_scheduler).__name__} must return a list with one number, but returned {rates!r}"
+                f"get_lr() of {type(self._lr_scheduler).__name__} must return a list with one number, but it returned "
+                f"{rates!r}"
             ) from None
 
     def _update_scale(self) -> None:
@@ -518,7 +522,9 @@ class ORTTrainer:
 
     def _started(self, method: str) -> TrainingSession:
         if self._session is None:
-            raise RuntimeError(f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()")
+            raise RuntimeError(
+                f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
+            )
         return self._session
 
     def _collect(self, session: TrainingSession, include_optimizer: bool, copy_arrays: bool) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 # Exports run in forked children; what is imported here, none of them has to import again.
-import ort_trainer.frontend.export
 
 
 @pytest.fixture(autouse=True)

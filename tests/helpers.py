@@ -40,7 +40,9 @@ def mlp_batches(count: int, size: int = 5, seed: int = 1) -> list[tuple[torch.Te
     ]
 
 
-def mlp_trainer(options: dict[str, Any] | None = None, config: Any = None, model: nn.Module | None = None) -> ORTTrainer:
+def mlp_trainer(
+    options: dict[str, Any] | None = None, config: Any = None, model: nn.Module | None = None
+) -> ORTTrainer:
     return ORTTrainer(
         MLP() if model is None else model,
         MLP_DESC,

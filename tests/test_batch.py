@@ -65,8 +65,13 @@ def test_inputs_that_may_be_left_out() -> None:
         ((X[:, :2], Y, Z), {}, ValueError, "input 'x' has size 2 in dimension 1, but the model description says 3"),
         ((X[:3], Y, Z), {}, ValueError, "Mismatch in dynamic shape batch: it is 3 in input 'x' and 4 in input 'y'"),
         ((X[:0], Y[:0], Z), {}, ValueError, "input 'x' is empty"),
-        ((X.double(), Y, Z), {}, TypeError, r"dtype torch.float64, but training began with torch.float32: convert"),
-        ((X.to("meta"), Y, Z), {}, ValueError, r"input 'x' is on meta, but training runs on cpu: move it with .to\('cpu'\)"),
+        ((X.double(), Y, Z), {}, TypeError, r"dtype torch.float64, but training began with torch.float32: use"),
+        (
+            (X.to("meta"), Y, Z),
+            {},
+            ValueError,
+            r"input 'x' is on meta, but training runs on cpu: move it with .to\('cpu'\)",
+        ),
     ],
 )
 def test_errors(args: tuple, kwargs: dict, error: type[Exception], message: str) -> None:

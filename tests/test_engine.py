@@ -45,7 +45,9 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_stream = 1234
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(engine.onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(
+        engine.onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
     providers = engine.providers_for(torch.device("cuda", 1), {"CUDAExecutionProvider": {"x": "y"}}, mem_limit=99)
     assert providers == [
         ("CUDAExecutionProvider", {"device_id": "1", "user_compute_stream": "1234", "gpu_mem_limit": "99", "x": "y"}),

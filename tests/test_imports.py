@@ -31,7 +31,19 @@ ALLOWED = {
     "state": LEAVES | {"session", "optim"},
     "checkpoint": LEAVES,
     "trainer": LEAVES
-    | {"amp", "batch", "checkpoint", "frontend", "graph", "model_desc", "optim", "options", "session", "state", "step_info"},
+    | {
+        "amp",
+        "batch",
+        "checkpoint",
+        "frontend",
+        "graph",
+        "model_desc",
+        "optim",
+        "options",
+        "session",
+        "state",
+        "step_info",
+    },
     "__init__": {"amp", "optim", "errors", "options", "session", "step_info", "trainer"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -89,6 +101,8 @@ def test_heavy_libraries_have_one_place(library: str, places: set[str]) -> None:
 
 
 def test_importing_the_package_does_not_import_the_exporter() -> None:
-    program = "import sys, ort_trainer; print([m for m in ('ort_trainer.frontend.export', 'onnxscript') if m in sys.modules])"
+    program = (
+        "import sys, ort_trainer; print([m for m in ('ort_trainer.frontend.export', 'onnxscript') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"

@@ -12,7 +12,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 
-from .helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
+from .helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
 
 def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
@@ -141,7 +141,9 @@ def test_accumulation_is_the_mean_in_fp32() -> None:
             return self.loss_scale
 
     options = ORTTrainerOptions(fp16(Constant(1.0), batch={"gradient_accumulation_steps": 4}))
-    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=1.0), loss_fn=lambda p, y: (p.float() * y).mean(), options=options)
+    trainer = ORTTrainer(
+        model, desc, optim.SGDConfig(lr=1.0), loss_fn=lambda p, y: (p.float() * y).mean(), options=options
+    )
     for x in (1024.0, 0.25, 0.25, 0.25):
         trainer.train_step(torch.tensor([[x]]), torch.ones(1, 1))
     moved = weight - trainer.state_dict(pytorch_format=True)["fc.weight"].item()

@@ -15,7 +15,7 @@ _IN = [("x", ["batch", 8])]
 def test_reads_names_shapes_and_loss_without_mutation() -> None:
     before = copy.deepcopy(MLP_DESC)
     description = ModelDescription(MLP_DESC)
-    assert MLP_DESC == before
+    assert before == MLP_DESC
     assert description.input_names == ["x", "label"] and description.output_names == ["loss", "logits"]
     assert description.inputs[0].shape == ("batch", 8)
     assert description.loss.name == "loss"
@@ -27,7 +27,10 @@ def test_reads_names_shapes_and_loss_without_mutation() -> None:
     [
         ({"inputs": [(3, [])], "outputs": _OUT}, r"the first element of the tuple \(aka name\) must be a string"),
         ({"inputs": [("x", 3)], "outputs": _OUT}, r"the second element of the tuple \(aka shape\) must be a list"),
-        ({"inputs": _IN, "outputs": [("l", [], 1)]}, r"the third element of the tuple \(aka is_loss\) must be a boolean"),
+        (
+            {"inputs": _IN, "outputs": [("l", [], 1)]},
+            r"the third element of the tuple \(aka is_loss\) must be a boolean",
+        ),
         ({"inputs": [("x", [1.5])], "outputs": _OUT}, "each shape must be either a string or integer"),
         ({"inputs": [("x", [True])], "outputs": _OUT}, "each shape must be either a string or integer"),
         ({"inputs": _IN, "outputs": [*_OUT, ("b", [], True)]}, "outputs.1: only one is_loss can bet set to True"),

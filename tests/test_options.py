@@ -62,7 +62,10 @@ def test_immutable() -> None:
     [
         ({"mixed_precision": {"enabled": "yes"}}, "mixed_precision.enabled: must be of boolean type .*'yes', str"),
         ({"batch": {"gradient_accumulation_steps": 0}}, "batch.gradient_accumulation_steps: min value is 1"),
-        ({"batch": {"gradient_accumulation_steps": True}}, "batch.gradient_accumulation_steps: must be of integer type"),
+        (
+            {"batch": {"gradient_accumulation_steps": True}},
+            "batch.gradient_accumulation_steps: must be of integer type",
+        ),
         ({"batch": {"gradient_accumulation_steps": 1.5}}, "batch.gradient_accumulation_steps: must be of integer"),
         ({"batch": []}, "batch: must be of dict type"),
         ({"device": {"id": "gpu:9"}}, "device.id: value does not match"),
@@ -110,7 +113,11 @@ def _unsupported(schema: dict, path: tuple[str, ...] = ()) -> list[tuple[tuple[s
 _OTHER = {"integer": 1, "boolean": None, "string": "other", "list": ["a"], "dict": {"a": 1}}
 
 
-@pytest.mark.parametrize(("path", "rules"), _unsupported(load_schema("trainer_options")), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
+@pytest.mark.parametrize(
+    ("path", "rules"),
+    _unsupported(load_schema("trainer_options")),
+    ids=lambda v: ".".join(v) if isinstance(v, tuple) else "",
+)
 def test_what_is_not_supported_is_refused(path: tuple[str, ...], rules: dict) -> None:
     default = rules["default"]
     other = {"boolean": not default, "integer": 2 if default != 2 else 3}.get(rules["type"], _OTHER[rules["type"]])

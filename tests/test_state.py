@@ -126,24 +126,75 @@ def broken(trained: ORTTrainer, edit: Any) -> dict[str, Any]:
 
 
 CASES = [
-    (lambda s: s["model"]["full_precision"].pop("fc1.bias"), RuntimeError, r"Missing keys: \['fc1.bias'\] in state_dict\[model\]"),
-    (lambda s: s["model"]["full_precision"].update(z=np.ones(1)), RuntimeError, r"Unexpected keys: \['z'\] in state_dict\[model\]"),
+    (
+        lambda s: s["model"]["full_precision"].pop("fc1.bias"),
+        RuntimeError,
+        r"Missing keys: \['fc1.bias'\] in state_dict\[model\]",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update(z=np.ones(1)),
+        RuntimeError,
+        r"Unexpected keys: \['z'\] in state_dict\[model\]",
+    ),
     (lambda s: s["model"].update(half={}), RuntimeError, r"Unexpected keys: \['half'\] in state_dict\[model\]"),
-    (lambda s: s["optimizer"].pop("fc1.bias"), RuntimeError, r"Missing keys: \['fc1.bias'\] in state_dict\[optimizer\]"),
+    (
+        lambda s: s["optimizer"].pop("fc1.bias"),
+        RuntimeError,
+        r"Missing keys: \['fc1.bias'\] in state_dict\[optimizer\]",
+    ),
     (lambda s: s["optimizer"].update(z={}), RuntimeError, r"Unexpected keys: \['z'\] in state_dict\[optimizer\]"),
-    (lambda s: s["optimizer"]["fc1.bias"].pop("Moment_2"), RuntimeError, r"Missing keys: \['Moment_2'\] in state_dict\[optimizer\]\[fc1.bias\]"),
+    (
+        lambda s: s["optimizer"]["fc1.bias"].pop("Moment_2"),
+        RuntimeError,
+        r"Missing keys: \['Moment_2'\] in state_dict\[optimizer\]\[fc1.bias\]",
+    ),
     (lambda s: s.pop("trainer_options"), RuntimeError, r"Missing keys: \['optimizer_name'\]"),
-    (lambda s: s["train_step_info"].pop("step"), RuntimeError, r"Missing keys: \['step'\] in state_dict\[train_step_info\]"),
-    (lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"), ValueError, "the state is that of LambOptimizer, but the trainer uses AdamOptimizer"),
-    (lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(3, np.float32)}), ValueError, r"fc1.bias\] has shape \[3\], but the trainer has \[16\]"),
-    (lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(16, np.int64)}), ValueError, r"fc1.bias\] has dtype torch.int64"),
-    (lambda s: s["model"]["full_precision"].update({"fc1.bias": [1.0]}), TypeError, r"fc1.bias\] must be a tensor or a numpy array, but it is a list"),
-    (lambda s: s["optimizer"]["fc2.bias"].update(Moment_1=np.ones(1, np.float32)), ValueError, r"Moment_1\] has shape \[1\]"),
-    (lambda s: s["optimizer"]["fc2.bias"].update(Update_Count=np.zeros(1, np.int64)), ValueError, r"Update_Count\] must be one number, at least 1"),
+    (
+        lambda s: s["train_step_info"].pop("step"),
+        RuntimeError,
+        r"Missing keys: \['step'\] in state_dict\[train_step_info\]",
+    ),
+    (
+        lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"),
+        ValueError,
+        "the state is that of LambOptimizer, but the trainer uses AdamOptimizer",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(3, np.float32)}),
+        ValueError,
+        r"fc1.bias\] has shape \[3\], but the trainer has \[16\]",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(16, np.int64)}),
+        ValueError,
+        r"fc1.bias\] has dtype torch.int64",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": [1.0]}),
+        TypeError,
+        r"fc1.bias\] must be a tensor or a numpy array, but it is a list",
+    ),
+    (
+        lambda s: s["optimizer"]["fc2.bias"].update(Moment_1=np.ones(1, np.float32)),
+        ValueError,
+        r"Moment_1\] has shape \[1\]",
+    ),
+    (
+        lambda s: s["optimizer"]["fc2.bias"].update(Update_Count=np.zeros(1, np.int64)),
+        ValueError,
+        r"Update_Count\] must be one number, at least 1",
+    ),
     (lambda s: s["train_step_info"].update(step=-1), ValueError, r"\[step\] must be an int, at least 0"),
     (lambda s: s.update(model=3), TypeError, r"state_dict\[model\] must be a dict, but it is a int"),
     (lambda s: s.update(random=np.zeros(100, np.uint8)), ValueError, r"state_dict\[random\] has \[100\] bytes"),
-    (lambda s: s.update(gradients={"fc1.bias": np.zeros(16, np.float32)}, trainer_options={**s["trainer_options"], "gradient_accumulation_steps": 4}), ValueError, "in the middle of a window of 4 micro-batches"),
+    (
+        lambda s: s.update(
+            gradients={"fc1.bias": np.zeros(16, np.float32)},
+            trainer_options={**s["trainer_options"], "gradient_accumulation_steps": 4},
+        ),
+        ValueError,
+        "in the middle of a window of 4 micro-batches",
+    ),
 ]
 
 

@@ -47,7 +47,12 @@ def test_ways_to_call(trainer: ORTTrainer) -> None:
     trainer.prepare((X, Y))
     assert trainer.train_step_info.step == 0
     expected = trainer.eval_step(X, Y)[0]
-    for args, kwargs in (((), {"label": Y, "x": X}), ((X,), {"label": Y}), (([X, Y],), {}), (({"x": X, "label": Y},), {})):
+    for args, kwargs in (
+        ((), {"label": Y, "x": X}),
+        ((X,), {"label": Y}),
+        (([X, Y],), {}),
+        (({"x": X, "label": Y},), {}),
+    ):
         assert torch.equal(trainer.eval_step(*args, **kwargs)[0], expected)
     trainer.train_step({"x": X, "label": Y})
     assert trainer.train_step_info.step == 1
@@ -132,7 +137,11 @@ class NoForwardName(nn.Module):
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
         ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),
-        ({"model": NoForwardName()}, ValueError, r"inputs \['x'\], but forward\(\) of NoForwardName takes \['a', 'b'\]"),
+        (
+            {"model": NoForwardName()},
+            ValueError,
+            r"inputs \['x'\], but forward\(\) of NoForwardName takes \['a', 'b'\]",
+        ),
         (
             {"model_desc": {**MLP_DESC, "inputs": [("label", ["b"])]}},
             ValueError,
@@ -200,14 +209,34 @@ class Cased(nn.Module):
     [
         ("control flow", {}, F.cross_entropy, "torch.export could not capture Cased.*control flow that depends"),
         ("string", {}, lambda p, y: F.cross_entropy(p["a"], y), r"must return tensors.*output\['b'\] is a str: 'text'"),
-        ("untranslated", {}, F.cross_entropy, r"aten\.\S+ has no ONNX translation.*test_trainer.py.*the line of the error"),
+        (
+            "untranslated",
+            {},
+            F.cross_entropy,
+            r"aten\.\S+ has no ONNX translation.*test_trainer.py.*the line of the error",
+        ),
         ("constant", {}, F.cross_entropy, "the loss depends on no trainable parameter"),
         ("in place", {}, F.cross_entropy, r"forward\(\) changes parameter 'fc.weight' in place"),
-        ("", {}, lambda p, y: F.cross_entropy(p, y, reduction="none"), r"the loss must be a scalar, but its shape is \["),
+        (
+            "",
+            {},
+            lambda p, y: F.cross_entropy(p, y, reduction="none"),
+            r"the loss must be a scalar, but its shape is \[",
+        ),
         ("", {}, lambda p, y: (p.argmax(1) == y).sum(), "the loss must be a floating-point tensor"),
         ("", {}, lambda p, y: 3.0, "loss_fn must return a tensor, but it returned a float"),
-        ("", {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]}, F.cross_entropy, "3 outputs.*return only 2 tensors"),
-        ("", {"outputs": [("loss", [], True), ("a", ["b", 4])]}, F.cross_entropy, "output 'a' has size 3 in dimension 1, but model_desc says 4"),
+        (
+            "",
+            {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]},
+            F.cross_entropy,
+            "3 outputs.*return only 2 tensors",
+        ),
+        (
+            "",
+            {"outputs": [("loss", [], True), ("a", ["b", 4])]},
+            F.cross_entropy,
+            "output 'a' has size 3 in dimension 1, but model_desc says 4",
+        ),
         ("", {"outputs": [("loss", [], True), ("a", ["b"])]}, F.cross_entropy, "output 'a' has 2 dimensions"),
     ],
 )
@@ -236,7 +265,9 @@ def test_default_device_falls_back_to_the_cpu(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="ort_trainer"):
         mlp_trainer()
         mlp_trainer({"device": {"id": "cpu"}})
-    assert [r.message for r in caplog.records].count("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU") == 1
+    assert [r.message for r in caplog.records].count(
+        "no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU"
+    ) == 1
 
 
 def test_memory_limit_is_for_cuda() -> None:
@@ -251,9 +282,13 @@ def test_session_and_provider_options() -> None:
     trainer = mlp_trainer({"session_options": own, "provider_options": {"CPUExecutionProvider": {}}})
     trainer.train_step(X, Y)
     assert own.intra_op_num_threads == 1 and not own.use_deterministic_compute
-    with pytest.raises(ValueError, match="session_options are used as they are and have use_deterministic_compute = False"):
+    with pytest.raises(
+        ValueError, match="session_options are used as they are and have use_deterministic_compute = False"
+    ):
         mlp_trainer({"session_options": own, "debug": {"deterministic_compute": True}}).train_step(X, Y)
-    with pytest.raises(ValueError, match=r"provider_options names \['Other'\], but the installed ONNX Runtime has only"):
+    with pytest.raises(
+        ValueError, match=r"provider_options names \['Other'\], but the installed ONNX Runtime has only"
+    ):
         mlp_trainer({"provider_options": {"Other": {}}}).train_step(X, Y)
     mlp_trainer({"debug": {"deterministic_compute": True}}).train_step(X, Y)
 
@@ -305,7 +340,9 @@ def test_opset() -> None:
     assert graph.model.opset_imports[""] == maximum_opset()
     assert expected[0].shape == ()
     if maximum_opset() < 23:
-        with pytest.raises(ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX go up to"):
+        with pytest.raises(
+            ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX go up to"
+        ):
             mlp_trainer({"_internal_use": {"onnx_opset_version": 23}})
 
 
@@ -324,6 +361,8 @@ def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) ->
     for rows in (2, 1, 2):
         trainer.train_step(torch.randn(rows, 8), torch.tensor([1]))
     assert [g.fixed for g in trainer.session.graphs(True)] == [{"rows": 2}, {"rows": 1}]
-    with pytest.raises(RuntimeError, match=r"the model fixes dimensions \(\['rows'\]\), and has been exported for 2 sizes"):
+    with pytest.raises(
+        RuntimeError, match=r"the model fixes dimensions \(\['rows'\]\), and has been exported for 2 sizes"
+    ):
         trainer.train_step(torch.randn(3, 8), torch.tensor([1]))
     assert trainer.train_step_info.step == 3

@@ -16,7 +16,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
 
 # Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
-# errors, which Adam would blow up to full steps in any direction: an epsilon above them keeps both trainings comparable.
+# errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
 CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-5)
 
 

@@ -24,9 +24,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def adamw_groups(model: Any) -> torch.optim.Optimizer:
     weights = {"params": [model.fc1.weight, model.fc2.weight], "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-3}
-    return torch.optim.AdamW(
-        [weights, {"params": [model.fc1.bias, model.fc2.bias], "weight_decay": 0.0}], lr=0.01
-    )
+    return torch.optim.AdamW([weights, {"params": [model.fc1.bias, model.fc2.bias], "weight_decay": 0.0}], lr=0.01)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

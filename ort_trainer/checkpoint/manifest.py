@@ -78,7 +78,9 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         ((key, inner),) = value.items()
         if key in (_TENSOR, _ARRAY):
             if not isinstance(inner, str) or inner not in tensors:
-                raise CheckpointError(f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is not there")
+                raise CheckpointError(
+                    f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is not there"
+                )
             return tensors[inner] if key == _TENSOR else tensors[inner].numpy()
         if key == _DICT and isinstance(inner, dict):
             value = inner

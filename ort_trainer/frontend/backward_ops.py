@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 __all__ = ["BACKWARD_DECOMPOSITIONS"]
 
 aten = torch.ops.aten
-Size = int | torch.SymInt
+Size = Any
+"""An int, or a symbolic one."""
 
 
 def _windows(
@@ -36,7 +37,10 @@ def _windows(
 def _pad(value: torch.Tensor, padding: Sequence[int], fill: float = 0.0) -> torch.Tensor:
     if not any(padding):
         return value
-    return aten.constant_pad_nd.default(value, [p for size in reversed(padding) for p in (size, size)], fill)
+    padded: torch.Tensor = aten.constant_pad_nd.default(
+        value, [p for size in reversed(padding) for p in (size, size)], fill
+    )
+    return padded
 
 
 def _convolution_weight_gradient(
@@ -91,7 +95,9 @@ def convolution_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
     dims = grad_output.dim() - 2
-    stride, padding, dilation = ([*values] * dims if len(values) == 1 else values for values in (stride, padding, dilation))
+    stride, padding, dilation = (
+        [*values] * dims if len(values) == 1 else values for values in (stride, padding, dilation)
+    )
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
         if transposed:
@@ -123,7 +129,7 @@ def _convolution_input_gradient(
     padding of the transposed convolution, which must be a number; with symbolic sizes it is padding after it.
     """
     dims = len(stride)
-    full = aten.convolution.default(
+    full: torch.Tensor = aten.convolution.default(
         grad_output, weight, None, stride, [0] * dims, dilation, True, [0] * dims, groups
     )
     for axis in range(dims):
@@ -177,7 +183,7 @@ def avg_pool2d_backward(
 ) -> torch.Tensor:
     """Gradient of average pooling: each output's gradient, divided by what it averaged over, goes to all of them."""
     kernel = [*kernel_size] * 2 if len(kernel_size) == 1 else list(kernel_size)
-    step = (([*stride] * 2 if len(stride) == 1 else list(stride)) if len(stride) else kernel)
+    step = ([*stride] * 2 if len(stride) == 1 else list(stride)) if len(stride) else kernel
     pad = [*padding] * 2 if len(padding) == 1 else list(padding)
     height, width = input.shape[-2:]
     rows, columns = grad_output.shape[-2:]
@@ -190,7 +196,7 @@ def avg_pool2d_backward(
         )
     flat = share.reshape(-1, 1, rows, columns)
     ones = torch.ones([1, 1, *kernel], dtype=flat.dtype, device=flat.device)
-    full = aten.convolution.default(flat, ones, None, step, [0, 0], [1, 1], True, [0, 0], 1)
+    full: torch.Tensor = aten.convolution.default(flat, ones, None, step, [0, 0], [1, 1], True, [0, 0], 1)
     # What the windows miss at the far edge is zero; one stride and kernel more than suffices for any rounding mode.
     full = aten.constant_pad_nd.default(full, [0, step[1] + kernel[1], 0, step[0] + kernel[0]], 0.0)
     full = aten.slice.Tensor(full, 2, pad[0], pad[0] + height, 1)
@@ -214,7 +220,7 @@ def empty_permuted(size: Sequence[Size], physical_layout: Sequence[int], **optio
     return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
 
 
-BACKWARD_DECOMPOSITIONS = {
+BACKWARD_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: convolution_backward,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.max_pool3d_with_indices_backward.default: max_pool_backward,

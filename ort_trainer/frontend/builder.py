@@ -64,7 +64,7 @@ class GraphBuilder:
         return export(self.step, batch, training)
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns what PyTorch itself computes for the described outputs in evaluation mode, with the model's weights."""
+        """Returns what PyTorch itself computes in evaluation mode, with the model's own weights."""
         module = StepModule(self.step)
         sample = [batch[entry.name] for entry in self.step.description.inputs]
         with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):

@@ -152,20 +152,23 @@ def _drop_assertions(core: torch.fx.GraphModule) -> None:
     """Removes run-time assertions: sizes are checked by the guards, and an assertion has no ONNX counterpart."""
     for node in reversed(list(core.graph.nodes)):
         name = getattr(node.target, "_opname", "")
-        if node.op == "call_function" and not node.users and name in (
-            "_assert_tensor_metadata",
-            "_assert_scalar",
-            "_assert_async",
-            "sym_constrain_range_for_size",
-            "sym_constrain_range",
+        if (
+            node.op == "call_function"
+            and not node.users
+            and name
+            in (
+                "_assert_tensor_metadata",
+                "_assert_scalar",
+                "_assert_async",
+                "sym_constrain_range_for_size",
+                "sym_constrain_range",
+            )
         ):
             core.graph.erase_node(node)
     core.recompile()
 
 
-def _sort(
-    joint: torch.fx.GraphModule, known: set[str], tensors: Mapping[str, Any], symbols: SymbolTable
-) -> Capture:
+def _sort(joint: torch.fx.GraphModule, known: set[str], tensors: Mapping[str, Any], symbols: SymbolTable) -> Capture:
     """Reads AOTAutograd's descriptors of placeholders and results."""
     result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
     for node in joint.graph.nodes:
@@ -208,13 +211,13 @@ def _sort(
 def _sort_mutation(what: InputMutationAOTOutput, node: torch.fx.Node, result: Capture) -> None:
     mutated = what.mutated_input
     if isinstance(mutated, BufferAOTInput) and not mutated.target.startswith("model."):
-        raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only the model's buffers may change")
+        raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
     if isinstance(mutated, BufferAOTInput):
         result.buffer_updates[mutated.target] = node
     elif isinstance(mutated, ParamAOTInput):
         raise ExportError(
-            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters outside "
-            "forward(), or make it a buffer"
+            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
+            "outside forward(), or make it a buffer"
         )
     # An input of the batch that forward() changes in place is the caller's tensor, which the trainer leaves alone.
 

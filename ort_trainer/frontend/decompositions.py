@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, decomposition_table as all_decompositions, get_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import decomposition_table as all_decompositions
 
 from .backward_ops import BACKWARD_DECOMPOSITIONS
 from .onnx_registry import has_translation
@@ -74,7 +75,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         if operator not in table and hasattr(operator, "_schema") and not has_translation(operator):
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
-    table.update(BACKWARD_DECOMPOSITIONS)
+    table |= BACKWARD_DECOMPOSITIONS
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.scatter_add.default] = _scatter_add
     table[aten.index_put.default] = _index_put

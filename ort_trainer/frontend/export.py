@@ -23,7 +23,9 @@ _LOSS_SCALE = "__loss_scale_input_name"
 _STAND_IN_SIZE = 7
 
 
-def export(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> tuple[TrainingGraph, dict[str, str]]:
+def export(
+    step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool
+) -> tuple[TrainingGraph, dict[str, str]]:
     """Exports a step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
 
     Args:

@@ -9,7 +9,7 @@ dropout masks are the very ones that PyTorch draws for the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,11 +56,10 @@ class _Lifter:
 
 def _dropout(lifter: _Lifter, node: torch.fx.Node) -> None:
     """``native_dropout`` becomes a product with noise that is 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
-    value, probability, *train = node.args
-    keep = 1.0 - probability  # type: ignore[operator]
-    fake = value.meta["val"]  # type: ignore[union-attr]
+    value, probability, *train = cast("tuple[Any, ...]", node.args)
+    keep = 1.0 - probability
+    fake = value.meta["val"]
     factor = 1.0 / keep if keep > 0 else 0.0
-    dropped, mask = node.meta["val"]
     active = train[0] is not False if train else True
     noise = lifter.draw(node, fake, "bernoulli", (keep, factor)) if active and probability else None
     gets = {user.args[1]: user for user in node.users}
@@ -115,14 +114,18 @@ def _integers(first: int) -> Callable[[_Lifter, torch.fx.Node], None]:
     return handler
 
 
+def _or_defaults(given: tuple[Any, ...], defaults: tuple[float, float]) -> tuple[Any, Any]:
+    return (given[0] if given else defaults[0]), (given[1] if len(given) > 1 else defaults[1])
+
+
 def _normal_functional(lifter: _Lifter, node: torch.fx.Node) -> None:
-    mean, deviation = (*node.args[1:3], *(0.0, 1.0)[len(node.args[1:3]) :])
+    mean, deviation = _or_defaults(node.args[1:3], (0.0, 1.0))
     _affine(lifter, node, "normal", deviation, mean)
 
 
 def _uniform(lifter: _Lifter, node: torch.fx.Node) -> None:
-    low, high = (*node.args[1:3], *(0.0, 1.0)[len(node.args[1:3]) :])
-    _affine(lifter, node, "uniform", high - low, low)  # type: ignore[operator]
+    low, high = _or_defaults(node.args[1:3], (0.0, 1.0))
+    _affine(lifter, node, "uniform", high - low, low)
 
 
 def _normal_tensors(lifter: _Lifter, node: torch.fx.Node) -> None:

@@ -40,7 +40,7 @@ class ExportedStep:
     opset: int = 18
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
-        """Returns PyTorch's policy of mixed precision for the device of a sample; it does nothing without one."""
+        """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
         return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
 
 
@@ -81,13 +81,15 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
     unknown = [name for name in names if name not in keywords]
     if unknown and not anything:
         raise ValueError(
-            f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names must "
-            "be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
+            f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names "
+            "must be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
         )
     required = [p.name for p in parameters if p.default is p.empty and p.name in keywords]
     absent = [name for name in required if name not in names]
     if absent:
-        raise ValueError(f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs")
+        raise ValueError(
+            f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs"
+        )
 
 
 def _flatten(value: Any, path: str = "output") -> Iterator[torch.Tensor]:

@@ -90,8 +90,8 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
     if isinstance(node, ast.IfExp):
         return _evaluate(node.body if _evaluate(node.test, sizes) else node.orelse, sizes)
     if isinstance(node, ast.Compare) and all(type(op) in _COMPARE for op in node.ops):
-        values = [_evaluate(value, sizes) for value in (node.left, *node.comparators)]
-        return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
+        sides = [_evaluate(side, sizes) for side in (node.left, *node.comparators)]
+        return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, sides, sides[1:], strict=False))
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
         if name == "dim":

@@ -136,7 +136,7 @@ class TrainingGraph:
         return cls(model=model, **rest)
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
-        """Returns the part of an evaluation graph that computes some of its outputs, without inputs they do not need."""
+        """Returns the part of an evaluation graph that some of its outputs need, without the other inputs."""
         model = prune(self.model, names)
         left = {value.name for value in model.graph.inputs}
         return dataclasses.replace(
@@ -159,5 +159,5 @@ def _to_json(value: Any) -> Any:
 
 
 def _spec_from_json(kind: type[Any], spec: Mapping[str, Any]) -> Any:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.items()}
     return kind(**{**values, "dtype": getattr(torch, values["dtype"])})

@@ -67,7 +67,9 @@ class _WarmupLRScheduler(_LRScheduler):
     def __init__(self, total_steps: int, warmup: float) -> None:
         super().__init__()
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
-            raise TypeError(f"'total_steps' must be an int, but {total_steps!r} ({type(total_steps).__name__}) was given")
+            raise TypeError(
+                f"'total_steps' must be an int, but {total_steps!r} ({type(total_steps).__name__}) was given"
+            )
         if total_steps <= 0:
             raise ValueError(f"'total_steps' must be positive, but {total_steps} was given")
         self.total_steps = total_steps
@@ -165,4 +167,4 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
         if step > self.total_steps:
             return self.lr_end / base
         remaining = 1.0 - (step - self._warmup_steps) / (self.total_steps - self._warmup_steps)
-        return ((base - self.lr_end) * remaining**self.power + self.lr_end) / base
+        return float(((base - self.lr_end) * remaining**self.power + self.lr_end) / base)

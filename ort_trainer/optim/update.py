@@ -23,7 +23,8 @@ _NO_CORRECTION = 1e30
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the Euclidean norm of all gradients taken together, a scalar; not finite if any element is not."""
     norms = torch._foreach_norm(list(gradients))
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    return total
 
 
 @dataclass
@@ -112,7 +113,8 @@ class OptimizerUpdate:
         Clipping divides by ``norm / limit`` where the global norm is above the group's limit.
         """
         if self._clip and norm is not None:
-            return divisor * (norm / group.hyper["max_norm_clip"]).clamp(min=1.0)
+            excess: torch.Tensor = norm / group.hyper["max_norm_clip"]
+            return divisor * excess.clamp(min=1.0)
         if divisor == 1.0:
             return None
         return torch.tensor(divisor, device=next(iter(self._parameters.values())).device)
@@ -186,5 +188,7 @@ class OptimizerUpdate:
         direction = torch.div(first, denominator, out=denominator).div_(correction_1)
         direction.add_(weight, alpha=hyper["lambda_coef"])
         ratio = weight.norm() / direction.norm()
-        ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio.clamp(hyper["ratio_min"], hyper["ratio_max"]), 1.0)
+        ratio = torch.where(
+            torch.isfinite(ratio) & (ratio > 0), ratio.clamp(hyper["ratio_min"], hyper["ratio_max"]), 1.0
+        )
         weight.sub_(direction.mul_(ratio), alpha=lr)

@@ -115,7 +115,8 @@ class GraphRunner:
             self._bind_input(binding, self.graph.loss_scale.name, loss_scale)
         # Kept until the run is over: the binding holds addresses only.
         drawn = [
-            _draw(spec, shape, self._device, generator) for spec, shape in zip(self.graph.random, plan.random, strict=True)
+            _draw(spec, shape, self._device, generator)
+            for spec, shape in zip(self.graph.random, plan.random, strict=True)
         ]
         for spec, value in zip(self.graph.random, drawn, strict=True):
             self._bind_input(binding, spec.name, value)

@@ -56,9 +56,7 @@ def test_max_pool(kernel: list[int], stride: list[int], padding: list[int], ceil
     value = torch.randn(2, 3, 7, 8)
     output, indices = aten.max_pool2d_with_indices.default(value, kernel, stride, padding, [1, 1], ceil)
     grad = torch.randn_like(output)
-    compare(
-        aten.max_pool2d_with_indices_backward.default, grad, value, kernel, stride, padding, [1, 1], ceil, indices
-    )
+    compare(aten.max_pool2d_with_indices_backward.default, grad, value, kernel, stride, padding, [1, 1], ceil, indices)
 
 
 def test_max_pool_3d() -> None:

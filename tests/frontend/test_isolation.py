@@ -27,7 +27,8 @@ def test_answer_and_isolation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(ExportError("a"), ExportError), (ValueError("a"), ValueError), (KeyError("a"), ExportError)]
+    ("error", "expected"),
+    [(ExportError("a"), ExportError), (ValueError("a"), ValueError), (KeyError("a"), ExportError)],
 )
 def test_errors_come_back(error: Exception, expected: type[Exception]) -> None:
     def work() -> bytes:

@@ -31,10 +31,8 @@ def test_defaults() -> None:
         "max_norm_clip": 1.0,
         "do_bias_correction": False,
     }
-    assert (SGDConfig().name, AdamConfig().name, LambConfig().name) == _OptimizerConfig.NAMES[::-1][:1] + (
-        "AdamOptimizer",
-        "LambOptimizer",
-    )
+    names = [config.name for config in (AdamConfig(), LambConfig(), SGDConfig())]
+    assert tuple(names) == _OptimizerConfig.NAMES
 
 
 def test_groups_are_completed_and_the_callers_are_not_touched() -> None:
@@ -63,7 +61,11 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: SGDConfig([{"params": ["a"], "lr": 1.0}]), ValueError, "'params' must be an empty list for SGD optimizer"),
+        (
+            lambda: SGDConfig([{"params": ["a"], "lr": 1.0}]),
+            ValueError,
+            "'params' must be an empty list for SGD optimizer",
+        ),
         (lambda: AdamConfig(lr=-1), ValueError, "'lr' must be at least 0, but -1"),
         (lambda: AdamConfig(lr="a"), TypeError, "'lr' must be a number, but 'a'"),
         (lambda: AdamConfig(lr=True), TypeError, "'lr' must be a number"),

@@ -133,6 +133,18 @@ def test_a_graph_that_the_runtime_can_not_load(session: TrainingSession, graphs:
 def test_graph_round_trip(graphs: dict[bool, TrainingGraph]) -> None:
     for graph in graphs.values():
         again = TrainingGraph.from_bytes(graph.to_bytes())
-        for name in ("training", "inputs", "outputs", "loss", "state", "gradients", "buffer_updates", "loss_scale", "random", "guards", "fixed"):
+        for name in (
+            "training",
+            "inputs",
+            "outputs",
+            "loss",
+            "state",
+            "gradients",
+            "buffer_updates",
+            "loss_scale",
+            "random",
+            "guards",
+            "fixed",
+        ):
             assert getattr(again, name) == getattr(graph, name), name
         assert [n.op_type for n in again.model.graph] == [n.op_type for n in graph.model.graph]
