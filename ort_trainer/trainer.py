@@ -51,8 +51,8 @@ class ORTTrainer:
         model: The model. With ``loss_fn`` it returns the prediction, without it the loss is one of its outputs.
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
             sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
-            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs come
-            in the order (loss,) + outputs of the model; the ones at the end may be left out.
+            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs
+            come in the order (loss,) + outputs of the model; the ones at the end may be left out.
         optim_config: An ``SGDConfig``, ``AdamConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss.
         options: Settings; None for the defaults.

@@ -17,12 +17,12 @@ from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batc
 
 # Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
 # errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
-CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-5)
+CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-4)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, eps=1e-5)
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, eps=1e-4)
 
 
 def same(model: nn.Module, desc: dict[str, Any], batches: list, **options: Any) -> ORTTrainer:
