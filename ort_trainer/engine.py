@@ -16,6 +16,7 @@ from onnxruntime import InferenceSession, SessionOptions
 __all__ = ["InferenceSession", "SessionOptions", "maximum_opset", "providers_for", "resolve_device", "session_options"]
 
 _log = logging.getLogger(__name__)
+_OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -42,14 +43,11 @@ def maximum_opset() -> int:
     """Returns the newest ONNX operator set that the installed ONNX Runtime implements.
 
     ONNX Runtime has no call that tells, but each of its releases is built with one release of ONNX: the release
-    notes of both give the pairs below, and newer runtimes take at least what the last pair says.
+    notes of both give the pairs below. Newer runtimes take at least what the last pair says.
     """
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    newest = onnx.defs.onnx_opset_version()
-    for release, opset in (((1, 17), 19), ((1, 18), 20), ((1, 20), 21), ((1, 22), 22), ((1, 23), 23)):
-        if version < release:
-            return min(opset, newest)
-    return newest
+    newest = max(opset for release, opset in _OPSETS if version >= release or release == _OPSETS[0][0])
+    return min(newest, onnx.defs.onnx_opset_version())
 
 
 def has_cuda() -> bool:

@@ -385,10 +385,11 @@ class ORTTrainer:
             *self._model.named_buffers(remove_duplicate=False),
         ]
         tensors = {name: tensor.detach() for name, tensor in named}
-        persistent = [name for name, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)]
+        saved = [name for name in self._model.state_dict() if name in tensors]
+        saved += [name for name, _ in self._model.named_parameters(remove_duplicate=False) if name not in saved]
         return Layout(
-            tensors={name: tensors[name] for name in persistent if name in tensors},
-            transient={name: value for name, value in tensors.items() if name not in persistent},
+            tensors={name: tensors[name] for name in saved},
+            transient={name: value for name, value in tensors.items() if name not in saved},
             canonical=self._canonical,
             trainable=self._trainable,
             optimizer=self.optim_config.name,
