@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Layout:
         trainable: Canonical names of the parameters that are trained.
         optimizer: Name of the optimizer, such as ``AdamOptimizer``.
         accumulation_steps: Micro-batches per update.
+        device: Where training runs.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -40,6 +42,7 @@ class Layout:
     trainable: Sequence[str]
     optimizer: str
     accumulation_steps: int
+    device: torch.device
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -60,6 +63,18 @@ class Restored:
     optimization_step: int | None = None
     loss_scaler: Mapping[str, Any] | None = None
     lr_scheduler: Mapping[str, Any] | None = None
+
+    def over(self, earlier: Restored | None) -> Restored:
+        """Returns this state with what it lacks from one that was loaded earlier."""
+        if earlier is None:
+            return self
+        merged = Restored()
+        for entry in dataclasses.fields(self):
+            new, old = getattr(self, entry.name), getattr(earlier, entry.name)
+            if isinstance(new, dict) and isinstance(old, dict) and entry.name != "gradients":
+                new = {**old, **new}
+            setattr(merged, entry.name, old if new is None else new)
+        return merged
 
 
 def collect(
@@ -181,7 +196,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> Restore
     _read_counters(state_dict, layout, strict, restored)
     if "random" in state_dict:
         restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
-        _check_random_state(restored.random)
+        _check_random_state(restored.random, layout.device)
     for key in ("loss_scaler", "lr_scheduler"):
         if key in state_dict:
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
@@ -354,7 +369,8 @@ def _read_counters(state_dict: Mapping[str, Any], layout: Layout, strict: bool, 
             restored.gradients[name] = _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
 
 
-def _check_random_state(state: torch.Tensor) -> None:
-    size = torch.Generator().get_state().shape
-    if state.shape != size and state.numel() > 64:  # CUDA's states are short; only the CPU's can be checked here
-        raise ValueError(f"state_dict[random] has {list(state.shape)} bytes, but a generator's state has {list(size)}")
+def _check_random_state(state: torch.Tensor, device: torch.device) -> None:
+    try:
+        torch.Generator(device).set_state(state)
+    except RuntimeError as error:
+        raise ValueError(f"state_dict[random] is no state of a random generator on {device}: {error}") from error

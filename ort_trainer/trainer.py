@@ -239,7 +239,7 @@ class ORTTrainer:
         if self._session is not None:
             apply_to_session(restored, self._session)
         else:
-            self._pending, self._pending_dict = restored, state_dict
+            self._pending, self._pending_dict = restored.over(self._pending), state_dict
         self._loss_scaler, self._lr_scheduler = scaler, scheduler
         info = self._train_step_info
         info.step = info.step if restored.step is None else restored.step
@@ -394,6 +394,7 @@ class ORTTrainer:
             trainable=self._trainable,
             optimizer=self.optim_config.name,
             accumulation_steps=self.options.batch.gradient_accumulation_steps,
+            device=self._device,
         )
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str] = ()) -> Batch:

@@ -251,6 +251,36 @@ def test_what_can_not_be_exported(case: str, desc: dict[str, Any], loss_fn: Any,
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_what_a_graph_would_lose_is_refused() -> None:
+    model = MLP()
+    weight = model.fc1.weight
+    trainer = ORTTrainer(
+        model, MLP_DESC, optim.SGDConfig(), loss_fn=lambda p, y: F.cross_entropy(p, y) + weight.square().sum()
+    )
+    with pytest.raises(ExportError, match="uses parameter 'fc1.weight' as a Python variable"):
+        trainer.train_step(X, Y)
+
+    model = MLP()
+    model.fc1.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ExportError, match="parameter 'fc1.weight' has a backward hook"):
+        mlp_trainer(model=model).train_step(X, Y)
+    model = MLP()
+    model.fc1.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ExportError, match="module 'fc1' has a backward hook"):
+        mlp_trainer(model=model).train_step(X, Y)
+
+    class LearnedLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(logits * self.temperature, label)
+
+    with pytest.raises(ValueError, match=r"loss_fn has trainable parameters of its own, \['temperature'\]"):
+        ORTTrainer(MLP(), MLP_DESC, optim.SGDConfig(), loss_fn=LearnedLoss())
+
+
 def test_nothing_to_train() -> None:
     model = MLP().requires_grad_(False)
     trainer = mlp_trainer(model=model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
-from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
+from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches
 
 # Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
 # errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
@@ -354,6 +355,68 @@ def test_detach_and_custom_functions() -> None:
     same(Detached(), MLP_DESC, mlp_batches(20))
 
 
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -7 * grad * ctx.saved_tensors[0]
+
+
+class Special(nn.Module):
+    """What an exporter loses easily."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.rnn = nn.LSTM(8, 8, 3, dropout=0.5, batch_first=True)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc1(x)
+        if self.case == "straight through":
+            y = Straight.apply(y)
+        if self.case == "own backward":
+            y = OwnBackward.apply(y)
+        if self.case == "hook" and y.requires_grad:
+            y.register_hook(lambda grad: grad * 3)
+        if self.case == "assigned buffer":
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+            y = y + self.average
+        if self.case == "dropout between layers":
+            y = self.rnn(y[:, None].expand(-1, 3, -1))[0][:, -1]
+        return self.fc2(y)
+
+
+@pytest.mark.parametrize(
+    "case", ["straight through", "own backward", "hook", "assigned buffer", "dropout between layers"]
+)
+def test_what_an_exporter_loses_easily(case: str) -> None:
+    """With SGD: Adam would hide a gradient that is wrong by a factor."""
+    model = Special(case)
+    reference = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    torch.manual_seed(5)
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy)
+    batches = mlp_batches(20)
+    torch.manual_seed(5)  # for the masks of dropout
+    for x, y in batches:
+        optimizer.zero_grad()
+        expected = F.cross_entropy(reference(x), y)
+        expected.backward()
+        optimizer.step()
+        assert_close(trainer.train_step(x, y)[0], expected.detach(), 1e-4, "loss")
+    assert_same_weights(trainer, reference, 1e-4)
+    assert torch.equal(model.average, torch.zeros(8)), "the user's model is left as it was"
+
+
 def test_double_precision() -> None:
     batches = [(x.double(), y) for x, y in mlp_batches(20)]
     assert_same_training(MLP().double(), MLP_DESC, batches, CONFIG, adamw, relative=1e-9)
@@ -365,10 +428,27 @@ def test_loss_function_that_is_a_module_with_buffers() -> None:
     assert list(trainer.state_dict(pytorch_format=True)) == list(MLP().state_dict())
 
 
+def test_loss_function_that_uses_the_models_weights() -> None:
+    model = MLP()
+
+    class Regularized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = model.fc1
+
+        def forward(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(logits, label) + self.part.weight.square().sum()
+
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.0), loss_fn=Regularized())
+    x, y = mlp_batches(1)[0]
+    trainer.prepare((x, y))
+    trainer.session.train_step([x, y])
+    (F.cross_entropy(model(x), y) + model.fc1.weight.square().sum()).backward()
+    assert_close(trainer.session.gradients["fc1.weight"], model.fc1.weight.grad, 1e-5, "gradient")
+
+
 def test_several_options_objects_are_not_needed() -> None:
     """One options object, one description and one group list serve two trainers."""
-    import copy
-
     groups = [{"params": ["fc1.weight"], "lambda_coef": 0.1}]
     desc = copy.deepcopy(MLP_DESC)
     scheduler = optim.LinearWarmupLRScheduler(50)

@@ -32,8 +32,11 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
     if isinstance(value, (torch.Tensor, np.ndarray)):
         kind = _TENSOR if isinstance(value, torch.Tensor) else _ARRAY
         if id(value) not in seen:
-            seen[id(value)] = path
-            tensors[path] = _plain(value, path)
+            name = path
+            while name in tensors:  # a key with a slash in it can give the path of another value
+                name += "'"
+            seen[id(value)] = name
+            tensors[name] = _plain(value, path)
         return {kind: seen[id(value)]}
     if isinstance(value, Mapping):
         for key in value:

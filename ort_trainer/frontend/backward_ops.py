@@ -1,4 +1,4 @@
-"""Backward operators that neither PyTorch decomposes nor torch.onnx translates, written in operators that it does."""
+"""Operators, most of them backward ones, that are translated wrongly or not at all, written in ones that are right."""
 
 from __future__ import annotations
 
@@ -171,6 +171,81 @@ def _scatter_to_maxima(
     return flat.scatter_add(-1, indices.flatten(-dims), grad_output.flatten(-dims)).reshape(input.shape)
 
 
+def avg_pool2d(
+    input: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Average pooling where ONNX or its runtime differs: a last window cut off by the edge, or a divisor of its own."""
+    if not ceil_mode and divisor_override is None:
+        return NotImplemented
+    kernel, step, pad = _pool_arguments(kernel_size, stride, padding)
+    size = input.shape[-2:]
+    # A window beyond the far edge must start inside the input or its padding before it.
+    positions = []
+    for axis in range(2):
+        reach = size[axis] + 2 * pad[axis] - kernel[axis]
+        count = (reach + (step[axis] - 1 if ceil_mode else 0)) // step[axis] + 1
+        if ceil_mode:
+            count = count - int((count - 1) * step[axis] >= size[axis] + pad[axis])
+        positions.append(count)
+    far = [kernel[axis] + step[axis] for axis in range(2)]
+    padded = aten.constant_pad_nd.default(input, [pad[1], pad[1] + far[1], pad[0], pad[0] + far[0]], 0.0)
+    flat = padded.reshape(-1, 1, size[0] + 2 * pad[0] + far[0], size[1] + 2 * pad[1] + far[1])
+    total = torch.stack(_windows(flat, kernel, step, [1, 1], positions)).sum(0)
+    total = total.reshape(*input.shape[:-2], *positions)
+    return total / _divisor(size, positions, kernel, step, pad, count_include_pad, divisor_override, input)
+
+
+def _pool_arguments(
+    kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    kernel = [*kernel_size] * 2 if len(kernel_size) == 1 else list(kernel_size)
+    step = ([*stride] * 2 if len(stride) == 1 else list(stride)) if len(stride) else kernel
+    return kernel, step, [*padding] * 2 if len(padding) == 1 else list(padding)
+
+
+def _divisor(
+    size: Sequence[Size],
+    positions: Sequence[Size],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    include_padding: bool,
+    override: int | None,
+    like: torch.Tensor,
+) -> Any:
+    """Returns what each window of an average pooling in two dimensions is divided by: a number, or one for each."""
+    if override is not None:
+        return override
+    rows, columns = (
+        _counts(size[axis], positions[axis], kernel[axis], stride[axis], padding[axis], include_padding, like)
+        for axis in range(2)
+    )
+    return rows[:, None] * columns
+
+
+def adaptive_avg_pool2d_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Gradient of adaptive average pooling, a product with a matrix of averages along each axis."""
+    rows, columns = (_averages(input.shape[axis], grad_output.shape[axis], grad_output) for axis in (-2, -1))
+    result: torch.Tensor = rows.transpose(0, 1) @ grad_output @ columns
+    return result
+
+
+def _averages(size: Size, positions: Size, like: torch.Tensor) -> torch.Tensor:
+    """Returns the matrix (positions, size) that averages adaptively: window i is [i n // p, ceil((i + 1) n / p))."""
+    index = torch.arange(positions, device=like.device)[:, None]
+    start, stop = index * size // positions, ((index + 1) * size + positions - 1) // positions
+    place = torch.arange(size, device=like.device)
+    inside = (place >= start) & (place < stop)
+    averages: torch.Tensor = inside.to(like.dtype) / (stop - start)
+    return averages
+
+
 def avg_pool2d_backward(
     grad_output: torch.Tensor,
     input: torch.Tensor,
@@ -182,18 +257,12 @@ def avg_pool2d_backward(
     divisor_override: int | None,
 ) -> torch.Tensor:
     """Gradient of average pooling: each output's gradient, divided by what it averaged over, goes to all of them."""
-    kernel = [*kernel_size] * 2 if len(kernel_size) == 1 else list(kernel_size)
-    step = ([*stride] * 2 if len(stride) == 1 else list(stride)) if len(stride) else kernel
-    pad = [*padding] * 2 if len(padding) == 1 else list(padding)
+    kernel, step, pad = _pool_arguments(kernel_size, stride, padding)
     height, width = input.shape[-2:]
     rows, columns = grad_output.shape[-2:]
-    if divisor_override is not None:
-        share = grad_output / divisor_override
-    else:
-        share = grad_output / (
-            _counts(height, rows, kernel[0], step[0], pad[0], count_include_pad, grad_output)[:, None]
-            * _counts(width, columns, kernel[1], step[1], pad[1], count_include_pad, grad_output)
-        )
+    share = grad_output / _divisor(
+        (height, width), (rows, columns), kernel, step, pad, count_include_pad, divisor_override, grad_output
+    )
     flat = share.reshape(-1, 1, rows, columns)
     ones = torch.ones([1, 1, *kernel], dtype=flat.dtype, device=flat.device)
     full: torch.Tensor = aten.convolution.default(flat, ones, None, step, [0, 0], [1, 1], True, [0, 0], 1)
@@ -225,6 +294,8 @@ BACKWARD_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.max_pool3d_with_indices_backward.default: max_pool_backward,
     aten.adaptive_max_pool2d_backward.default: adaptive_max_pool_backward,
+    aten.avg_pool2d.default: avg_pool2d,
     aten.avg_pool2d_backward.default: avg_pool2d_backward,
+    aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
     aten.empty_permuted.default: empty_permuted,
 }

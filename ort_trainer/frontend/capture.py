@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._decomp import decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -84,6 +85,7 @@ def capture(
     Raises:
         ExportError: If PyTorch can't export the model.
     """
+    _refuse_hooks(module)
     dims = tuple(
         {axis: torch.export.Dim.AUTO for axis, size in enumerate(entry.shape) if isinstance(size, str)}
         for entry in inputs
@@ -92,30 +94,70 @@ def capture(
         stack.enter_context(_quiet())
         # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # So has the LSTM kernel of oneDNN, which PyTorch otherwise picks where the input needs no gradient.
-        stack.enter_context(_plain_lstm())
+        stack.enter_context(_right_recurrence())
         stack.enter_context(autocast)
-        program = _export(module, tuple(sample), dims)
+        with _watch_autograd() as custom_backward:
+            program = _export(module, tuple(sample), dims)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
         names = program.graph_signature.user_inputs
         placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         fakes = tuple(placeholders[str(name)].meta["val"] for name in names)
         fake_mode = fakes[0].fake_mode
-        core = program.module(check_guards=False)
-        assert isinstance(core, torch.fx.GraphModule)
-        _drop_assertions(core)
+        exported = program.module(check_guards=False)
+        assert isinstance(exported, torch.fx.GraphModule)
+        _drop_assertions(exported)
+        # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
+        # a model with these is differentiated as it stands.
+        core = module if custom_backward else exported
         stack.enter_context(fake_mode)
         with tracing(TracingContext(fake_mode)):
             joint = aot_export_joint_with_descriptors(
                 stack, core, fakes, decompositions=decomposition_table()
             ).graph_module
         symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes])
+    _drop_assertions(joint)
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
-    # What the loss function holds is no part of the model: it is constant.
-    known = {f"model.{name}" for name, _ in module.model.named_parameters(remove_duplicate=False)}
-    known |= {f"model.{name}" for name, _ in module.model.named_buffers(remove_duplicate=False)}
-    return _sort(joint, known, {**tensors, **program.constants}, symbols)
+    result = _sort(joint, _names_in_model(module), {**tensors, **program.constants}, symbols)
+    _refuse_captured_parameters(result.constants.values(), module.model)
+    return result
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+
+
+def _names_in_model(module: StepModule) -> dict[str, str]:
+    """Returns the names of the step's tensors that are the model's, each with its name there.
+
+    What a loss function holds beside them is no part of the model: it is constant.
+    """
+    model, step = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (module.model, module)
+    )
+    own: dict[int, str] = {}
+    for name, tensor in model:
+        own.setdefault(id(tensor), f"model.{name}")
+    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
+
+
+def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """Raises if a tensor of the model came into the graph as a constant, so that it would not be trained."""
+    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+    for value in constants:
+        name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
+        if name is not None or value.requires_grad:
+            what = "a tensor that requires grad" if name is None else f"parameter {name!r}"
+            raise ExportError(
+                f"the model or loss function uses {what} as a Python variable, which would make it a constant of the "
+                "graph: use it as an attribute of the model (model.layer.weight), or detach and clone it"
+            )
 
 
 def _export(
@@ -133,17 +175,67 @@ def _export(
         ) from error
 
 
-def _plain_lstm() -> contextlib.AbstractContextManager[Any]:
-    """Makes PyTorch decompose an LSTM into arithmetic."""
-    plain = decompositions.one_layer_lstm
-    return mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain)
+@contextlib.contextmanager
+def _watch_autograd() -> Iterator[list[str]]:
+    """Gives a list that tells, when the block ends, which custom backward passes the model has."""
+    found: list[str] = []
+    apply, register_hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(cls.__name__)
+        return apply.__get__(None, cls)(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        found.append("register_hook")
+        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(watched_apply)),
+        mock.patch.object(torch.Tensor, "register_hook", watched_hook),
+    ):
+        yield found
+
+
+@contextlib.contextmanager
+def _right_recurrence() -> Iterator[None]:
+    """Mends PyTorch's decompositions of LSTM, GRU and RNN: always arithmetic, and with dropout between the layers.
+
+    Torch 2.13 drops that dropout (it compares the number of layers with the wrong thing), and picks a kernel of oneDNN
+    for an LSTM whose input needs no gradient, whose backward operator nothing translates.
+    """
+    one_layer, plain = decompositions._rnn_helper, decompositions.one_layer_lstm
+
+    def layers(
+        value: torch.Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> tuple[torch.Tensor, list[Any]]:  # fmt: skip
+        width = 2 if bidirectional else 1
+        value = value.transpose(0, 1) if batch_first else value
+        final: list[Any] = []
+        for start in range(0, count * width, width):
+            if start and dropout and train:
+                value = torch.dropout(value, dropout, train=True)
+            part = slice(start, start + width)
+            value, states = one_layer(  # type: ignore[no-untyped-call]
+                value, hidden[part], params[part], biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            final += states
+        return (value.transpose(0, 1) if batch_first else value), final
+
+    with (
+        mock.patch.object(decompositions, "_rnn_helper", layers),
+        mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain),
+    ):
+        yield
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Mutes what torch.export warns about modules that export well, such as the weight lists of an LSTM."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The tensor attributes? .* (was|were) assigned during export")
+        warnings.filterwarnings(
+            "ignore", message="The tensor attributes? .*_flat_weights.* (was|were) assigned during export"
+        )
         warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
         yield
 
@@ -168,7 +260,9 @@ def _drop_assertions(core: torch.fx.GraphModule) -> None:
     core.recompile()
 
 
-def _sort(joint: torch.fx.GraphModule, known: set[str], tensors: Mapping[str, Any], symbols: SymbolTable) -> Capture:
+def _sort(
+    joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
+) -> Capture:
     """Reads AOTAutograd's descriptors of placeholders and results."""
     result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
     for node in joint.graph.nodes:
@@ -177,7 +271,7 @@ def _sort(joint: torch.fx.GraphModule, known: set[str], tensors: Mapping[str, An
         what = node.meta["desc"]
         if isinstance(what, (ParamAOTInput, BufferAOTInput)):
             if what.target in known:
-                result.state[node] = what.target
+                result.state[node] = known[what.target]
             else:
                 result.constants[node] = tensors[what.target]
         elif isinstance(what, PlainAOTInput):
@@ -200,20 +294,22 @@ def _sort(joint: torch.fx.GraphModule, known: set[str], tensors: Mapping[str, An
             result.outputs.append(node)
         elif isinstance(what, GradAOTOutput):
             if isinstance(what.grad_of, ParamAOTInput):
-                result.gradients[what.grad_of.target] = node
+                result.gradients[known[what.grad_of.target]] = node
         elif isinstance(what, InputMutationAOTOutput):
-            _sort_mutation(what, node, result)
+            _sort_mutation(what, node, known, result)
         else:
             raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
     return result
 
 
-def _sort_mutation(what: InputMutationAOTOutput, node: torch.fx.Node, result: Capture) -> None:
+def _sort_mutation(
+    what: InputMutationAOTOutput, node: torch.fx.Node, known: Mapping[str, str], result: Capture
+) -> None:
     mutated = what.mutated_input
-    if isinstance(mutated, BufferAOTInput) and not mutated.target.startswith("model."):
+    if isinstance(mutated, BufferAOTInput) and mutated.target not in known:
         raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
     if isinstance(mutated, BufferAOTInput):
-        result.buffer_updates[mutated.target] = node
+        result.buffer_updates[known[mutated.target]] = node
     elif isinstance(mutated, ParamAOTInput):
         raise ExportError(
             f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "

@@ -107,8 +107,12 @@ def _integers(first: int) -> Callable[[_Lifter, torch.fx.Node], None]:
     """``first`` is the position of the first bound; a lone bound is the upper one."""
 
     def handler(lifter: _Lifter, node: torch.fx.Node) -> None:
-        bounds = [a for a in node.args[first : first + 2] if isinstance(a, int) and not isinstance(a, bool)]
-        low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+        given = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
+        low, high = given if len(given) == 2 else (0, given[0])
+        if not isinstance(low, int) or not isinstance(high, int):
+            raise ExportError(
+                f"{node.target} with bounds that are not plain numbers is not supported: {source_line(node)}"
+            )
         node.replace_all_uses_with(lifter.draw(node, node.meta["val"], "integers", (float(low), float(high))))
 
     return handler
@@ -129,7 +133,7 @@ def _uniform(lifter: _Lifter, node: torch.fx.Node) -> None:
 
 
 def _normal_tensors(lifter: _Lifter, node: torch.fx.Node) -> None:
-    mean, deviation = node.args[:2]
+    mean, deviation = _or_defaults(node.args[:2], (0.0, 1.0))
     _affine(lifter, node, "normal", deviation, mean)
 
 

@@ -65,6 +65,14 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
             inspect.signature(loss_fn).bind(None, None)
         except TypeError as error:
             raise TypeError(f"loss_fn must take two arguments, (prediction, label), but {loss_fn!r}: {error}") from None
+        if isinstance(loss_fn, nn.Module):
+            models = {id(parameter) for parameter in model.parameters()}
+            extra = [n for n, p in loss_fn.named_parameters() if p.requires_grad and id(p) not in models]
+            if extra:
+                raise ValueError(
+                    f"loss_fn has trainable parameters of its own, {extra}, but only the model is trained: make the "
+                    "loss a part of the model, or set their requires_grad to False"
+                )
         if len(names) < 2:
             raise ValueError(
                 f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}"
@@ -130,6 +138,10 @@ class StepModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""
+        with _assignments_as_updates(self.model):
+            return self._run(*inputs)
+
+    def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.loss_fn is None:
             outputs = list(_flatten(self.model(**dict(zip(self._names, inputs, strict=True)))))
         else:
@@ -146,6 +158,24 @@ class StepModule(nn.Module):
             )
         described = zip(self._outputs, outputs, strict=False)
         return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
+
+
+@contextlib.contextmanager
+def _assignments_as_updates(model: nn.Module) -> Iterator[None]:
+    """Turns ``self.buffer = value`` in forward() into an update in place: the exporter drops the former."""
+    before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
+    yield
+    for owner, key, old in before:
+        new = owner._buffers[key]
+        if new is old:
+            continue
+        owner._buffers[key] = old
+        if new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise ExportError(
+                f"forward() of {type(owner).__name__} assigns to its buffer {key!r} something of another shape or "
+                "dtype, which a graph can't do: keep both"
+            )
+        old.copy_(new.detach())
 
 
 def _loss(loss: torch.Tensor) -> torch.Tensor:

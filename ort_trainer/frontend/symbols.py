@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from ..graph import Dim
+from ..graph import Dim, evaluate
 from ..model_desc import InputDescription
 
 __all__ = ["SymbolTable"]
@@ -86,6 +86,8 @@ class SymbolTable:
         if not named.free_symbols:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
         try:
-            return str(PythonPrinter().doprint(named))
-        except (NotImplementedError, AttributeError):
+            text = str(PythonPrinter().doprint(named))
+            evaluate(text, dict.fromkeys(self._names.values(), 8))  # whether it can be read back
+        except (NotImplementedError, AttributeError, ValueError):
             return None
+        return text

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from .dims import evaluate
+from .dims import evaluate, symbols_of
 from .prune import prune
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
@@ -111,10 +111,11 @@ class TrainingGraph:
         }
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether the graph is right for these sizes of the symbolic dimensions."""
+        """Returns whether the graph is right for these sizes of the symbolic dimensions, as far as they are known."""
         if any(sizes.get(symbol, size) != size for symbol, size in self.fixed.items()):
             return False
-        return all(evaluate(guard, sizes) for guard in self.guards)
+        known = (guard for guard in self.guards if symbols_of(guard) <= sizes.keys())
+        return all(evaluate(guard, sizes) for guard in known)
 
     def to_bytes(self) -> bytes:
         """Returns the graph as a serialized ONNX model whose metadata has all the rest."""

@@ -24,6 +24,7 @@ USER = {
     "half": torch.ones(2, dtype=torch.bfloat16),
     "empty": torch.zeros(0, 3),
     "scalar": np.float32(0.5),
+    "nested/weights": torch.ones(2),
 }
 
 
@@ -42,7 +43,7 @@ def test_round_trip(tmp_path: Path) -> None:
     found, user = load_checkpoint_file(tmp_path / "a")
     assert same(found, state) and same(user, USER)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert len(safetensors.torch.load_file(tmp_path / "a")) == 1 + 5, "a tensor that stands twice is stored once"
+    assert len(safetensors.torch.load_file(tmp_path / "a")) == 1 + 6, "a tensor that stands twice is stored once"
     buffer = io.BytesIO()
     save_checkpoint_file(buffer, state, USER)
     buffer.seek(0)
