@@ -54,6 +54,13 @@ CASES = {
     "einsum": (lambda x: torch.einsum("bci,bcj->bij", x, x), (3, 5)),
     "cumsum": (lambda x: x.cumsum(-1), (3, 5)),
     "where_masked": (lambda x: x.masked_fill(x > 1, 0.0) + torch.where(x > 0, x.clamp(min=1e-3).log(), 0.0), (3, 5)),
+    "select": (lambda x: x[:, 0] * x[:, -1] + x.select(2, 3).sum(1, keepdim=True), (3, 5)),
+    "attention_with_masked_rows": (
+        lambda x: F.scaled_dot_product_attention(
+            x, x, x, attn_mask=torch.tensor([[False] * 3, [True] * 3, [True] * 3])
+        ),
+        (2, 3, 4),
+    ),
     "slices": (lambda x: x[:, 1:, ::2] + x[:, :-1, 1:4], (3, 6)),
     "norms": (lambda x: x.norm(dim=-1) + x.abs().amax(-1) + x.std(-1), (3, 5)),
     "pad": (lambda x: F.pad(x, (1, 2, 0, 1)) + F.pad(x, (1, 2, 1, 0), mode="reflect"), (3, 5, 5)),
