@@ -323,10 +323,27 @@ def test_session_and_provider_options() -> None:
     mlp_trainer({"debug": {"deterministic_compute": True}}).train_step(X, Y)
 
 
+class Counting(MLP):
+    """Counts its calls, evaluation included, in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("other", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.other = self.other + 1
+        return super().forward(x)
+
+
 def test_check_model_export() -> None:
-    trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=MLP(dropout=0.5))
+    model = Counting()
+    trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=model)
     trainer.train_step(X, Y)
     assert trainer.train_step_info.step == 1
+    assert (model.steps, model.other) == (0, 0), "the user's model is left as it was"
+    assert trainer.state_dict(pytorch_format=True)["steps"] == 1
 
     def spoil(model: onnx.ModelProto) -> onnx.ModelProto:
         for node in model.graph.node:

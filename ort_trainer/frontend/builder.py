@@ -67,8 +67,13 @@ class GraphBuilder:
         """Returns what PyTorch itself computes in evaluation mode, with the model's own weights."""
         module = StepModule(self.step)
         sample = [batch[entry.name] for entry in self.step.description.inputs]
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):
-            return tuple(module(*sample))
+            try:
+                return tuple(module(*sample))
+            finally:
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 def _encode(graph: TrainingGraph, reasons: Mapping[str, str]) -> bytes:

@@ -164,12 +164,15 @@ class StepModule(nn.Module):
 def _assignments_as_updates(model: nn.Module) -> Iterator[None]:
     """Turns ``self.buffer = value`` in forward() into an update in place: the exporter drops the former."""
     before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
-    yield
-    for owner, key, old in before:
-        new = owner._buffers[key]
-        if new is old:
-            continue
-        owner._buffers[key] = old
+    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
+    try:
+        yield
+    finally:
+        for owner, key, old in before:
+            if owner._buffers[key] is not old:
+                assigned.append((owner, key, old, owner._buffers[key]))
+                owner._buffers[key] = old
+    for owner, key, old, new in assigned:
         if new is None or new.shape != old.shape or new.dtype != old.dtype:
             raise ExportError(
                 f"forward() of {type(owner).__name__} assigns to its buffer {key!r} something of another shape or "
