@@ -69,10 +69,25 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
 
 
+def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype == torch.int32 for index in indices)
+
+
+def _lengthened(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [index if index is None or index.dtype != torch.int32 else index.long() for index in indices]
+
+
+def _index(input: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """ONNX wants 64-bit indices."""
+    return aten.index.Tensor(input, _lengthened(indices)) if _has_short(indices) else NotImplemented
+
+
 def _index_put(
     input: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    """The same for an indexed assignment that adds."""
+    """The same for an indexed assignment that adds; and ONNX wants 64-bit indices."""
+    if _has_short(indices):
+        return aten.index_put.default(input, _lengthened(indices), values, accumulate)
     if input.dtype != torch.float16 or not accumulate:
         return NotImplemented
     return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
@@ -97,6 +112,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
     table[aten.index_put.default] = _index_put
+    table[aten.index.Tensor] = _index
     for operator in (*_KEPT, *RANDOM_OPERATORS):
         table.pop(operator, None)
     return table

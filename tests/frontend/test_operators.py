@@ -50,6 +50,7 @@ CASES = {
     "softmax": (lambda x: F.softmax(x, -1) * F.log_softmax(x, 1), (3, 5)),
     "gather": (lambda x: x.gather(2, torch.arange(4).expand(x.shape[0], 3, 4) % 2), (3, 5)),
     "index": (lambda x: x[:, [0, 0, 2]] * x[:, 1:2], (3, 5)),
+    "short_index": (lambda x: x[:, torch.tensor([2, 0, 2], dtype=torch.int32)], (3, 5)),
     "roll_flip_cat": (lambda x: torch.cat([x.roll(1, 2), x.flip(1)], 1), (3, 5)),
     "einsum": (lambda x: torch.einsum("bci,bcj->bij", x, x), (3, 5)),
     "cumsum": (lambda x: x.cumsum(-1), (3, 5)),
