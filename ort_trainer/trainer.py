@@ -466,11 +466,12 @@ class ORTTrainer:
 
     def _graph_for(self, session: TrainingSession, batch: Batch, training: bool) -> TrainingGraph:
         """Returns the session's graph for a batch; exports one if none accepts the batch's sizes."""
-        sizes = self.model_desc.sizes({name: tuple(value.shape) for name, value in batch.items()})
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        known = session.graph_for(training, shapes)
+        if known is not None:
+            return known
+        sizes = self.model_desc.sizes(shapes)
         graphs = session.graphs(training)
-        for graph in graphs:
-            if graph.accepts(sizes):
-                return graph
         if len(graphs) >= _MAXIMUM_GRAPHS:
             raise RuntimeError(
                 f"the model fixes dimensions ({sorted({s for g in graphs for s in g.fixed})}), and has been exported "

@@ -15,6 +15,9 @@ from .runner import GraphRunner
 
 __all__ = ["TrainingSession"]
 
+# Shapes for which it is remembered which graph runs them.
+_MAXIMUM_SHAPES = 1024
+
 
 class TrainingSession:
     """Owns parameters, gradients, moments and buffers, and runs training, evaluation and weight updates on them.
@@ -64,6 +67,7 @@ class TrainingSession:
         self._scratch: dict[str, torch.Tensor] = {}
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[bool, list[GraphRunner]] = {True: [], False: []}
+        self._found: dict[tuple[Any, ...], GraphRunner] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._learning_rate = optimizer_config.lr
         self.optimizer = OptimizerUpdate(
@@ -91,6 +95,11 @@ class TrainingSession:
     def graphs(self, training: bool) -> list[TrainingGraph]:
         """Returns the graphs of a mode, in the order in which they were added."""
         return [runner.graph for runner in self._runners[training]]
+
+    def graph_for(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> TrainingGraph | None:
+        """Returns the graph that a step runs for a batch of these shapes (input name -> shape), or None."""
+        runner = self._find(training, shapes)
+        return None if runner is None else runner.graph
 
     def input_names(self, training: bool = True) -> list[str]:
         """Returns the names of the batch inputs, in the order in which steps take them."""
@@ -224,13 +233,24 @@ class TrainingSession:
             raise TypeError(f"{len(inputs)} inputs were given, but the graph takes {len(names)}: {names}")
         batch = {name: value for name, value in zip(names, inputs, strict=True) if value is not None}
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        for runner in self._runners[training]:
-            if runner.graph.accepts(runner.graph.sizes(shapes)):
-                return runner, batch
+        runner = self._find(training, shapes)
+        if runner is not None:
+            return runner, batch
         raise ValueError(
             f"no graph of the session accepts the shapes {shapes}: the model fixes a dimension, or asks for other "
             "sizes; add a graph that was exported for them"
         )
+
+    def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
+        key = (training, *shapes.items())
+        if key not in self._found:
+            for runner in self._runners[training]:
+                if runner.graph.accepts(runner.graph.sizes(shapes)):
+                    self._found[key] = runner
+                    break
+            if len(self._found) > _MAXIMUM_SHAPES:
+                del self._found[next(iter(self._found))]
+        return self._found.get(key)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner of the part of a graph that computes some outputs from some inputs."""
