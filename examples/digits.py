@@ -27,7 +27,6 @@ from ort_trainer import ORTTrainer, optim
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-EPOCHS = 15
 BATCH = 64
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 1e-2
@@ -84,13 +83,15 @@ def accuracy(logits: torch.Tensor | np.ndarray, labels: torch.Tensor) -> float:
     return (np.asarray(logits).argmax(1) == labels.numpy()).mean().item()
 
 
-def train_with_ort(model: nn.Module, train: Data, test: Data) -> tuple[ORTTrainer, list[float], float, float]:
+def train_with_ort(
+    model: nn.Module, train: Data, test: Data, epochs: int
+) -> tuple[ORTTrainer, list[float], float, float]:
     """Returns the trainer, the loss of every step, the test accuracy and the seconds of everything."""
     start = time.perf_counter()
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(model, MODEL_DESC, config, loss_fn=F.cross_entropy)
     losses = []
-    for epoch in tqdm(range(EPOCHS), desc="ORTTrainer", unit="epoch"):
+    for epoch in tqdm(range(epochs), desc="ORTTrainer", unit="epoch"):
         for image, label in batches(train, epoch):
             loss, _ = trainer.train_step(image, label)
             losses.append(loss.item())
@@ -98,13 +99,13 @@ def train_with_ort(model: nn.Module, train: Data, test: Data) -> tuple[ORTTraine
     return trainer, losses, accuracy(logits, test[1]), time.perf_counter() - start
 
 
-def train_with_pytorch(model: nn.Module, train: Data, test: Data) -> tuple[list[float], float, float]:
+def train_with_pytorch(model: nn.Module, train: Data, test: Data, epochs: int) -> tuple[list[float], float, float]:
     """The same loop in plain PyTorch."""
     start = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     losses = []
     model.train()
-    for epoch in tqdm(range(EPOCHS), desc="PyTorch   ", unit="epoch"):
+    for epoch in tqdm(range(epochs), desc="PyTorch   ", unit="epoch"):
         for image, label in batches(train, epoch):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(image), label)
@@ -121,7 +122,9 @@ def train_with_pytorch(model: nn.Module, train: Data, test: Data) -> tuple[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder of the results")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the training images")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     train, test = digits()
     torch.manual_seed(0)
@@ -129,9 +132,9 @@ def main() -> None:
     twin = copy.deepcopy(model)
 
     torch.manual_seed(1)  # the same seed before each run: both draw the same dropout masks
-    trainer, losses, score, seconds = train_with_ort(model, train, test)
+    trainer, losses, score, seconds = train_with_ort(model, train, test, arguments.epochs)
     torch.manual_seed(1)
-    torch_losses, torch_score, torch_seconds = train_with_pytorch(twin, train, test)
+    torch_losses, torch_score, torch_seconds = train_with_pytorch(twin, train, test, arguments.epochs)
 
     trainer.save_checkpoint(out / "digits.ortckpt", {"accuracy": score}, overwrite=True)
     trainer.export_for_inference(out / "digits.onnx")
