@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches
 
@@ -121,6 +121,39 @@ def test_first_batch_of_one_does_not_freeze_the_sizes() -> None:
     shapes = [(1, 1), (4, 7), (1, 7), (4, 1)] * 5
     trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
     assert len(trainer.session.graphs(True)) == 1
+
+
+class Branching(nn.Module):
+    """Conditions on symbolic sizes, one of them on a size of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        if x.shape[0] > 1:
+            y = y - y.mean(0)
+        return y * 2 if x.shape[0] > 3 else y
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_branches_on_sizes(first: int) -> None:
+    batches = [(torch.randn(n, 8), torch.randint(0, 3, (n,))) for n in [first, 1, 2, 5] * 5]
+    trainer = same(Branching(), MLP_DESC, batches)
+    assert len(trainer.session.graphs(True)) == 3
+
+
+def test_batch_norm_refuses_a_single_value_as_pytorch_does() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
+    desc = {**MLP_DESC, "inputs": [("input", ["batch", 8]), ("label", ["batch"])]}
+    trainer = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    x, y = mlp_batches(1)[0]
+    trainer.train_step(x, y)
+    with pytest.raises(ExportError, match="Expected more than 1 value per channel when training"):
+        trainer.train_step(x[:1], y[:1])
+    assert trainer.train_step_info.step == 1
+    trainer.eval_step(x[:1], y[:1])
 
 
 class TiedLanguageModel(nn.Module):

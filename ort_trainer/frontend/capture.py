@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..errors import ExportError
 from ..model_desc import InputDescription
 from .decompositions import decomposition_table
+from .size_one import watch_size_one
 from .source import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable
@@ -96,7 +97,7 @@ def capture(
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_right_recurrence())
         stack.enter_context(autocast)
-        with _watch_autograd() as custom_backward:
+        with _watch_autograd() as custom_backward, watch_size_one() as special:
             program = _export(module, tuple(sample), dims)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
         names = program.graph_signature.user_inputs
@@ -114,7 +115,7 @@ def capture(
             joint = aot_export_joint_with_descriptors(
                 stack, core, fakes, decompositions=decomposition_table()
             ).graph_module
-        symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes])
+        symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes], special)
     _drop_assertions(joint)
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))

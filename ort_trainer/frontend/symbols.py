@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
@@ -23,12 +23,18 @@ class SymbolTable:
         shape_env: Where the symbols and the conditions on them were recorded.
         inputs: Descriptions of the batch inputs.
         shapes: The exporter's shapes of the same inputs.
+        above_one: Symbols of which the model treats a size of 1 differently.
     """
 
     def __init__(
-        self, shape_env: ShapeEnv, inputs: Sequence[InputDescription], shapes: Sequence[Sequence[Any]]
+        self,
+        shape_env: ShapeEnv,
+        inputs: Sequence[InputDescription],
+        shapes: Sequence[Sequence[Any]],
+        above_one: Collection[sympy.Symbol] = (),
     ) -> None:
         self._shape_env = shape_env
+        self._above_one = above_one
         self._names: dict[sympy.Symbol, str] = {}
         for symbol, sources in shape_env.var_to_sources.items():
             for source in sources:
@@ -61,7 +67,8 @@ class SymbolTable:
             The conditions as expressions, and the sizes of symbols whose conditions can't be written down: for them
             the graph is right at the exported size only.
         """
-        conditions: list[str] = []
+        names = sorted({self._names[symbol] for symbol in self._above_one if symbol in self._names})
+        conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
         frozen: dict[str, int] = {}
         for guard in self._shape_env.guards:
             condition = self._print(guard.expr)

@@ -1,0 +1,61 @@
+"""Notices where a model treats a symbolic size of 1 differently from larger ones.
+
+The exporter assumes that symbolic sizes are at least 2, so a condition such as ``x.shape[0] > 1`` is decided at once
+and leaves no trace in the graph or its guards. These conditions are comparisons of a ``torch.SymInt`` with a number in
+the code of the model, and can be seen as they are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+
+__all__ = ["watch_size_one"]
+
+_TORCH = str(Path(torch.__file__).parent)
+# The models' side of torch: batch norm in training, for one, refuses a single value per channel.
+_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "__gt__": operator.gt,
+    "__ge__": operator.ge,
+    "__lt__": operator.lt,
+    "__le__": operator.le,
+    "__eq__": operator.eq,
+    "__ne__": operator.ne,
+}
+
+
+@contextlib.contextmanager
+def watch_size_one() -> Iterator[set[sympy.Symbol]]:
+    """Gives a set that has, when the block ends, every symbol whose size the model compares so that 1 is special."""
+    special: set[sympy.Symbol] = set()
+
+    def watched(name: str) -> Callable[[Any, Any], Any]:
+        original, compare = getattr(torch.SymInt, name), _COMPARISONS[name]
+
+        def method(self: Any, other: Any) -> Any:
+            file = sys._getframe(1).f_code.co_filename
+            if isinstance(other, int) and (not file.startswith(_TORCH) or file.startswith(_TORCH_MODELS)):
+                expression = self.node.expr
+                symbols = expression.free_symbols
+                if len(symbols) == 1:
+                    (symbol,) = symbols
+                    one, two = (bool(compare(int(expression.subs(symbol, size)), other)) for size in (1, 2))
+                    if one != two:
+                        special.add(symbol)
+            return original(self, other)
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for name in _COMPARISONS:
+            stack.enter_context(mock.patch.object(torch.SymInt, name, watched(name)))
+        yield special
