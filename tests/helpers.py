@@ -82,10 +82,12 @@ def assert_same_training(
     clip: float | None = None,
     relative: float = 1e-5,
     options: dict[str, Any] | None = None,
+    seed: int | None = None,
 ) -> ORTTrainer:
     """Trains a model with the trainer and with PyTorch and compares every loss and all weights.
 
-    The model returns the prediction where there is a ``loss_fn``, and (loss, ...) where it is None.
+    The model returns the prediction where there is a ``loss_fn``, and (loss, ...) where it is None. With a ``seed``
+    both begin with the same random state, for models that draw random numbers.
     """
     reference = copy.deepcopy(model).train()
     optimizer = make_optimizer(reference)
@@ -94,7 +96,11 @@ def assert_same_training(
         "utils": {"grad_norm_clip": clip is not None},
         **(options or {}),
     }
+    if seed is not None:
+        torch.manual_seed(seed)
     trainer = ORTTrainer(model, desc, config, loss_fn=loss_fn, options=ORTTrainerOptions(settings))
+    if seed is not None:
+        torch.manual_seed(seed)
     optimizer.zero_grad()
     for number, batch in enumerate(batches, start=1):
         outputs = trainer.train_step(*batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
@@ -12,24 +11,18 @@ from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, optim
 
-from .helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
+from .helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
 
 
 def test_masks_are_those_that_pytorch_draws() -> None:
-    model = MLP(dropout=0.4, hidden=64)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    torch.manual_seed(7)
-    trainer = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
-    batches = mlp_batches(20)
-    torch.manual_seed(7)
-    for x, y in batches:
-        optimizer.zero_grad()
-        expected = F.cross_entropy(reference(x), y)
-        expected.backward()
-        optimizer.step()
-        assert_close(trainer.train_step(x, y)[0], expected.detach(), 1e-5, "loss")
-    assert_same_weights(trainer, reference, 1e-5)
+    assert_same_training(
+        MLP(dropout=0.4, hidden=64),
+        MLP_DESC,
+        mlp_batches(20),
+        optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=7,
+    )
 
 
 class Masks(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
-from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches
+from .helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
 
 # Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
 # errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
@@ -434,19 +434,15 @@ class Special(nn.Module):
 def test_what_an_exporter_loses_easily(case: str) -> None:
     """With SGD: Adam would hide a gradient that is wrong by a factor."""
     model = Special(case)
-    reference = copy.deepcopy(model).train()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
-    torch.manual_seed(5)
-    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy)
-    batches = mlp_batches(20)
-    torch.manual_seed(5)  # for the masks of dropout
-    for x, y in batches:
-        optimizer.zero_grad()
-        expected = F.cross_entropy(reference(x), y)
-        expected.backward()
-        optimizer.step()
-        assert_close(trainer.train_step(x, y)[0], expected.detach(), 1e-4, "loss")
-    assert_same_weights(trainer, reference, 1e-4)
+    assert_same_training(
+        model,
+        MLP_DESC,
+        mlp_batches(20),
+        optim.SGDConfig(lr=0.05),
+        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.05),
+        relative=1e-4,
+        seed=5,
+    )
     assert torch.equal(model.average, torch.zeros(8)), "the user's model is left as it was"
 
 

@@ -87,10 +87,10 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
     gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
     updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
     update_names = {name: names.unique(f"{name}.updated") for name in updates}
-    batch = {node: description.inputs[index] for node, index in found.batch.items()}
+    batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
 
     inputs = [(node, state_names[name]) for node, name in state.items()]
-    inputs += [(node, entry.name) for node, entry in sorted(batch.items(), key=lambda item: found.batch[item[0]])]
+    inputs += [(node, entry.name) for node, entry in batch]
     inputs += [(node, spec.name) for node, spec in random.items()]
     loss_scale = None
     if found.tangent is not None:
@@ -102,7 +102,7 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
     results += [(node, update_names[name]) for name, node in updates.items()]
     specs = tuple(
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
-        for node, entry in sorted(batch.items(), key=lambda item: found.batch[item[0]])
+        for node, entry in batch
     )
     model = to_onnx(found.module, inputs, results, found.constants, step.opset)
     set_shapes(model, [*specs, *outputs])
