@@ -10,7 +10,7 @@ import torch
 
 from .model_desc import InputDescription, ModelDescription
 
-__all__ = ["Batch", "bind_batch"]
+__all__ = ["Batch", "bind_batch", "to_tensor", "unpack"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -41,8 +41,10 @@ def bind_batch(
         ValueError: If a tensor has a wrong shape, is empty, or is on another device; or if two inputs give one
             symbolic dimension two sizes.
     """
-    given = _assign(description, args, kwargs, optional)
-    batch = {entry.name: _tensor(entry.name, given[entry.name]) for entry in description.inputs if entry.name in given}
+    given = _assign(description, *unpack(args, kwargs), optional)
+    batch = {
+        entry.name: to_tensor(entry.name, given[entry.name]) for entry in description.inputs if entry.name in given
+    }
     sizes: dict[str, tuple[int, str]] = {}
     for entry in description.inputs:
         if entry.name in batch:
@@ -50,16 +52,21 @@ def bind_batch(
     return batch
 
 
+def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Returns arguments by position and by name where one dict, list or tuple may hold the whole batch."""
+    if len(args) == 1 and not kwargs:
+        (whole,) = args
+        if isinstance(whole, Mapping):
+            return [], whole
+        if isinstance(whole, (list, tuple)):
+            return whole, kwargs
+    return args, kwargs
+
+
 def _assign(
     description: ModelDescription, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str]
 ) -> dict[str, Any]:
     names = description.input_names
-    if len(args) == 1 and not kwargs:
-        (whole,) = args
-        if isinstance(whole, Mapping):
-            args, kwargs = [], whole
-        elif isinstance(whole, (list, tuple)):
-            args = whole
     if len(args) > len(names):
         raise TypeError(f"{len(args)} inputs were given, but the model description has {len(names)}: {names}")
     given = dict(zip(names, args, strict=False))
@@ -76,7 +83,12 @@ def _assign(
     return given
 
 
-def _tensor(name: str, value: Any) -> torch.Tensor:
+def to_tensor(name: str, value: Any) -> torch.Tensor:
+    """Returns an input as a contiguous, detached tensor.
+
+    Raises:
+        TypeError: If it is neither a dense tensor nor a numpy array.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         # PyTorch can't represent negative strides or foreign byte orders, and must not write to a read-only array.
         array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))

@@ -77,13 +77,14 @@ class ModelDescription:
     Args:
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``, as documented in
             the README. It is not changed and not kept.
+        inferred: Whether it was derived from a sample, so that the shapes of its outputs are not known yet.
 
     Raises:
         TypeError: If it is not a dict.
         ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and tells all that is.
     """
 
-    def __init__(self, model_desc: Mapping[str, Any]) -> None:
+    def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False) -> None:
         if not isinstance(model_desc, Mapping):
             raise TypeError(
                 f"model_desc must be a dict with 'inputs' and 'outputs', but a {type(model_desc).__name__} was given"
@@ -94,6 +95,7 @@ class ModelDescription:
             raise ValueError(f"Invalid model_desc: {errors}")
         self.inputs = tuple(InputDescription(name, tuple(shape)) for name, shape in model_desc["inputs"])
         self.outputs = tuple(OutputDescription(e[0], tuple(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
+        self.inferred = inferred
         names = [*self.input_names, *self.output_names]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -127,6 +129,20 @@ class ModelDescription:
             for symbol, size in zip(entry.shape, shapes.get(entry.name, ()), strict=False)
             if isinstance(symbol, str)
         }
+
+    def widened(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelDescription:
+        """Returns the same with each fixed input size made dynamic that these shapes (input name -> shape) change."""
+        inputs = []
+        for entry in self.inputs:
+            given = shapes.get(entry.name, entry.shape)
+            sizes = given if len(given) == len(entry.shape) else entry.shape
+            pairs = enumerate(zip(entry.shape, sizes, strict=True))
+            shape = [
+                f"{entry.name}_{axis}" if isinstance(old, int) and old != new else old for axis, (old, new) in pairs
+            ]
+            inputs.append((entry.name, shape))
+        outputs = [(entry.name, list(entry.shape), entry.is_loss) for entry in self.outputs]
+        return ModelDescription({"inputs": inputs, "outputs": outputs}, self.inferred)
 
     def __repr__(self) -> str:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"

@@ -14,10 +14,18 @@ import torch
 from torch import nn
 
 from .amp import DynamicLossScaler, LossScaler
-from .batch import Batch, bind_batch
+from .batch import Batch, bind_batch, to_tensor, unpack
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .engine import maximum_opset, resolve_device, warn_about_mixed_flavours
-from .frontend import ExportedStep, GraphBuilder, LossFunction, canonical_names, check_signature
+from .frontend import (
+    ExportedStep,
+    GraphBuilder,
+    LossFunction,
+    canonical_names,
+    check_signature,
+    describe,
+    name_sample,
+)
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
 from .memory import return_freed_memory
@@ -52,7 +60,9 @@ class ORTTrainer:
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
             sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
             arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs
-            come in the order (loss,) + outputs of the model; the ones at the end may be left out.
+            come in the order (loss,) + outputs of the model; the ones at the end may be left out. Or ``"auto"``: it is
+            derived from the first batch and one forward pass. Then the first dimension of all inputs is dynamic, and
+            every dimension of integer inputs; another dimension becomes so when a batch comes with another size.
         optim_config: An ``SGDConfig``, ``AdamConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss.
         options: Settings; None for the defaults.
@@ -70,7 +80,7 @@ class ORTTrainer:
     def __init__(
         self,
         model: nn.Module,
-        model_desc: Mapping[str, Any],
+        model_desc: Mapping[str, Any] | str,
         optim_config: _OptimizerConfig,
         loss_fn: LossFunction | None = None,
         options: ORTTrainerOptions | None = None,
@@ -93,13 +103,17 @@ class ORTTrainer:
         self.options = options
         self.optim_config = optim_config
         self.loss_fn = loss_fn
-        self.model_desc = ModelDescription(model_desc)
-        check_signature(model, self.model_desc, loss_fn)
         self._model = model
         self._device = resolve_device(options.device.id, options.is_given("device.id"))
         self._canonical = canonical_names(model)
         self._trainable = self._find_trainable()
-        self._builder = self._make_builder()
+        self._description: ModelDescription | None = None
+        self._builder: GraphBuilder | None = None
+        self._check_opset()
+        if not isinstance(model_desc, str):
+            self._set_description(ModelDescription(model_desc))
+        elif model_desc != "auto":
+            raise ValueError(f"model_desc must be a dict or 'auto', but {model_desc!r} was given")
         # Copies, because they have state: options can serve several trainers.
         self._loss_scaler = self._make_loss_scaler()
         self._lr_scheduler = _own_copy(options.lr_scheduler, "lr_scheduler")
@@ -110,6 +124,19 @@ class ORTTrainer:
         self._seed = torch.initial_seed()
         self._pending: Restored | None = None
         self._pending_dict: Mapping[str, Any] = {}
+
+    @property
+    def model_desc(self) -> ModelDescription:
+        """The model description.
+
+        Raises:
+            RuntimeError: Before the first batch, where it is derived from that.
+        """
+        if self._description is None:
+            raise RuntimeError(
+                "model_desc='auto' is derived from the first batch: call prepare(), train_step() or eval_step() first"
+            )
+        return self._description
 
     @property
     def train_step_info(self) -> TrainStepInfo:
@@ -190,9 +217,8 @@ class ORTTrainer:
         Returns:
             As :meth:`train_step`.
         """
+        batch = self._bind(args, kwargs, partly=bool(self._train_step_info.fetches))
         names = self._fetches()
-        optional = self.model_desc.input_names if self._train_step_info.fetches else ()
-        batch = self._bind(args, kwargs, optional)
         session = self._prepare(batch, training=False)
         inputs = [batch.get(name) for name in self.model_desc.input_names]
         outputs = session.eval_step(inputs, names=names)
@@ -356,22 +382,26 @@ class ORTTrainer:
         kept = {self._canonical[name] for name in frozen}
         return [name for name, p in self._model.named_parameters() if p.requires_grad and name not in kept]
 
-    def _make_builder(self) -> GraphBuilder:
-        internal = self.options._internal_use
-        if internal.onnx_opset_version > maximum_opset():
+    def _check_opset(self) -> None:
+        opset = self.options._internal_use.onnx_opset_version
+        if opset > maximum_opset():
             raise ValueError(
-                f"_internal_use.onnx_opset_version is {internal.onnx_opset_version}, but the installed ONNX Runtime "
-                f"and ONNX go up to {maximum_opset()}"
+                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX go up to "
+                f"{maximum_opset()}"
             )
+
+    def _set_description(self, description: ModelDescription) -> None:
+        check_signature(self._model, description, self.loss_fn)
         step = ExportedStep(
             model=self._model,
-            description=self.model_desc,
+            description=description,
             loss_fn=self.loss_fn,
             trainable=frozenset(self._trainable),
             autocast=torch.float16 if self.options.mixed_precision.enabled else None,
-            opset=internal.onnx_opset_version,
+            opset=self.options._internal_use.onnx_opset_version,
         )
-        return GraphBuilder(step, internal.extra_postprocess)
+        self._description = description
+        self._builder = GraphBuilder(step, self.options._internal_use.extra_postprocess)
 
     def _make_loss_scaler(self) -> LossScaler | None:
         precision = self.options.mixed_precision
@@ -397,9 +427,28 @@ class ORTTrainer:
             device=self._device,
         )
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str] = ()) -> Batch:
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], partly: bool = False) -> Batch:
+        """Returns the arguments of a step as a checked batch; of a batch ``partly`` needed, inputs may be left out."""
+        if self._description is None or self._description.inferred:
+            self._describe(args, kwargs)
         dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
+        optional = self.model_desc.input_names if partly else ()
         return bind_batch(self.model_desc, args, kwargs, self._device, dtypes, optional)
+
+    def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Derives the description from the first batch, or widens it for a batch with other sizes."""
+        given = name_sample(self._model, self.loss_fn, *unpack(args, kwargs))
+        batch = {name: to_tensor(name, value) for name, value in given.items()}
+        if self._description is None:
+            self._set_description(describe(self._model, self.loss_fn, batch))
+            _log.info("derived from the first batch: %r", self._description)
+            return
+        known = self._description
+        wider = known.widened({name: tuple(value.shape) for name, value in batch.items()})
+        if wider.inputs != known.inputs:
+            changed = [entry for entry in wider.inputs if entry not in known.inputs]
+            _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+            self._set_description(wider)
 
     def _fetches(self) -> list[str]:
         names = self.model_desc.output_names
@@ -483,6 +532,7 @@ class ORTTrainer:
                 if entry.name not in batch:
                     shape = [sizes.get(size, 2) if isinstance(size, str) else size for size in entry.shape]
                     batch = {**batch, entry.name: torch.zeros(shape, dtype=self._sample[entry.name][1])}
+        assert self._builder is not None
         graph = self._builder.build(batch, training)
         session.add_graph(graph)
         return_freed_memory()
@@ -494,6 +544,7 @@ class ORTTrainer:
         """The option ``debug.check_model_export``."""
         self._graph_for(session, batch, training=False)
         found = session.eval_step(list(batch.values()))
+        assert self._builder is not None
         for output, ours, theirs in zip(self.model_desc.outputs, found, self._builder.reference(batch), strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
                 difference = (ours.float() - theirs.float()).abs().max().item()

@@ -1,6 +1,15 @@
 """From the user's model to a training graph: the only callers of torch.export, AOTAutograd and torch.onnx."""
 
 from .builder import GraphBuilder
+from .describe import describe, name_sample
 from .step_module import ExportedStep, LossFunction, canonical_names, check_signature
 
-__all__ = ["ExportedStep", "GraphBuilder", "LossFunction", "canonical_names", "check_signature"]
+__all__ = [
+    "ExportedStep",
+    "GraphBuilder",
+    "LossFunction",
+    "canonical_names",
+    "check_signature",
+    "describe",
+    "name_sample",
+]

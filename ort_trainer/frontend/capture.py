@@ -266,13 +266,15 @@ def _sort(
 ) -> Capture:
     """Reads AOTAutograd's descriptors of placeholders and results."""
     result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
-    for node in joint.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    placeholders: dict[str, torch.fx.Node] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
         what = node.meta["desc"]
         if isinstance(what, (ParamAOTInput, BufferAOTInput)):
             if what.target in known:
-                result.state[node] = known[what.target]
+                # torch.export gives some tied weights a placeholder under each of their names.
+                first = placeholders.setdefault(known[what.target], node)
+                node.replace_all_uses_with(first)
+                result.state[first] = known[what.target]
             else:
                 result.constants[node] = tensors[what.target]
         elif isinstance(what, PlainAOTInput):
@@ -295,12 +297,25 @@ def _sort(
             result.outputs.append(node)
         elif isinstance(what, GradAOTOutput):
             if isinstance(what.grad_of, ParamAOTInput):
-                result.gradients[known[what.grad_of.target]] = node
+                _add_gradient(result, known[what.grad_of.target], node)
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, known, result)
         else:
             raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
     return result
+
+
+def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:
+    """Adds to a parameter's gradient: a tied weight with several placeholders has one from each."""
+    other = result.gradients.get(name)
+    if other is not None:
+        (end,) = result.module.graph.find_nodes(op="output")
+        with result.module.graph.inserting_before(end):
+            total = result.module.graph.call_function(torch.ops.aten.add.Tensor, (other, node))
+        total.meta["val"] = node.meta["val"]
+        end.replace_input_with(node, total)
+        node = total
+    result.gradients[name] = node
 
 
 def _sort_mutation(

@@ -69,6 +69,11 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
 
 
+def _copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """A copy has the shape and dtype of what it overwrites; torch.onnx takes the source as it is."""
+    return src.to(input.dtype).expand(input.shape).clone()
+
+
 def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype == torch.int32 for index in indices)
 
@@ -111,6 +116,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
+    table[aten.copy.default] = _copy
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
     for operator in (*_KEPT, *RANDOM_OPERATORS):

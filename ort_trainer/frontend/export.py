@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ..errors import ExportError
-from ..graph import TensorSpec, TrainingGraph, evaluate
+from ..graph import Dim, TensorSpec, TrainingGraph, evaluate
 from ..graph.dims import symbols_of
 from ..model_desc import ModelDescription
 from .capture import Capture, capture
@@ -128,6 +128,10 @@ def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec,
     specs = []
     for entry, node in zip(description.outputs, found.outputs, strict=True):
         fake = node.meta["val"]
+        if description.inferred:
+            shape = found.symbols.shape(fake)
+            specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
+            continue
         if fake.dim() != len(entry.shape) and not (entry.is_loss and fake.numel() == 1):
             raise ExportError(
                 f"output {entry.name!r} has {fake.dim()} dimensions, shape {list(fake.shape)}, but model_desc says "
@@ -141,6 +145,16 @@ def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec,
                 )
         specs.append(TensorSpec(entry.name, fake.dtype, found.symbols.shape(fake), entry.shape))
     return tuple(specs)
+
+
+def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns a shape as a model description would have it: sizes, and names of dimensions."""
+    if shape is None:
+        return default
+    plain = {f"dim({symbol!r})": symbol for size in shape for symbol in symbols_of(size)}
+    return tuple(
+        size if isinstance(size, int) else plain.get(size, name) for size, name in zip(shape, default, strict=False)
+    )
 
 
 def _own(name: str) -> str:

@@ -82,6 +82,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     graph.set_codegen(torch.fx.graph.CodeGen())  # the captured calling convention is gone: inputs and results are flat
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
+    _tensors_for_scalars(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with _quiet():
         _fx_passes.insert_type_promotion_nodes(module)
@@ -117,3 +118,18 @@ def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
     if unknown:
         lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
         raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
+
+
+def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
+    """Makes the first operand of ``1.0 - x`` a tensor: PyTorch takes a number there as well."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+            continue
+        argument, value = node.target._schema.arguments[0], node.args[0]
+        if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
+            # Without dimensions it takes part in type promotion as a number does.
+            dtype = torch.tensor(value).dtype
+            with graph.inserting_before(node):
+                tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
+            tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
+            node.update_arg(0, tensor)

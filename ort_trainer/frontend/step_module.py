@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import nn
 from ..errors import ExportError
 from ..model_desc import ModelDescription
 
-__all__ = ["ExportedStep", "LossFunction", "StepModule", "borrowed", "canonical_names", "check_signature"]
+__all__ = [
+    "ExportedStep",
+    "LossFunction",
+    "StepModule",
+    "borrowed",
+    "canonical_names",
+    "check_signature",
+    "named_outputs",
+]
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -100,26 +109,39 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
         )
 
 
-def _flatten(value: Any, path: str = "output") -> Iterator[torch.Tensor]:
-    """Yields the tensors of a model's return value in order; None is left out, as in HuggingFace's outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif value is None:
+def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the parts of a model's return value in order, each with a name; None is left out, as HuggingFace does.
+
+    A part that is no tensor is yielded as well: behind the described outputs it does no harm.
+    """
+    if value is None:
         return
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _flatten(entry, f"{path}[{key!r}]")
+    if isinstance(value, torch.Tensor):
+        yield name or "output", value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
     elif isinstance(value, (tuple, list)):
-        for index, entry in enumerate(value):
-            yield from _flatten(entry, f"{path}[{index}]")
+        parts = ((index if name else f"output_{index}", entry) for index, entry in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from _flatten(getattr(value, entry.name), f"{path}.{entry.name}")
+        parts = ((entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value))
     else:
-        raise ExportError(
-            f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {path} is a "
-            f"{type(value).__name__}: {value!r}"
-        )
+        yield name or "output", value
+        return
+    for key, entry in parts:
+        yield from named_outputs(entry, f"{name}_{key}" if name else str(key))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for name, part in named_outputs(value):
+        if not isinstance(part, torch.Tensor):
+            raise ExportError(
+                f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {name!r} is a "
+                f"{type(part).__name__}: {part!r}"
+            )
+        yield part
 
 
 class StepModule(nn.Module):
@@ -143,20 +165,21 @@ class StepModule(nn.Module):
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.loss_fn is None:
-            outputs = list(_flatten(self.model(**dict(zip(self._names, inputs, strict=True)))))
+            found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))))
         else:
             *data, label = inputs
             prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
             loss = self.loss_fn(prediction, label)
             if not isinstance(loss, torch.Tensor):
                 raise ExportError(f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {loss!r}")
-            outputs = [loss, *_flatten(prediction)]
+            found = itertools.chain([loss], _tensors(prediction))
+        outputs = list(itertools.islice(found, len(self._outputs)))
         if len(outputs) < len(self._outputs):
             raise ExportError(
                 f"model_desc has {len(self._outputs)} outputs, {[o.name for o in self._outputs]}, but model and loss "
                 f"return only {len(outputs)} tensors"
             )
-        described = zip(self._outputs, outputs, strict=False)
+        described = zip(self._outputs, outputs, strict=True)
         return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
 
 

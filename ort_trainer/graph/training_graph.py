@@ -117,6 +117,16 @@ class TrainingGraph:
         known = (guard for guard in self.guards if symbols_of(guard) <= sizes.keys())
         return all(evaluate(guard, sizes) for guard in known)
 
+    def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Returns whether the graph is right for a batch of these shapes (input name -> shape)."""
+        fixed = all(
+            described == size
+            for spec in self.inputs
+            for described, size in zip(spec.described, shapes.get(spec.name, ()), strict=False)
+            if isinstance(described, int)
+        )
+        return fixed and self.accepts(self.sizes(shapes))
+
     def to_bytes(self) -> bytes:
         """Returns the graph as a serialized ONNX model whose metadata has all the rest."""
         model = ir.to_proto(self.model)

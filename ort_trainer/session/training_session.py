@@ -245,7 +245,7 @@ class TrainingSession:
         key = (training, *shapes.items())
         if key not in self._found:
             for runner in self._runners[training]:
-                if runner.graph.accepts(runner.graph.sizes(shapes)):
+                if runner.graph.takes(shapes):
                     self._found[key] = runner
                     break
             if len(self._found) > _MAXIMUM_SHAPES:

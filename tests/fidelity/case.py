@@ -1,0 +1,30 @@
+"""A case of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that trains.
+
+    Attributes:
+        name: As in the table of the docs.
+        model: Makes the model; the seed is set before.
+        batch: Makes a batch of a batch size and a length.
+        loss_fn: The loss of (prediction, label), where the label is the batch's last entry; None if the loss is the
+            model's first output.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator, int, int], Batch]
+    loss_fn: Any = None
