@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# Exports run in forked children; what is imported here, none of them has to import again.
+from ort_trainer.frontend import export  # noqa: F401
+from ort_trainer.frontend.decompositions import decomposition_table
+
+# Exports run in forked children: what is imported and built here, none of them has to do again.
+decomposition_table()
 
 
 @pytest.fixture(autouse=True)

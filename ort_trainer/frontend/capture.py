@@ -7,7 +7,8 @@ version that the package depends on is bounded because of it.
 from __future__ import annotations
 
 import contextlib
-import warnings
+import io
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +28,18 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ExportError
 from ..model_desc import InputDescription
+from .composites import exportable_functions, replace_composites
 from .decompositions import decomposition_table
 from .size_one import watch_size_one
-from .source import source_line
+from .source import source_line, source_line_of_error
 from .step_module import StepModule
 from .symbols import SymbolTable
+from .view_ops import squeezed_sizes
 
 __all__ = ["Capture", "capture"]
 
@@ -92,10 +96,10 @@ def capture(
         for entry in inputs
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
         # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_right_recurrence())
+        stack.enter_context(exportable_functions())
         stack.enter_context(autocast)
         with _watch_autograd() as custom_backward, watch_size_one() as special:
             program = _export(module, tuple(sample), dims)
@@ -107,6 +111,10 @@ def capture(
         exported = program.module(check_guards=False)
         assert isinstance(exported, torch.fx.GraphModule)
         _drop_assertions(exported)
+        for size in squeezed_sizes(exported.graph):
+            special |= size.node.expr.free_symbols
+        replace_composites(exported.graph)
+        exported.recompile()
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if custom_backward else exported
@@ -165,15 +173,32 @@ def _export(
     module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
 ) -> torch.export.ExportedProgram:
     try:
-        return torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        # Before it raises, it prints the graph as far as it came.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(
-            f"torch.export could not capture {type(module.model).__name__}: {error}\n"
+        raise ExportError(_explain(error, type(module.model).__name__)) from error
+
+
+def _explain(error: Exception, model: str) -> str:
+    """Returns what torch.export could not do, where, and what to do instead."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        what = "what it does next depends on the values of tensors, which a graph does not know"
+        hint = (
+            "Where it is an 'if', compute both and choose with torch.where; where it is a number taken out of a tensor "
+            "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
+        )
+    else:
+        what = str(error).partition("\n\n")[0]
+        hint = (
             "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
-            "values of tensors (use torch.where or torch.cond) and calls into other libraries"
-        ) from error
+            "values of tensors and calls into other libraries, such as numpy"
+        )
+    return f"torch.export could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
 
 
 @contextlib.contextmanager
@@ -227,17 +252,6 @@ def _right_recurrence() -> Iterator[None]:
         mock.patch.object(decompositions, "_rnn_helper", layers),
         mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Mutes what torch.export warns about modules that export well, such as the weight lists of an LSTM."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="The tensor attributes? .*_flat_weights.* (was|were) assigned during export"
-        )
-        warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
         yield
 
 

@@ -10,9 +10,12 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._decomp import decomposition_table as all_decompositions
 
-from .backward_ops import BACKWARD_DECOMPOSITIONS
+from .convolution_ops import CONVOLUTION_DECOMPOSITIONS
+from .math_ops import MATH_DECOMPOSITIONS
 from .onnx_registry import has_translation
+from .pooling_ops import POOLING_DECOMPOSITIONS
 from .random_inputs import RANDOM_OPERATORS
+from .view_ops import VIEW_DECOMPOSITIONS
 
 __all__ = ["decomposition_table"]
 
@@ -22,6 +25,9 @@ aten = torch.ops.aten
 _KEPT = (
     aten.native_dropout.default,
     aten.native_dropout_backward.default,
+    # ONNX has these products; what PyTorch makes of them it has not.
+    aten.prod.default,
+    aten.prod.dim_int,
 )
 
 # Taken apart, although torch.onnx would take them whole.
@@ -69,11 +75,6 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
 
 
-def _copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """A copy has the shape and dtype of what it overwrites; torch.onnx takes the source as it is."""
-    return src.to(input.dtype).expand(input.shape).clone()
-
-
 def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype == torch.int32 for index in indices)
 
@@ -111,12 +112,11 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
         if operator not in table and hasattr(operator, "_schema") and not has_translation(operator):
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
-    table |= BACKWARD_DECOMPOSITIONS
+    table |= CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS | VIEW_DECOMPOSITIONS | MATH_DECOMPOSITIONS
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
-    table[aten.copy.default] = _copy
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
     for operator in (*_KEPT, *RANDOM_OPERATORS):

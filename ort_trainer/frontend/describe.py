@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ExportError
 from ..model_desc import ModelDescription
-from .step_module import LossFunction, borrowed, check_signature, named_outputs
+from .step_module import LossFunction, borrowed, named_outputs
 
 __all__ = ["describe", "name_sample"]
 
@@ -56,7 +56,7 @@ def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str,
         batch: The sample.
 
     Raises:
-        TypeError, ValueError: As :func:`check_signature`, and if it is not clear which input is the label or which output is the loss.
+        ValueError: If it is not clear which input is the label or which output is the loss.
         ExportError: If the model returns no tensors.
     """
     batch = batch if loss_fn is None else _label_last(model, batch)

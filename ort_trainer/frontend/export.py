@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ..errors import ExportError
-from ..graph import Dim, TensorSpec, TrainingGraph, evaluate
-from ..graph.dims import symbols_of
+from ..graph import Dim, TensorSpec, TrainingGraph
+from ..graph.dims import holds, symbols_of
 from ..model_desc import ModelDescription
 from .capture import Capture, capture
+from .quiet import quiet
 from .random_inputs import lift_random_numbers
 from .step_module import ExportedStep, StepModule, borrowed, canonical_names
 from .to_onnx import Names, set_shapes, to_onnx
@@ -39,10 +40,11 @@ def export(
     Raises:
         ExportError: If the model can't be exported or its outputs are not as described.
     """
-    found = _capture(step, [batch[entry.name] for entry in step.description.inputs], training)
-    if training and not found.gradients:
-        raise ExportError("the loss depends on no trainable parameter, so there is nothing to train")
-    graph = _assemble(step, found, training)
+    with quiet():
+        found = _capture(step, [batch[entry.name] for entry in step.description.inputs], training)
+        if training and not found.gradients:
+            raise ExportError("the loss depends on no trainable parameter, so there is nothing to train")
+        graph = _assemble(step, found, training)
     return graph, {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
 
 
@@ -170,4 +172,4 @@ def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collectio
 def _violated(found: Capture, sizes: Mapping[str, int]) -> set[str]:
     """Returns the symbols of all conditions that do not hold for these sizes."""
     conditions, _ = found.symbols.guards()
-    return {symbol for guard in conditions if not evaluate(guard, sizes) for symbol in symbols_of(guard)}
+    return {symbol for guard in conditions if not holds(guard, sizes) for symbol in symbols_of(guard)}

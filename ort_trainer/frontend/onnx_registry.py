@@ -7,11 +7,8 @@ step behind it; that step is private, one more reason for the bound on the torch
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -29,29 +26,16 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ..errors import ExportError
+from .quiet import quiet
 from .source import source_line
 from .translations import TRANSLATIONS
 
 __all__ = ["has_translation", "translate"]
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Mutes torch.onnx's remarks about packages and arguments that play no part here."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 @functools.cache
 def _registry() -> _registration.ONNXRegistry:
-    with _quiet():
+    with quiet():
         registry = _registration.ONNXRegistry.from_torchlib()
         for operator, function in TRANSLATIONS.items():
             registry.register_op(operator, function)
@@ -84,7 +68,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    with _quiet():
+    with quiet():
         _fx_passes.insert_type_promotion_nodes(module)
         module.recompile()
         call = ModuleCallSignature(

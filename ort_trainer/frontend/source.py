@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 import torch
 
-__all__ = ["source_line"]
+__all__ = ["source_line", "source_line_of_error"]
 
-_TORCH = str(Path(torch.__file__).parent)
+# What is no user's code: PyTorch and this package.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def source_line(node: torch.fx.Node) -> str:
     """Returns the file, line and text of the user's code that an operator comes from; a hint where that is unknown."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return _last_of_the_user(frames)
+
+
+def source_line_of_error(error: BaseException) -> str:
+    """Returns the same for what raised an error while the user's code ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _last_of_the_user([(f.filename, str(f.lineno), f.name, f.line or "") for f in frames])
+
+
+def _last_of_the_user(frames: list[tuple[str, str, str, str]]) -> str:
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not own:
         return "its line in the model's source is not known"
     file, line, function, text = own[-1]

@@ -42,6 +42,8 @@ class SymbolTable:
                 index = getattr(getattr(source, "base", None), "index", None)
                 if axis is not None and index is not None and isinstance(inputs[index].shape[axis], str):
                     self._names[symbol] = str(inputs[index].shape[axis])
+        values = shape_env.backed_var_to_val
+        self._sizes = {name: int(values[symbol]) for symbol, name in self._names.items() if symbol in values}
         self.fixed: dict[str, int] = {}
         for entry, shape in zip(inputs, shapes, strict=True):
             for described, size in zip(entry.shape, shape, strict=True):
@@ -74,7 +76,7 @@ class SymbolTable:
             condition = self._print(guard.expr)
             if condition is None:
                 for symbol in guard.expr.free_symbols & set(self._names):
-                    frozen[self._names[symbol]] = int(self._shape_env.backed_var_to_val[symbol])
+                    frozen[self._names[symbol]] = self._sizes[self._names[symbol]]
             elif isinstance(condition, str) and condition not in conditions:
                 conditions.append(condition)
         return conditions, frozen
@@ -94,7 +96,7 @@ class SymbolTable:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
         try:
             text = str(PythonPrinter().doprint(named))
-            evaluate(text, dict.fromkeys(self._names.values(), 8))  # whether it can be read back
-        except (NotImplementedError, AttributeError, ValueError):
+            evaluate(text, self._sizes)  # whether it can be read back
+        except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
             return None
         return text

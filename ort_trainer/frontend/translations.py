@@ -12,11 +12,36 @@ from onnxscript.onnx_types import TensorType
 __all__ = ["TRANSLATIONS"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def sym_numel(value: TensorType) -> TensorType:
     """The number of elements of a tensor, as batch norm's gradient needs it."""
     return op.Size(value)
+
+
+def identity(value: TensorType) -> TensorType:
+    """A view of a tensor as it is."""
+    return op.Identity(value)
+
+
+def hypot(first: TensorType, second: TensorType) -> TensorType:
+    """The hypotenuse, scaled so that squares of large numbers do not overflow."""
+    first, second = op.Abs(first), op.Abs(second)
+    larger = op.Max(first, second)
+    scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
+    first, second = op.Div(first, scale), op.Div(second, scale)
+    return op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+
+
+def fmax(first: TensorType, second: TensorType) -> TensorType:
+    """The maximum, where a number beats NaN."""
+    return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Max(first, second)))
+
+
+def fmin(first: TensorType, second: TensorType) -> TensorType:
+    """The minimum, where a number beats NaN."""
+    return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Min(first, second)))
 
 
 def max_pool_with_indices(
@@ -55,6 +80,10 @@ def max_pool_with_indices(
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.sym_numel.default: sym_numel,
+    prims.view_of.default: identity,
+    prims.hypot.default: hypot,
+    prims.fmax.default: fmax,
+    prims.fmin.default: fmin,
     aten.max_pool2d_with_indices.default: max_pool_with_indices,
     aten.max_pool3d_with_indices.default: max_pool_with_indices,
 }

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["evaluate", "symbols_of"]
+__all__ = ["evaluate", "holds", "symbols_of"]
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -60,6 +60,14 @@ def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
         KeyError: If a symbol has no size.
     """
     return expression if isinstance(expression, int) else int(_evaluate(_parse(expression), sizes))
+
+
+def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
+    """Returns whether a condition is true for the given sizes; one that divides by zero for them is not."""
+    try:
+        return bool(evaluate(condition, sizes))
+    except ZeroDivisionError:
+        return False
 
 
 def symbols_of(expression: int | str) -> set[str]:

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from .dims import evaluate, symbols_of
+from .dims import holds, symbols_of
 from .prune import prune
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
@@ -115,7 +115,7 @@ class TrainingGraph:
         if any(sizes.get(symbol, size) != size for symbol, size in self.fixed.items()):
             return False
         known = (guard for guard in self.guards if symbols_of(guard) <= sizes.keys())
-        return all(evaluate(guard, sizes) for guard in known)
+        return all(holds(guard, sizes) for guard in known)
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Returns whether the graph is right for a batch of these shapes (input name -> shape)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,12 @@ class Case:
         batch: Makes a batch of a batch size and a length.
         loss_fn: The loss of (prediction, label), where the label is the batch's last entry; None if the loss is the
             model's first output.
+        exports: How many training graphs two batch sizes and two lengths need: more than one where the model branches
+            on a size or fixes it.
     """
 
     name: str
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int, int], Batch]
     loss_fn: Any = None
+    exports: int = 1

@@ -91,7 +91,11 @@ def _case(name: str, model: str, config: str, batch: Any, settings: dict[str, An
     return Case(name, build(model, config, **settings), batch)
 
 
-_DEBERTA = {**_SMALL, "relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
+# Without a problem_type the model looks at its labels, and at their values, to find out what they are for.
+_DEBERTA = {
+    **_SMALL, "problem_type": "single_label_classification",
+    "relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"],
+}  # fmt: skip
 _GEMMA = {**_DECODER, "head_dim": 8}
 _BART = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from ort_trainer.frontend.backward_ops import BACKWARD_DECOMPOSITIONS
+from ort_trainer.frontend.convolution_ops import CONVOLUTION_DECOMPOSITIONS
+from ort_trainer.frontend.pooling_ops import POOLING_DECOMPOSITIONS
 
 aten = torch.ops.aten
 
 
 def compare(operator, *args) -> None:
-    ours = BACKWARD_DECOMPOSITIONS[operator](*args)
+    ours = (CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS)[operator](*args)
     theirs = operator(*args)
     for a, b in zip(*(((x,) if isinstance(x, torch.Tensor) else x) for x in (ours, theirs)), strict=True):
         assert (a is None) == (b is None)
@@ -27,7 +27,7 @@ CONVOLUTIONS = [
     *(
         ((2, 4, 9, 8), (6, 4 // groups, *kernel), stride, padding, dilation, False, [0, 0], groups)
         for kernel, stride, padding, dilation, groups in itertools.product(
-            [(3, 3), (1, 2)], [[1, 1], [2, 3]], [[0, 0], [1, 1]], [[1, 1], [2, 2]], [1, 2]
+            [(3, 3), (1, 2), (5, 4)], [[1, 1], [2, 3]], [[0, 0], [1, 1]], [[1, 1], [2, 2]], [1, 2]
         )
     ),
     ((2, 4, 7, 7), (8, 1, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 4),
@@ -66,12 +66,6 @@ def test_max_pool_3d() -> None:
     compare(aten.max_pool3d_with_indices_backward.default, torch.randn_like(output), value, *args, indices)
 
 
-def test_adaptive_max_pool() -> None:
-    value = torch.randn(2, 3, 7, 8)
-    output, indices = F.adaptive_max_pool2d(value, (3, 3), return_indices=True)
-    compare(aten.adaptive_max_pool2d_backward.default, torch.randn_like(output), value, indices)
-
-
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("ceil", [True, False])
 @pytest.mark.parametrize(
@@ -89,3 +83,14 @@ def test_avg_pool(kernel, stride, padding, divisor, include: bool, ceil: bool) -
     output = aten.avg_pool2d.default(value, kernel, stride, padding, ceil, include, divisor)
     grad = torch.randn_like(output)
     compare(aten.avg_pool2d_backward.default, grad, value, kernel, stride, padding, ceil, include, divisor)
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize(("ceil", "divisor"), [(False, None), (True, None), (False, 3)])
+def test_avg_pool_3d(ceil: bool, divisor: int | None, include: bool) -> None:
+    value = torch.randn(2, 3, 5, 6, 7)
+    args = ([3, 2, 2], [2, 2, 1], [1, 0, 1], ceil, include, divisor)
+    output = aten.avg_pool3d.default(value, *args)
+    if ceil or divisor:
+        compare(aten.avg_pool3d.default, value, *args)
+    compare(aten.avg_pool3d_backward.default, torch.randn_like(output), value, *args)

@@ -1,0 +1,142 @@
+"""Reductions, scans and special functions, where torch.onnx lacks them or differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["MATH_DECOMPOSITIONS"]
+
+aten = torch.ops.aten
+
+
+def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Running products as products over the lower triangle of a square: ONNX has no scan by multiplication."""
+    input = input if dtype is None else input.to(dtype)
+    if input.dim() == 0:
+        return input.clone()
+    place = torch.arange(input.shape[dim], device=input.device)
+    upto = torch.where(place <= place[:, None], input.movedim(dim, -1).unsqueeze(-2), 1)
+    return upto.prod(-1).movedim(-1, dim)
+
+
+def _extremum(operator: Any) -> Callable[..., Any]:
+    def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        """No dimensions mean all."""
+        if input.dim() == 0:
+            return input.clone()
+        return NotImplemented if len(dim) else operator(input, list(range(input.dim())), keepdim)
+
+    return extremum
+
+
+def _signbit(input: torch.Tensor) -> torch.Tensor:
+    """ONNX can't tell a negative zero from a positive one."""
+    return input < 0
+
+
+def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+    negative = other < 0 if isinstance(other, torch.Tensor) else torch.full_like(input, other) < 0
+    return torch.where(negative, -input.abs(), input.abs())
+
+
+def _of_truth_values(operator: Any) -> Callable[..., Any]:
+    def extremum(input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+        """ONNX has no order of truth values."""
+        if input.dtype != torch.bool:
+            return NotImplemented
+        values, indices = operator(input.int(), dim, keepdim)
+        return values.bool(), indices
+
+    return extremum
+
+
+# The recurrences lift an argument by so much before the asymptotic series begins.
+_LIFT = 6
+
+
+def _lgamma(input: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the gamma function by Stirling's series (DLMF 5.11.1), reflection (5.5.3) and recurrence (5.5.1)."""
+    x = input.double()
+    reflected = x < 0.5
+    y = torch.where(reflected, 1 - x, x)
+    product = torch.ones_like(y)
+    for step in range(_LIFT):
+        product = product * (y + step)
+    z = y + _LIFT
+    series = 1 / (12 * z) - 1 / (360 * z.pow(3)) + 1 / (1260 * z.pow(5)) - 1 / (1680 * z.pow(7))
+    result = (z - 0.5) * z.log() - z + 0.5 * math.log(2 * math.pi) + series - product.log()
+    mirrored = math.log(math.pi) - _sin_pi(x).abs().log() - result
+    return torch.where(reflected, mirrored, result).to(input.dtype)
+
+
+def _digamma(input: torch.Tensor) -> torch.Tensor:
+    """Derivative of the former: DLMF 5.11.2, 5.5.4 and 5.5.2."""
+    x = input.double()
+    reflected = x < 0.5
+    y = torch.where(reflected, 1 - x, x)
+    z = y + _LIFT
+    series = 1 / (12 * z.pow(2)) - 1 / (120 * z.pow(4)) + 1 / (252 * z.pow(6)) - 1 / (240 * z.pow(8))
+    result = z.log() - 0.5 / z - series
+    for step in range(_LIFT):
+        result = result - 1 / (y + step)
+    cotangent = _sin_pi(x + 0.5) / torch.where(reflected, _sin_pi(x), 1.0)
+    return torch.where(reflected, result - math.pi * cotangent, result).to(input.dtype)
+
+
+def _polygamma(order: int, input: torch.Tensor) -> Any:
+    """The derivative of digamma, which itself is of order 0: DLMF 5.15.8, 5.15.6 and 5.15.5."""
+    if order == 0:
+        return _digamma(input)
+    if order > 1:
+        return NotImplemented
+    x = input.double()
+    reflected = x < 0.5
+    y = torch.where(reflected, 1 - x, x)
+    z = y + _LIFT
+    series = 1 / (6 * z.pow(3)) - 1 / (30 * z.pow(5)) + 1 / (42 * z.pow(7)) - 1 / (30 * z.pow(9))
+    result = 1 / z + 0.5 / z.pow(2) + series
+    for step in range(_LIFT):
+        result = result + (y + step).pow(-2)
+    mirrored = (math.pi / torch.where(reflected, _sin_pi(x), 1.0)).square() - result
+    return torch.where(reflected, mirrored, result).to(input.dtype)
+
+
+def _sin_pi(x: torch.Tensor) -> torch.Tensor:
+    """Returns sin(pi x); the sine is computed in single precision, as ONNX Runtime has no other."""
+    period = x - 2 * (x / 2).round()
+    return (math.pi * period).float().sin().to(x.dtype)
+
+
+def _erfinv(input: torch.Tensor) -> torch.Tensor:
+    """Inverse of the error function by the polynomials of M. Giles, "Approximating the erfinv function" (2012)."""
+    central = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+               -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
+    tail = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613,
+            0.00943887047, 1.00167406, 2.83297682)  # fmt: skip
+    w = -((1 - input) * (1 + input)).log()
+    near, far = w - 2.5, torch.where(w < 5, torch.ones_like(w), w).sqrt() - 3
+    inner, outer = torch.zeros_like(w), torch.zeros_like(w)
+    for a, b in zip(central, tail, strict=True):
+        inner, outer = inner * near + a, outer * far + b
+    result = torch.where(w < 5, inner, outer) * input
+    return torch.where(input.abs() == 1, input * math.inf, result)
+
+
+MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.cumprod.default: _cumprod,
+    aten.amax.default: _extremum(aten.amax.default),
+    aten.amin.default: _extremum(aten.amin.default),
+    aten.max.dim: _of_truth_values(aten.max.dim),
+    aten.min.dim: _of_truth_values(aten.min.dim),
+    aten.signbit.default: _signbit,
+    aten.copysign.Tensor: _copysign,
+    aten.copysign.Scalar: _copysign,
+    aten.lgamma.default: _lgamma,
+    aten.digamma.default: _digamma,
+    aten.polygamma.default: _polygamma,
+    aten.erfinv.default: _erfinv,
+}

@@ -1,0 +1,155 @@
+"""Trains a case here and in PyTorch, and measures how far apart they are."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+
+from .case import Batch, Case
+
+STEPS = 20
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
+# Two batch sizes and two lengths take turns.
+SIZES = [(4, 9), (4, 9), (3, 9), (4, 7), (3, 7)]
+
+
+@dataclass
+class Difference:
+    """What a comparison found.
+
+    Attributes:
+        loss: Largest relative difference of a loss within 20 steps.
+        weights: Largest relative difference of a parameter or buffer after them, by the norm of the difference.
+        own_loss: As ``loss``, between two runs of PyTorch whose first weights differ in the last bit.
+        own_weights: As ``weights``, between these two runs.
+        excess: Largest of the weights' differences as a multiple of what is allowed: 1e-4 of the weight's norm, or
+            10 times the difference between the two runs of PyTorch.
+        mixed_loss: As ``loss``, fp16 here against fp32 in PyTorch; None if that was not run.
+        own_mixed_loss: The same for PyTorch's own autocast; None if that was not run.
+        seconds: How long the export of the training graph took.
+        exports: How many training graphs the sizes needed.
+    """
+
+    loss: float
+    weights: float
+    own_loss: float
+    own_weights: float
+    excess: float
+    mixed_loss: float | None
+    own_mixed_loss: float | None
+    seconds: float
+    exports: int
+
+
+def compare(case: Case, mixed: bool = False) -> Difference:
+    """Compares 20 steps of AdamW, without clipping and with dropout off."""
+    torch.manual_seed(0)
+    model = case.model()
+    draw = torch.Generator().manual_seed(1)
+    batches = [case.batch(draw, *SIZES[step % len(SIZES)]) for step in range(STEPS)]
+    theirs, reference = _train_pytorch(case, copy.deepcopy(model), batches)
+    again, repeated = _train_pytorch(case, _perturbed(model), batches)
+    ours, trainer, seconds = _train(case, model, batches)
+    state = trainer.state_dict(pytorch_format=True)
+    assert list(state) == list(reference.state_dict())
+    weights = own_weights = excess = 0.0
+    for name, value in reference.state_dict().items():
+        if not value.is_floating_point():
+            assert torch.equal(state[name], value), name
+            continue
+        norm = max(value.double().norm().item(), 1e-3)
+        difference, own = (
+            (other.double() - value.double()).norm().item() for other in (state[name], repeated.state_dict()[name])
+        )
+        weights, own_weights = max(weights, difference / norm), max(own_weights, own / norm)
+        excess = max(excess, difference / max(1e-4 * norm, 10 * own))
+    mixed_loss = own_mixed_loss = None
+    if mixed:
+        mixed_loss = _largest(_train(case, model, batches, mixed=True)[0], theirs)
+        own_mixed_loss = _largest(_train_pytorch(case, copy.deepcopy(model), batches, mixed=True)[0], theirs)
+    return Difference(
+        loss=_largest(ours, theirs),
+        weights=weights,
+        own_loss=_largest(again, theirs),
+        own_weights=own_weights,
+        excess=excess,
+        mixed_loss=mixed_loss,
+        own_mixed_loss=own_mixed_loss,
+        seconds=seconds,
+        exports=len(trainer.session.graphs(True)),
+    )
+
+
+def _largest(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+def _perturbed(model: nn.Module) -> nn.Module:
+    """Returns a copy whose weights differ by one rounding."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+    return other
+
+
+def _train_pytorch(
+    case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
+) -> tuple[list[float], nn.Module]:
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for batch in batches:
+        with torch.autocast("cpu", torch.float16, enabled=mixed):
+            loss = _loss(case, model, batch)
+        # A scale as a loss scaler would have it, so that small gradients do not vanish.
+        scale = 1024.0 if mixed else 1.0
+        (loss.float() * scale).backward()
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def _loss(case: Case, model: nn.Module, batch: Batch) -> torch.Tensor:
+    if case.loss_fn is None:
+        output: Any = model(**batch)
+        return output["loss"] if isinstance(output, dict) else output[0]
+    *data, label = batch
+    return case.loss_fn(model(**{name: batch[name] for name in data}), batch[label])
+
+
+def describe(batch: Callable[[torch.Generator, int, int], Batch]) -> dict[str, Any]:
+    """Returns a model description in which every size is dynamic that differs between two batches."""
+    draw = torch.Generator().manual_seed(0)
+    small, large = batch(draw, 3, 7), batch(draw, 4, 9)
+    inputs = []
+    for name, value in small.items():
+        pairs = zip(value.shape, large[name].shape, strict=True)
+        sizes = [f"{name}_{axis}" if a != b else a for axis, (a, b) in enumerate(pairs)]
+        inputs.append((name, ["batch", *sizes[1:]]))
+    return {"inputs": inputs, "outputs": [("loss", [], True)]}
+
+
+def _train(
+    case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
+) -> tuple[list[float], ORTTrainer, float]:
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": {"enabled": mixed}})
+    config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
+    trainer = ORTTrainer(model, describe(case.batch), config, loss_fn=case.loss_fn, options=options)
+    start = time.perf_counter()
+    trainer.prepare(batches[0])
+    seconds = time.perf_counter() - start
+    return [trainer.train_step(batch).item() for batch in batches], trainer, seconds

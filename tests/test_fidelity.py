@@ -1,0 +1,23 @@
+"""Every case of the catalogue gives PyTorch's losses and weights, with batches and lengths that change."""
+
+from __future__ import annotations
+
+import pytest
+
+from .fidelity.case import Case
+from .fidelity.catalogue import SECTIONS
+from .fidelity.compare import compare
+
+CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_twenty_steps(case: Case) -> None:
+    found = compare(case)
+    assert found.loss <= 1e-4, found
+    assert found.excess <= 1.0, found
+    assert found.exports <= case.exports, found
+
+
+def test_names_are_unique() -> None:
+    assert len(CASES) == sum(len(cases) for cases in SECTIONS.values())
