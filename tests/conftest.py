@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from ort_trainer.frontend import export  # noqa: F401
 from ort_trainer.frontend.decompositions import decomposition_table
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # as many workers run as there are cores
 
 # Exports run in forked children: what is imported and built here, none of them has to do again.
 decomposition_table()

@@ -346,7 +346,7 @@ def _ctc_loss(
         padded = torch.cat([edge, alpha], 1)
         ways = [alpha, padded[:, 1:-1], torch.where(may_skip, padded[:, :-2], _LOG_ZERO)]
         largest = torch.maximum(torch.maximum(ways[0], ways[1]), ways[2]).detach()
-        onward = sum((way - largest).exp() for way in ways).log() + largest + emitted[step]
+        onward = torch.stack(ways).sub(largest).exp().sum(0).log() + largest + emitted[step]
         alpha = torch.where((step < frames)[:, None], onward, alpha)
     last = alpha.gather(1, 2 * lengths[:, None])
     label = alpha.gather(1, (2 * lengths[:, None] - 1).clamp(min=0))

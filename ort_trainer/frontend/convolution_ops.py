@@ -99,7 +99,8 @@ def _weight_gradient_by_convolution(
     dims = len(stride)
     per_group = image.shape[1] // groups
     # (channels of a group, groups x batch, spatial...), and as a kernel (channels of the response, batch, spatial...)
-    swapped = image.unflatten(1, (groups, per_group)).permute(2, 1, 0, *range(3, 3 + dims)).flatten(1, 2)
+    split = image.reshape(image.shape[0], groups, per_group, *image.shape[2:])
+    swapped = split.permute(2, 1, 0, *range(3, 3 + dims)).flatten(1, 2)
     full: torch.Tensor = aten.convolution.default(
         swapped, response.transpose(0, 1), None, dilation, padding, stride, False, [0] * dims, groups
     )

@@ -137,6 +137,17 @@ def _normal_tensors(lifter: _Lifter, node: torch.fx.Node) -> None:
     _affine(lifter, node, "normal", deviation, mean)
 
 
+def _normal_numbers(lifter: _Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = node.args[:2]
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+def _exponential(lifter: _Lifter, node: torch.fx.Node) -> None:
+    rate = node.args[1] if len(node.args) > 1 else 1.0
+    noise = lifter.draw(node, node.meta["val"], "exponential", (float(rate),))  # type: ignore[arg-type]
+    node.replace_all_uses_with(noise)
+
+
 def _affine(lifter: _Lifter, node: torch.fx.Node, kind: str, factor: Any, offset: Any) -> None:
     noise = lifter.draw(node, node.meta["val"], kind)
     with lifter._graph.inserting_before(node):
@@ -160,7 +171,10 @@ _HANDLERS: dict[Any, Callable[[_Lifter, torch.fx.Node], None]] = {
     aten.normal.Tensor_Tensor: _normal_tensors,
     aten.normal.Tensor_float: _normal_tensors,
     aten.normal.float_Tensor: _normal_tensors,
+    aten.normal.float_float: _normal_numbers,
     aten.uniform.default: _uniform,
+    aten.exponential.default: _exponential,
+    aten.randperm.default: _replace("permutation"),
 }
 RANDOM_OPERATORS = tuple(_HANDLERS)
 
@@ -188,7 +202,7 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
         elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ExportError(
                 f"the random operator {node.target} is not supported; supported are dropout, bernoulli, rand, randn, "
-                f"randint, normal and uniform: {source_line(node)}"
+                f"randint, randperm, normal, uniform and exponential: {source_line(node)}"
             )
     graph.eliminate_dead_code()
     return lifter.inputs

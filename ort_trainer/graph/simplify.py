@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import onnxscript.optimizer
+from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter.rules import common as rules
 
 __all__ = ["convert_opset", "simplify"]
+
+# onnxscript's own choice also has a rule for pairs of slices, which looks through the whole graph at every node (half
+# of an export's time), and rules that fuse clips, which leave unnamed constants behind.
+_RULES = (
+    rules.add_0_rule,
+    rules.sub_0_rule,
+    rules.mul_by_1_rule,
+    rules.div_by_1_rule,
+    rules.no_op_cast_rule,
+    rules.no_op_expand_rule,
+    rules.no_op_transpose_rule,
+    rules.reshape_reshape_rule,
+    rules.transpose_transpose_rule,
+    rules.unsqueeze_unsqueeze_rule,
+    rules.squeeze_reshape_1d_rule,
+    rules.materialize_reshape_shape_rule,
+    rules.collapse_slice_rule,
+    rules.collapse_slice2_rule,
+    rules.cast_constant_of_shape_rule,
+    rules.cast_constant_of_shape_without_value_rule,
+    rules.one_reshape_matmul_reshape_rule,
+    rules.two_reshapes_matmul_reshape_rule,
+    rules.no_op_static_scatter_nd_rule,
+    rules.no_op_dynamic_scatter_nd_rule,
+)
 
 
 def simplify(model: ir.Model) -> None:
@@ -13,14 +41,27 @@ def simplify(model: ir.Model) -> None:
 
     The weights are inputs of the model, so none can be folded into a constant.
     """
-    onnxscript.optimizer.optimize_ir(model, num_iterations=1, onnx_shape_inference=False)
+    common_passes.InlinePass()(model)
+    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
+    ir.passes.Sequential(
+        RewritePass(_RULES),
+        common_passes.RemoveUnusedNodesPass(),
+        common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common_passes.RemoveUnusedOpsetsPass(),
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common_passes.LiftSubgraphInitializersToMainGraphPass(),
+        common_passes.DeduplicateInitializersPass(),
+        common_passes.CommonSubexpressionEliminationPass(),
+        common_passes.OutputFixPass(),
+        common_passes.NameFixPass(),
+    )(model)
     _register_lost_constants(model.graph)
 
 
 def _register_lost_constants(graph: ir.Graph) -> None:
     """Makes every constant an initializer: a rewriting rule names new ones after a value, so that two can share a name.
 
-    Then only the last of them is one of the graph's (seen with two clips of one value).
+    Then only the last of them is one of the graph's (a value that is reshaped twice).
     """
     names = set(graph.initializers)
     for node in graph.all_nodes():

@@ -47,11 +47,12 @@ class RandomInput:
 
     Attributes:
         name: Name of the graph input.
-        kind: ``bernoulli`` (value 1 with probability p, else 0), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation 1)
-            or ``integers`` (low to high - 1).
+        kind: ``bernoulli`` (value 1 with probability p, else 0), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation
+            1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to the one size - 1).
         dtype: Element type.
         shape: Sizes.
-        parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``; empty otherwise.
+        parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
+            ``exponential``; empty otherwise.
     """
 
     name: str

@@ -190,6 +190,8 @@ def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, 
 def _draw(
     spec: RandomInput, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
 ) -> torch.Tensor:
+    if spec.kind == "permutation":
+        return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
     value = torch.empty(shape, dtype=spec.dtype, device=device)
     if spec.kind == "bernoulli":
         probability, factor = spec.parameters
@@ -199,5 +201,7 @@ def _draw(
         return value.uniform_(generator=generator)
     if spec.kind == "normal":
         return value.normal_(generator=generator)
+    if spec.kind == "exponential":
+        return value.exponential_(*spec.parameters, generator=generator)
     low, high = (int(bound) for bound in spec.parameters)
     return value.random_(low, high, generator=generator)

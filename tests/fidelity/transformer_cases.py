@@ -82,6 +82,12 @@ def image_classification(draw: torch.Generator, batch: int, length: int) -> Batc
     return {"pixel_values": image, "labels": torch.randint(0, 2, (batch,), generator=draw)}
 
 
+def large_image_classification(draw: torch.Generator, batch: int, length: int) -> Batch:
+    """Images of which enough is left at the end: batch norm over three values is chaotic."""
+    image = torch.randn(batch, 3, 64, 64, generator=draw)
+    return {"pixel_values": image, "labels": torch.randint(0, 2, (batch,), generator=draw)}
+
+
 def speech_recognition(draw: torch.Generator, batch: int, length: int) -> Batch:
     features = torch.randn(batch, 16, 40, generator=draw)
     return {"input_features": features, "labels": torch.randint(3, VOCABULARY, (batch, length), generator=draw)}
@@ -224,15 +230,15 @@ CASES = [
         "ResNet",
         "ResNetForImageClassification",
         "ResNetConfig",
-        image_classification,
+        large_image_classification,
         {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
     ),
     _case(
         "MobileNet V2",
         "MobileNetV2ForImageClassification",
         "MobileNetV2Config",
-        image_classification,
-        {"image_size": 32, "depth_multiplier": 0.25},
+        large_image_classification,
+        {"image_size": 64, "depth_multiplier": 0.25},
     ),
     _case(
         "Swin",
