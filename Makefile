@@ -3,7 +3,14 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint format bench docs clean
+# The same with the newest stock onnxruntime in the place of onnxruntime-training.
+STOCK := .venv-stock
+STOCK_PACKAGES := onnx onnxscript onnxruntime cerberus numpy safetensors pytest pytest-xdist \
+	matplotlib scikit-learn tqdm transformers tokenizers build hatchling
+# Two workers, each on one thread.
+PYTEST := python -m pytest --numprocesses 2
+
+.PHONY: setup setup-stock demo test lint format bench fidelity docs clean
 
 # The stamp depends on what is installed, so that a changed constraint installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -12,7 +19,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(STOCK)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STOCK)
+	$(STOCK)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(STOCK)/bin/python -m pip install --quiet --constraint constraints.txt $(STOCK_PACKAGES)
+	$(STOCK)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 setup: $(VENV)/.installed
+
+setup-stock: $(STOCK)/.installed
 
 demo: setup
 	$(BIN)/python examples/digits.py --out out/digits
@@ -26,14 +42,20 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
-	$(BIN)/python -m pytest
+# The second environment runs the graphs of tests/test_fidelity.py that the first one exported, and exports all others.
+test: lint setup-stock
+	rm -rf build/graphs
+	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST)
+	ORT_TRAINER_TEST_GRAPHS=build/graphs $(STOCK)/bin/$(PYTEST)
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
+
+fidelity: setup
+	$(BIN)/python benchmarks/fidelity.py
 
 docs: setup
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) out dist build
+	rm -rf $(VENV) $(STOCK) out dist build

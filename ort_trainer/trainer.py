@@ -465,8 +465,8 @@ class ORTTrainer:
         """Makes sure that there is a session with a graph that accepts the batch, and returns it."""
         if training and not self._trainable:
             raise RuntimeError(
-                "the model has no parameter to train: all have requires_grad=False or are in utils.frozen_weights; "
-                "eval_step works"
+                f"{type(self._model).__name__} has no parameter to train: all have requires_grad=False or are in "
+                "utils.frozen_weights; eval_step works"
             )
         session = self._session
         if session is None:

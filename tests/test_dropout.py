@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ExportError, ORTTrainer, optim
 
+from .fidelity.layer_cases import Apply
 from .helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
 
 
@@ -107,6 +111,75 @@ def test_other_random_operators() -> None:
     assert set(first["randint"].unique().tolist()) == {2.0, 3.0, 4.0}
 
 
+def _path(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h * h.new_empty((h.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+
+
+def _attention(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    query = h.reshape(-1, 2, 3, 2)
+    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.3).reshape(h.shape)
+
+
+def _recomputed(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    """Computed again in the backward pass, where dropout must have the mask of the forward pass."""
+    return checkpoint(lambda value: F.dropout(torch.tanh(value), 0.3).sin(), h, use_reentrant=False)
+
+
+KINDS = {
+    "dropout1d": lambda own, h: F.dropout1d(h.reshape(-1, 4, 3), 0.3).reshape(h.shape),
+    "dropout2d": lambda own, h: F.dropout2d(h.reshape(-1, 4, 3, 1), 0.3).reshape(h.shape),
+    "alpha dropout": lambda own, h: F.alpha_dropout(h, 0.3, True),
+    "feature alpha dropout": lambda own, h: F.feature_alpha_dropout(h.reshape(-1, 4, 3), 0.3, True).reshape(h.shape),
+    "in place": lambda own, h: F.dropout(h.clone(), 0.3, inplace=True),
+    "attention": _attention,
+    "stochastic depth": _path,
+    "recomputation": _recomputed,
+    "gumbel softmax": lambda own, h: F.gumbel_softmax(h),
+    "permutations": lambda own, h: h[torch.randperm(h.shape[0])][:, torch.randperm(12)],
+    "noise": lambda own, h: h + torch.normal(0.0, 0.5, size=(12,)) + torch.randn_like(h),
+    "mixture": lambda own, h: torch.lerp(h, h.flip(0), torch.rand(())),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_draws_what_pytorch_draws(kind: str) -> None:
+    model = Apply(
+        nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 3)]), lambda own, x: own[1](KINDS[kind](own, own[0](x)))
+    )
+    assert_same_training(
+        model, MLP_DESC, mlp_batches(4), optim.SGDConfig(lr=0.1),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1), relative=1e-4, seed=5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_transformers_with_their_dropout(name: str) -> None:
+    """The masks of all layers are PyTorch's, so twenty steps with dropout agree as those without do."""
+    bert = name.startswith("Bert")
+    sizes = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    config = (transformers.BertConfig if bert else transformers.GPT2Config)(**sizes)
+    model = getattr(transformers, name)(config)
+    ids = torch.randint(3, 50, (4, 9))
+    desc = {
+        "inputs": [("input_ids", ["batch", "length"]), ("labels", ["batch"] if bert else ["batch", "length"])],
+        "outputs": [("loss", [], True)],
+    }
+    torch.manual_seed(7)
+    trainer = ORTTrainer(model, desc, optim.AdamConfig(lr=1e-3, epsilon=1e-4))
+    reference = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.0, eps=1e-4)
+    torch.manual_seed(7)
+    for _ in range(20):
+        labels = ids[:, 0] % 2 if bert else ids
+        loss = trainer.train_step(ids, labels)
+        expected = reference(input_ids=ids, labels=labels).loss
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_random_operator_that_is_not_supported_is_named() -> None:
     class Shuffled(nn.Module):
         def __init__(self) -> None:
@@ -114,9 +187,11 @@ def test_a_random_operator_that_is_not_supported_is_named() -> None:
             self.fc = nn.Linear(8, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x[:, torch.randperm(8)])  # the line of the error
+            return self.fc(x[:, torch.multinomial(torch.ones(8), 8)])  # the line of the error
 
-    with pytest.raises(ExportError, match=r"random operator aten.randperm.*not supported.*test_dropout.py.*the line"):
+    with pytest.raises(
+        ExportError, match=r"random operator aten.multinomial.*not supported.*test_dropout.py.*the line"
+    ):
         mlp_trainer(model=Shuffled()).train_step(*mlp_batches(1)[0])
 
 

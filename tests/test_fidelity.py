@@ -7,13 +7,15 @@ import pytest
 from .fidelity.case import Case
 from .fidelity.catalogue import SECTIONS
 from .fidelity.compare import compare
+from .fidelity.graphs import kept_graphs
 
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_twenty_steps(case: Case) -> None:
-    found = compare(case)
+    with kept_graphs(case.name):
+        found = compare(case)
     assert found.loss <= 1e-4, found
     assert found.excess <= 1.0, found
     assert found.exports <= case.exports, found

@@ -190,7 +190,7 @@ class Cased(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
-        if self.case == "control flow" and y.sum() > 0:
+        if self.case == "control flow" and y.sum() > 0:  # the branch
             return y * 2
         if self.case == "string":
             return {"a": y, "b": "text"}
@@ -207,15 +207,25 @@ class Cased(nn.Module):
 @pytest.mark.parametrize(
     ("case", "desc", "loss_fn", "message"),
     [
-        ("control flow", {}, F.cross_entropy, "torch.export could not capture Cased.*control flow that depends"),
-        ("string", {}, lambda p, y: F.cross_entropy(p["a"], y), r"must return tensors.*output\['b'\] is a str: 'text'"),
+        (
+            "control flow",
+            {},
+            F.cross_entropy,
+            "could not capture Cased.*depends on the values.*test_trainer.py.*the branch",
+        ),
+        (
+            "string",
+            {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]},
+            lambda p, y: F.cross_entropy(p["a"], y),
+            r"must return tensors.*'b' is a str: 'text'.*test_trainer.py.*in forward",
+        ),
         (
             "untranslated",
             {},
             F.cross_entropy,
             r"aten\.\S+ has no ONNX translation.*test_trainer.py.*the line of the error",
         ),
-        ("constant", {}, F.cross_entropy, "the loss depends on no trainable parameter"),
+        ("constant", {}, F.cross_entropy, "the loss depends on no trainable parameter.*test_trainer.py"),
         ("in place", {}, F.cross_entropy, r"forward\(\) changes parameter 'fc.weight' in place"),
         (
             "",
@@ -284,9 +294,25 @@ def test_what_a_graph_would_lose_is_refused() -> None:
 def test_nothing_to_train() -> None:
     model = MLP().requires_grad_(False)
     trainer = mlp_trainer(model=model)
-    with pytest.raises(RuntimeError, match="no parameter to train.*eval_step works"):
+    with pytest.raises(RuntimeError, match="MLP has no parameter to train.*eval_step works"):
         trainer.train_step(X, Y)
     torch.testing.assert_close(trainer.eval_step(X, Y)[1], model.eval()(X))
+
+
+def test_integer_parameters_are_left_alone() -> None:
+    class Offset(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.arange(8), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + self.offset)
+
+    model = Offset()
+    trainer = mlp_trainer(model=model)
+    loss, _ = trainer.train_step(X, Y)
+    torch.testing.assert_close(loss, F.cross_entropy(model(X), Y).detach())
+    assert torch.equal(trainer.state_dict(pytorch_format=True)["offset"], torch.arange(8))
 
 
 def test_default_device_falls_back_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,14 @@ def exportable_functions() -> Iterator[None]:
 def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align_corners: bool) -> Any:
     if input.dim() != 4:
         return aten.grid_sampler.default(input, grid, mode, padding, align_corners)
-    return decompositions._grid_sampler_2d(input, grid, mode, padding, align_corners)  # type: ignore[no-untyped-call]
+    sampled = decompositions._grid_sampler_2d(input, grid, mode, padding, align_corners)  # type: ignore[no-untyped-call]
+    return _with_zero_gradient(sampled, grid) if mode == 1 else sampled
+
+
+def _with_zero_gradient(value: torch.Tensor, constant_in: torch.Tensor) -> torch.Tensor:
+    """Returns the value with a gradient of zero for what it is constant in: weight decay asks whether there is one."""
+    never = torch.zeros((), dtype=torch.bool, device=value.device)
+    return torch.where(never, constant_in.sum().to(value.dtype), value)
 
 
 def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool) -> Any:
@@ -102,7 +109,7 @@ def _embedding_bag(
 def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
     difference = (first.unsqueeze(-2) - second.unsqueeze(-3)).abs()
     if p == 0:
-        return (difference != 0).to(first.dtype).sum(-1)
+        return _with_zero_gradient((difference != 0).to(first.dtype).sum(-1), difference)
     if p == 1:
         return difference.sum(-1)
     if p == math.inf:

@@ -14,6 +14,7 @@ from ..model_desc import ModelDescription
 from .capture import Capture, capture
 from .quiet import quiet
 from .random_inputs import lift_random_numbers
+from .source import forward_line
 from .step_module import ExportedStep, StepModule, borrowed, canonical_names
 from .to_onnx import Names, set_shapes, to_onnx
 
@@ -43,7 +44,10 @@ def export(
     with quiet():
         found = _capture(step, [batch[entry.name] for entry in step.description.inputs], training)
         if training and not found.gradients:
-            raise ExportError("the loss depends on no trainable parameter, so there is nothing to train")
+            raise ExportError(
+                "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
+                f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
+            )
         graph = _assemble(step, found, training)
     return graph, {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
 
-__all__ = ["source_line", "source_line_of_error"]
+__all__ = ["forward_line", "source_line", "source_line_of_error"]
 
 # What is no user's code: PyTorch and this package.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -18,6 +20,15 @@ def source_line(node: torch.fx.Node) -> str:
     """Returns the file, line and text of the user's code that an operator comes from; a hint where that is unknown."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     return _last_of_the_user(frames)
+
+
+def forward_line(model: nn.Module) -> str:
+    """Returns the file and line where the forward pass of a model begins."""
+    forward = inspect.unwrap(type(model).forward)
+    try:
+        return f'File "{inspect.getsourcefile(forward)}", line {inspect.getsourcelines(forward)[1]}, in forward'
+    except (OSError, TypeError):  # it was typed in, or is no function of Python
+        return f"forward() of {type(model).__name__}, whose source is not known"
 
 
 def source_line_of_error(error: BaseException) -> str:

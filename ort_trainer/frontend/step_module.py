@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import ExportError
 from ..model_desc import ModelDescription
+from .source import forward_line
 
 __all__ = [
     "ExportedStep",
@@ -134,12 +135,12 @@ def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from named_outputs(entry, f"{name}_{key}" if name else str(key))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
     for name, part in named_outputs(value):
         if not isinstance(part, torch.Tensor):
             raise ExportError(
                 f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {name!r} is a "
-                f"{type(part).__name__}: {part!r}"
+                f"{type(part).__name__}: {part!r}\n  {forward_line(model)}"
             )
         yield part
 
@@ -165,14 +166,14 @@ class StepModule(nn.Module):
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.loss_fn is None:
-            found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))))
+            found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))), self.model)
         else:
             *data, label = inputs
             prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
             loss = self.loss_fn(prediction, label)
             if not isinstance(loss, torch.Tensor):
                 raise ExportError(f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {loss!r}")
-            found = itertools.chain([loss], _tensors(prediction))
+            found = itertools.chain([loss], _tensors(prediction, self.model))
         outputs = list(itertools.islice(found, len(self._outputs)))
         if len(outputs) < len(self._outputs):
             raise ExportError(

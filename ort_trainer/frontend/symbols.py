@@ -16,6 +16,10 @@ from ..model_desc import InputDescription
 __all__ = ["SymbolTable"]
 
 
+# PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
+_CHOICE_OF_LIBRARY = "in conv)"
+
+
 class SymbolTable:
     """Knows which of torch's symbols stands for which dimension of the batch.
 
@@ -73,6 +77,8 @@ class SymbolTable:
         conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
         frozen: dict[str, int] = {}
         for guard in self._shape_env.guards:
+            if _CHOICE_OF_LIBRARY in str(guard.sloc):
+                continue
             condition = self._print(guard.expr)
             if condition is None:
                 for symbol in guard.expr.free_symbols & set(self._names):

@@ -234,13 +234,6 @@ CASES = [
         {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
     ),
     _case(
-        "MobileNet V2",
-        "MobileNetV2ForImageClassification",
-        "MobileNetV2Config",
-        large_image_classification,
-        {"image_size": 64, "depth_multiplier": 0.25},
-    ),
-    _case(
         "Swin",
         "SwinForImageClassification",
         "SwinConfig",
