@@ -119,10 +119,7 @@ def capture(
         # a model with these is differentiated as it stands.
         core = module if custom_backward else exported
         stack.enter_context(fake_mode)
-        with tracing(TracingContext(fake_mode)):
-            joint = aot_export_joint_with_descriptors(
-                stack, core, fakes, decompositions=decomposition_table()
-            ).graph_module
+        joint = _differentiate(stack, core, fakes, module)
         symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes], special)
     _drop_assertions(joint)
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
@@ -181,11 +178,25 @@ def _export(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(_explain(error, type(module.model).__name__)) from error
+        raise ExportError(_explain(error, "torch.export", type(module.model).__name__)) from error
 
 
-def _explain(error: Exception, model: str) -> str:
-    """Returns what torch.export could not do, where, and what to do instead."""
+def _differentiate(
+    stack: contextlib.ExitStack, core: nn.Module, fakes: tuple[torch.Tensor, ...], module: StepModule
+) -> torch.fx.GraphModule:
+    try:
+        with tracing(TracingContext(fakes[0].fake_mode)):  # type: ignore[attr-defined]
+            joint = aot_export_joint_with_descriptors(stack, core, fakes, decompositions=decomposition_table())
+        assert isinstance(joint.graph_module, torch.fx.GraphModule)
+        return joint.graph_module
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(_explain(error, "AOTAutograd", type(module.model).__name__)) from error
+
+
+def _explain(error: Exception, exporter: str, model: str) -> str:
+    """Returns what the exporter could not do, where, and what to do instead."""
     if isinstance(error, GuardOnDataDependentSymNode):
         what = "what it does next depends on the values of tensors, which a graph does not know"
         hint = (
@@ -193,12 +204,12 @@ def _explain(error: Exception, model: str) -> str:
             "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
         )
     else:
-        what = str(error).partition("\n\n")[0]
+        what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
         hint = (
             "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
             "values of tensors and calls into other libraries, such as numpy"
         )
-    return f"torch.export could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
+    return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
 
 
 @contextlib.contextmanager

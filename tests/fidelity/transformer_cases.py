@@ -200,6 +200,14 @@ CASES = [
         causal_language_model,
         {**_DECODER, "sliding_window": 4},
     ),
+    # The other implementations of experts look at how many tokens each gets.
+    _case(
+        "Mixtral",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        causal_language_model,
+        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+    ),
     _case("Gemma", "GemmaForCausalLM", "GemmaConfig", causal_language_model, _GEMMA),
     _case("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config", causal_language_model, {**_GEMMA, "sliding_window": 4}),
     _case("Phi", "PhiForCausalLM", "PhiConfig", causal_language_model, _SMALL),
