@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
 
 from ort_trainer.checkpoint import load_checkpoint_file
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _examples_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a script, whose own folder is on the path."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def example(name: str) -> ModuleType:
+    """Imports an example that needs the transformers library, or skips the test."""
+    pytest.importorskip("transformers")
+    return importlib.import_module(name)
 
 
 def test_digits(tmp_path: Path) -> None:
@@ -22,6 +43,108 @@ def test_digits(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["digits.onnx", "digits.ortckpt", "loss.png"]
     state, user = load_checkpoint_file(tmp_path / "digits.ortckpt")
     assert state["train_step_info"]["step"] == 5 * 23 and user["accuracy"] > 0.93
+
+
+def test_text_data() -> None:
+    text_data = example("text_data")
+    data, again = text_data.load_text_data(300), text_data.load_text_data(300)
+    assert (len(data.train), len(data.test)) == (240, 60)
+    assert data.train == again.train and data.test == again.test
+    assert data.tokenizer.get_vocab() == again.tokenizer.get_vocab()
+    assert set(text_data.labelled_texts().values()) == set(range(len(text_data.PACKAGES)))
+    assert not any("asyncio" in text.lower() for text in text_data.labelled_texts())
+    assert 1 / len(text_data.PACKAGES) < data.baseline < 0.4
+
+    first = [batch["input_ids"] for batch in text_data.train_batches(data, 16, seed=3, epoch=1)]
+    same = [batch["input_ids"] for batch in text_data.train_batches(data, 16, seed=3, epoch=1)]
+    other = [batch["input_ids"] for batch in text_data.train_batches(data, 16, seed=3, epoch=2)]
+    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    before = torch.get_rng_state()
+    assert sum(len(batch["labels"]) for batch in text_data.held_out_batches(data, 16)) == 60
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# 71 micro-batches an epoch and 2 an update: windows of accumulation go across the ends of epochs.
+FINETUNE = ["--epochs", "4", "--batch-size", "8", "--limit", "710"]
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder and the result of a fine-tuning, and beside the folder a copy of it from within the fourth epoch."""
+    out = tmp_path_factory.mktemp("finetuned") / "whole"
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.syspath_prepend(str(ROOT / "examples"))
+        script = example("finetune_text_classification")
+        evaluate, evaluations = script.evaluate, []
+
+        def copy_and_evaluate(*args: Any) -> float:
+            evaluations.append(args)
+            if len(evaluations) == 4:
+                shutil.copytree(out, out.parent / "interrupted")
+            return evaluate(*args)
+
+        patch.setattr(script, "evaluate", copy_and_evaluate)
+        return out, script.main([*FINETUNE, "--out", str(out)])
+
+
+def test_finetune_text_classification(finetuned: tuple[Path, Any]) -> None:
+    out, result = finetuned
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    assert len(result.losses) == 4 * 71
+    assert max(result.accuracies) > result.baseline + 0.1
+    _, best = load_checkpoint_file(out / "best.ortckpt")
+    assert best["accuracies"][-1] == max(result.accuracies) and best["epoch"] == len(best["accuracies"])
+    model = AutoModelForSequenceClassification.from_pretrained(out / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(out / "model", local_files_only=True)
+    batch = tokenizer(["Return the event loop.", "Parse a header of a message."], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits.numpy()
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
+    (onnx_logits,) = session.run(["logits"], {name: values.numpy() for name, values in batch.items()})
+    np.testing.assert_allclose(onnx_logits, logits, rtol=1e-4, atol=1e-4)
+    assert model.config.id2label[0] == "asyncio"
+
+
+def test_finetune_text_classification_resumed(finetuned: tuple[Path, Any]) -> None:
+    out, result = finetuned
+    parts = out.parent / "interrupted"
+    assert load_checkpoint_file(parts / "last.ortckpt")[1]["epoch"] == 3
+    resumed = example("finetune_text_classification").main([*FINETUNE, "--out", str(parts), "--resume"])
+    assert load_checkpoint_file(parts / "last.ortckpt")[1]["epoch"] == 4
+    assert resumed == result
+
+
+def test_finetune_text_classification_pytorch(
+    finetuned: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, result = finetuned
+    twin = example("finetune_text_classification_pytorch").main([*FINETUNE, "--out", str(tmp_path)])
+    np.testing.assert_allclose(twin.losses, result.losses, rtol=1e-4)
+    assert twin.accuracies == result.accuracies and twin.baseline == result.baseline
+    printed = [float(mean) for mean in re.findall(r"mean loss ([\d.]+)", capsys.readouterr().out)]
+    np.testing.assert_allclose(printed, np.reshape(result.losses, (4, 71)).mean(1), rtol=1e-4)
+    files = [sorted(path.name for path in folder.iterdir()) for folder in (out / "model", tmp_path / "model")]
+    assert files[0] == files[1]
+
+
+def test_language_model(tmp_path: Path) -> None:
+    script = example("language_model")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = ["--limit", "20", "--steps", "40", "--batch-size", "4", "--out", str(tmp_path)]
+    result = script.main(settings)
+    assert len(result.losses) == 40
+    assert result.perplexity_after < result.perplexity_before / 2
+    assert result.perplexity_in_pytorch == pytest.approx(result.perplexity_after, rel=1e-4)
+    assert [sample[: len(prompt)] for sample, prompt in zip(result.samples, script.PROMPTS, strict=True)] == list(
+        script.PROMPTS
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    torch.manual_seed(0)
+    assert [script.write(model, tokenizer, prompt) for prompt in script.PROMPTS] == result.samples
 
 
 def test_every_example_has_a_test() -> None:
