@@ -491,3 +491,23 @@ def test_several_options_objects_are_not_needed() -> None:
         assert options.mixed_precision.loss_scaler is None
     assert losses[0] == losses[1]
     assert (groups, desc, options.to_dict()["batch"], scheduler.state_dict()) == before
+
+
+def test_convolutions_of_large_batches_need_no_other_graph() -> None:
+    """PyTorch compares the batch with 16 to choose a library; a branch of the model on that number still counts."""
+
+    def conv(own: nn.Module, image: torch.Tensor) -> torch.Tensor:
+        return own.layer(image) * (2 if image.shape[0] < 16 else 3)
+
+    class Model(nn.Module):
+        def __init__(self, branches: bool) -> None:
+            super().__init__()
+            self.layer, self.branches = nn.Conv2d(1, 3, 3), branches
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return (conv(self, image) if self.branches else self.layer(image)).mean((2, 3))
+
+    desc = {"inputs": [("image", ["batch", 1, 6, 6]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    batches = [(torch.randn(size, 1, 6, 6), torch.randint(0, 3, (size,))) for size in (4, 20, 5)]
+    assert len(same(Model(False), desc, batches).session.graphs(True)) == 1
+    assert len(same(Model(True), desc, batches).session.graphs(True)) == 2

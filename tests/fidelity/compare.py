@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 
 from .case import Batch, Case
 
 STEPS = 20
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
+# The loss scale of mixed precision, which keeps small gradients from vanishing.
+SCALE = 1024.0
 # Two batch sizes and two lengths take turns.
 SIZES = [(4, 9), (4, 9), (3, 9), (4, 7), (3, 7)]
 
@@ -111,8 +113,7 @@ def _train_pytorch(
     for batch in batches:
         with torch.autocast("cpu", torch.float16, enabled=mixed):
             loss = _loss(case, model, batch)
-        # A scale as a loss scaler would have it, so that small gradients do not vanish.
-        scale = 1024.0 if mixed else 1.0
+        scale = SCALE if mixed else 1.0
         (loss.float() * scale).backward()
         for parameter in trained:
             if parameter.grad is not None:
@@ -146,7 +147,10 @@ def describe(batch: Callable[[torch.Generator, int, int], Batch]) -> dict[str, A
 def _train(
     case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
 ) -> tuple[list[float], ORTTrainer, float]:
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": {"enabled": mixed}})
+    # A scale that stays, as in PyTorch's run: one that adapts itself leaves out the first steps.
+    scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=SCALE) if mixed else None
+    precision = {"enabled": True, "loss_scaler": scaler} if mixed else {}
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": precision})
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(model, describe(case.batch), config, loss_fn=case.loss_fn, options=options)
     start = time.perf_counter()
