@@ -106,7 +106,7 @@ def write(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompt: st
 def main(arguments: Sequence[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/language_model"), help="folder of the results")
-    parser.add_argument("--steps", type=int, default=900, help="batches to train with")
+    parser.add_argument("--steps", type=int, default=600, help="batches to train with")
     parser.add_argument("--batch-size", type=int, default=8, help=f"blocks of {BLOCK} tokens in a batch")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout, the order of the blocks and samples")
     parser.add_argument("--limit", type=int, help="take only so many source files")
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     undecayed = [name for name, parameter in model.named_parameters() if parameter.dim() < 2]  # biases and norms
     config = optim.AdamConfig(params=[{"params": undecayed, "lambda_coef": 0.0}], lr=LEARNING_RATE, lambda_coef=0.01)
     trainer = ORTTrainer(model, "auto", config, options=ORTTrainerOptions({"lr_scheduler": schedule}))
-    # A step then gives back the loss alone; the logits are 8 MB here, and nobody would read them.
+    # A step then gives back the loss alone; the logits are 8 MB even here, and nobody would read them.
     trainer.train_step_info.fetches = ["loss"]
     before = perplexity(trainer, test, options.batch_size)
     order = torch.Generator().manual_seed(options.seed)

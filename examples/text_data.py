@@ -7,7 +7,6 @@ source files. ``python examples/text_data.py`` prints what there is.
 from __future__ import annotations
 
 import ast
-import os
 import random
 import re
 import sysconfig
@@ -27,9 +26,6 @@ PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing
 VOCABULARY = 4000
 MAXIMUM_TOKENS = 64
 TEST_SHARE = 0.2
-
-# Where threads of tokenizers were at work, it warns about every later fork, such as the one of the trainer's export.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _LIBRARY = Path(sysconfig.get_path("stdlib"))
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

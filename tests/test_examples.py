@@ -66,7 +66,7 @@ def test_text_data() -> None:
 
 
 # 71 micro-batches an epoch and 2 an update: windows of accumulation go across the ends of epochs.
-FINETUNE = ["--epochs", "4", "--batch-size", "8", "--limit", "710"]
+FINETUNE = ["--epochs", "5", "--batch-size", "8", "--limit", "710"]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_finetune_text_classification(finetuned: tuple[Path, Any]) -> None:
     out, result = finetuned
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    assert len(result.losses) == 4 * 71
+    assert len(result.losses) == 5 * 71
     assert max(result.accuracies) > result.baseline + 0.1
     _, best = load_checkpoint_file(out / "best.ortckpt")
     assert best["accuracies"][-1] == max(result.accuracies) and best["epoch"] == len(best["accuracies"])
@@ -112,7 +112,7 @@ def test_finetune_text_classification_resumed(finetuned: tuple[Path, Any]) -> No
     parts = out.parent / "interrupted"
     assert load_checkpoint_file(parts / "last.ortckpt")[1]["epoch"] == 3
     resumed = example("finetune_text_classification").main([*FINETUNE, "--out", str(parts), "--resume"])
-    assert load_checkpoint_file(parts / "last.ortckpt")[1]["epoch"] == 4
+    assert load_checkpoint_file(parts / "last.ortckpt")[1]["epoch"] == 5
     assert resumed == result
 
 
@@ -120,11 +120,12 @@ def test_finetune_text_classification_pytorch(
     finetuned: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, result = finetuned
+    torch.set_num_threads(1)  # on a busy machine several threads spend most of their time waiting for each other
     twin = example("finetune_text_classification_pytorch").main([*FINETUNE, "--out", str(tmp_path)])
     np.testing.assert_allclose(twin.losses, result.losses, rtol=1e-4)
     assert twin.accuracies == result.accuracies and twin.baseline == result.baseline
     printed = [float(mean) for mean in re.findall(r"mean loss ([\d.]+)", capsys.readouterr().out)]
-    np.testing.assert_allclose(printed, np.reshape(result.losses, (4, 71)).mean(1), rtol=1e-4)
+    np.testing.assert_allclose(printed, np.reshape(result.losses, (5, 71)).mean(1), rtol=1e-4)
     files = [sorted(path.name for path in folder.iterdir()) for folder in (out / "model", tmp_path / "model")]
     assert files[0] == files[1]
 
