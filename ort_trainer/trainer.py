@@ -109,6 +109,7 @@ class ORTTrainer:
         self._trainable = self._find_trainable()
         self._description: ModelDescription | None = None
         self._builder: GraphBuilder | None = None
+        self._narrower: ModelDescription | None = None
         self._check_opset()
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
@@ -433,7 +434,15 @@ class ORTTrainer:
             self._describe(args, kwargs)
         dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
         optional = self.model_desc.input_names if partly else ()
-        return bind_batch(self.model_desc, args, kwargs, self._device, dtypes, optional)
+        try:
+            return bind_batch(self.model_desc, args, kwargs, self._device, dtypes, optional)
+        except (TypeError, ValueError) as error:
+            if not self.model_desc.inferred:
+                raise
+            raise type(error)(
+                f"{error}. (The description was derived from the first batch, model_desc='auto': where batches differ "
+                "more than that shows, write one. Outputs that need no label can be had with train_step_info.fetches)"
+            ) from error
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Derives the description from the first batch, or widens it for a batch with other sizes."""
@@ -448,6 +457,7 @@ class ORTTrainer:
         if wider.inputs != known.inputs:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
             _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+            self._narrower = known
             self._set_description(wider)
 
     def _fetches(self) -> list[str]:
@@ -532,13 +542,22 @@ class ORTTrainer:
                 if entry.name not in batch:
                     shape = [sizes.get(size, 2) if isinstance(size, str) else size for size in entry.shape]
                     batch = {**batch, entry.name: torch.zeros(shape, dtype=self._sample[entry.name][1])}
-        assert self._builder is not None
-        graph = self._builder.build(batch, training)
+        graph = self._build(batch, training)
         session.add_graph(graph)
         return_freed_memory()
         if self._loss_scaler is not None and graph.loss_scale is not None:
             self._loss_scaler.input_name = graph.loss_scale.name
         return graph
+
+    def _build(self, batch: Batch, training: bool) -> TrainingGraph:
+        assert self._builder is not None
+        narrower, self._narrower = self._narrower, None
+        try:
+            return self._builder.build(batch, training)
+        except Exception:
+            if narrower is not None:
+                self._set_description(narrower)  # the batch was wrong, not the description
+            raise
 
     def _check_export(self, session: TrainingSession, batch: Batch) -> None:
         """The option ``debug.check_model_export``."""

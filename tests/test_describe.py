@@ -156,6 +156,24 @@ def test_what_is_not_clear() -> None:
         ORTTrainer(Nothing(), "auto", CONFIG).train_step(x)
 
 
+def test_later_batches_that_do_not_fit() -> None:
+    x, label = mlp_batches(1)[0]
+    trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    trainer.train_step(x, label)
+    with pytest.raises(TypeError, match=r"unknown inputs \['mask'\].*derived from the first batch"):
+        trainer.train_step(x=x, label=label, mask=x)
+    with pytest.raises(ValueError, match="Mismatch in dynamic shape batch.*derived from the first batch"):
+        trainer.train_step(x, label[:3])
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing.*fetches"):
+        trainer.eval_step({"x": x})
+    with pytest.raises(ExportError):
+        trainer.train_step(torch.randn(5, 9), label)
+    assert shapes(trainer)["x"] == ["batch", 8], "a wrong batch does not widen the description"
+    trainer.train_step(x, label)
+    with pytest.raises(TypeError, match="inputs of forward.* and a label, but only 1 value"):
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(x)
+
+
 def test_deriving_leaves_no_trace() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), MLP())
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -199,3 +199,36 @@ def test_convolution_attention_and_norms_in_fp16() -> None:
     reference.eval()
     with torch.autocast("cpu", torch.float16):
         assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 2e-2, "evaluation")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h.scatter_reduce(1, torch.tensor([[0, 1, 1, 2]]).expand(h.shape[0], -1), h[:, :4], "amax"),
+        lambda h: F.layer_norm(h, (8,)),
+        lambda h: h.index_add(1, torch.tensor([0, 1, 1]), h[:, :3]),
+    ],
+    ids=["scatter_reduce", "layer norm without weights", "index_add"],
+)
+def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(function(self.first(x)))
+
+    model = Model()
+    reference = copy.deepcopy(model)
+    scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=64.0)
+    trainer = mlp_trainer(fp16(scaler, utils={"grad_norm_clip": False}), optim.SGDConfig(lr=1.0), model)
+    x, y = mlp_batches(1, 16)[0]
+    loss, _ = trainer.train_step(x, y)
+    expected = F.cross_entropy(reference(x), y)
+    expected.backward()
+    assert_close(loss, expected.detach(), 5e-3, "loss")
+    assert trainer.train_step_info.all_finite
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        parameter = reference.get_parameter(name)
+        assert_close(parameter.detach() - value, parameter.grad, 2e-2, name)

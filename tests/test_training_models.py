@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
@@ -511,3 +512,97 @@ def test_convolutions_of_large_batches_need_no_other_graph() -> None:
     batches = [(torch.randn(size, 1, 6, 6), torch.randint(0, 3, (size,))) for size in (4, 20, 5)]
     assert len(same(Model(False), desc, batches).session.graphs(True)) == 1
     assert len(same(Model(True), desc, batches).session.graphs(True)) == 2
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+reverse = Reversed.apply  # bound before any trainer could notice
+
+
+class Tail(nn.Module):
+    """A layer between two others; what is in between is what an exporter may get wrong."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+INDEX = torch.tensor([0, 1, 1, 2, 5, 5, 5, 7])
+
+
+def mean_by_index(hidden: torch.Tensor) -> torch.Tensor:
+    index = INDEX.expand(hidden.shape[0], -1)
+    return torch.zeros_like(hidden).scatter_reduce(1, index, hidden, "mean", include_self=False)
+
+
+def without_gradient(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        means = mean_by_index(hidden)
+    return hidden + means
+
+
+def without_autocast(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return mean_by_index(hidden)
+
+
+def rounded_down(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * (-hidden.shape[0] // 2) + hidden.shape[0] % 3
+
+
+def rounded_up(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.cat([hidden[: -(-hidden.shape[0] // 2)], hidden[-(-hidden.shape[0] // 2) :]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        reverse,
+        lambda hidden: mean_by_index(reverse(hidden)),
+        without_gradient,
+        without_autocast,
+        rounded_down,
+        rounded_up,
+        lambda hidden: F.adaptive_max_pool1d(hidden.T.unsqueeze(0), 3).mean() + hidden,
+    ],
+    ids=[
+        "apply bound early", "a composite beside a custom function", "inside no_grad", "inside autocast",
+        "floor division of a negative size", "ceiling division of a size", "adaptive pooling of a dynamic size",
+    ],
+)  # fmt: skip
+def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
+    sizes = [5, 8, 4, 7]
+    same(Tail(function), MLP_DESC, [batch for size in sizes for batch in mlp_batches(1, size, seed=size)])
+
+
+def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:
+    reentrant = Tail(lambda hidden: torch.utils.checkpoint.checkpoint(torch.tanh, hidden, use_reentrant=True))
+    with pytest.raises(ExportError, match="pass use_reentrant=False"):
+        ORTTrainer(reentrant, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+    hooked = MLP()
+    hooked.fc1.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ExportError, match=r"parameter 'fc1.weight' has a backward hook"):
+        ORTTrainer(hooked, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+
+
+def test_dropouts_that_stay_on_in_evaluation_are_independent() -> None:
+    class Twice(MLP):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(x), F.dropout(x, 0.5, True), F.dropout(x, 0.5, True)
+
+    outputs = [("loss", [], True), ("y", ["batch", 3]), ("a", ["batch", 8]), ("b", ["batch", 8])]
+    desc = {**MLP_DESC, "outputs": outputs}
+    trainer = ORTTrainer(Twice(), desc, CONFIG, loss_fn=lambda p, y: F.cross_entropy(p[0], y))
+    first, second = trainer.eval_step(torch.ones(20, 8), torch.zeros(20, dtype=torch.long))[2:]
+    assert not torch.equal(first, second)

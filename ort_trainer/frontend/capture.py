@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._decomp import decompositions
+from torch._functorch import utils as functorch_utils
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -30,6 +31,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import ExportError
 from ..model_desc import InputDescription
@@ -110,11 +112,12 @@ def capture(
         fake_mode = fakes[0].fake_mode
         exported = program.module(check_guards=False)
         assert isinstance(exported, torch.fx.GraphModule)
-        _drop_assertions(exported)
-        for size in squeezed_sizes(exported.graph):
-            special |= size.node.expr.free_symbols
-        replace_composites(exported.graph)
-        exported.recompile()
+        # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
+        for part in exported.modules():
+            if isinstance(part, torch.fx.GraphModule):
+                _drop_assertions(part)
+                special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                replace_composites(part)
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if custom_backward else exported
@@ -131,7 +134,7 @@ def capture(
 
 def _refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -214,20 +217,29 @@ def _explain(error: Exception, exporter: str, model: str) -> str:
 
 @contextlib.contextmanager
 def _watch_autograd() -> Iterator[list[str]]:
-    """Gives a list that tells, when the block ends, which custom backward passes the model has."""
-    found: list[str] = []
-    apply, register_hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    """Gives a list that tells, when the block ends, which custom backward passes the model has.
 
-    def watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(cls.__name__)
-        return apply.__get__(None, cls)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    ``Function.apply`` itself may be bound to a name long before, so what it calls first is watched.
+    """
+    found: list[str] = []
+    unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
+
+    def watched_apply(args: Any) -> Any:
+        function = sys._getframe(1).f_locals.get("cls")
+        if function is CheckpointFunction:
+            raise ExportError(
+                "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
+                "captured: pass use_reentrant=False"
+            )
+        found.append(getattr(function, "__name__", "a custom function"))
+        return unwrap(args)  # type: ignore[no-untyped-call]
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
         found.append("register_hook")
         return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
     with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(watched_apply)),
+        mock.patch.object(functorch_utils, "unwrap_dead_wrappers", watched_apply),
         mock.patch.object(torch.Tensor, "register_hook", watched_hook),
     ):
         yield found

@@ -27,12 +27,13 @@ Size = Any
 """An int, or a symbolic one."""
 
 
-def replace_composites(graph: torch.fx.Graph) -> None:
+def replace_composites(module: torch.fx.GraphModule) -> None:
     """Puts compositions of simple operators in the place of operators, in a graph that is not differentiated yet."""
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         composite = _COMPOSITES.get(node.target) if node.op == "call_function" else None
         if composite is not None:
             node.target = composite
+    module.recompile()
 
 
 @contextlib.contextmanager
@@ -114,7 +115,8 @@ def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mo
         return difference.sum(-1)
     if p == math.inf:
         return difference.amax(-1)
-    total = difference.pow(p).sum(-1)
+    apart = difference > 0
+    total = torch.where(apart, torch.where(apart, difference, 1.0).pow(p), 0.0).sum(-1)
     # The gradient of equal points is zero, and a power below 1 has none at zero.
     return torch.where(total > 0, torch.where(total > 0, total, 1.0).pow(1 / p), 0.0)
 
@@ -131,7 +133,9 @@ def _adaptive_max_pool(dims: int) -> Callable[..., tuple[torch.Tensor, torch.Ten
         values, indices = [], []
         for position in itertools.product(*(range(int(count)) for count in counts)):
             starts = [i * size // count for i, size, count in zip(position, sizes, counts, strict=True)]
-            stops = [-(-(i + 1) * size // count) for i, size, count in zip(position, sizes, counts, strict=True)]
+            stops = [
+                ((i + 1) * size + count - 1) // count for i, size, count in zip(position, sizes, counts, strict=True)
+            ]
             window = input
             for axis in range(dims):
                 window = window.narrow(axis - dims, starts[axis], stops[axis] - starts[axis])
@@ -231,23 +235,27 @@ def _median(input: torch.Tensor) -> torch.Tensor:
     return _median_dim(input.flatten(), 0)[0]
 
 
-def _cumulative(best: Callable[..., Any], worst: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def cumulative(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         if input.dim() == 0:
             return input.clone(), torch.zeros_like(input, dtype=torch.long)
         size = input.shape[dim]
         place = torch.arange(size, device=input.device)
         row = input.movedim(dim, -1).unsqueeze(-2)
-        upto = torch.where(place <= place[:, None], row, worst)
-        # Of equal elements the last one counts, so they are looked through backwards.
-        values, indices = best(upto.flip(-1), dim=-1)
-        return values.movedim(-1, dim), (size - 1 - indices).movedim(-1, dim)
+        if input.is_floating_point():
+            worst: float = -sign * math.inf
+        else:
+            worst = torch.iinfo(input.dtype).min if sign > 0 else torch.iinfo(input.dtype).max
+        upto = torch.where(place <= place[:, None], row, torch.full_like(row[..., :1], worst))
+        # Of equal elements the last one counts, so they are looked through backwards; what comes later does not count.
+        indices = torch.minimum(size - 1 - best(upto.flip(-1), dim=-1).indices, place).movedim(-1, dim)
+        return input.gather(dim, indices), indices
 
     cumulative.__name__ = cumulative.__qualname__ = f"_cum{best.__name__}"
     return cumulative
 
 
-_cummax, _cummin = _cumulative(torch.max, -math.inf), _cumulative(torch.min, math.inf)
+_cummax, _cummin = _cumulative(torch.max, 1), _cumulative(torch.min, -1)
 
 
 def _masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -269,7 +277,10 @@ def _put(input: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumul
 def _scatter_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
-    """ONNX has no mean; torch.onnx takes it for an assignment."""
+    """ONNX has no mean, which torch.onnx takes for an assignment; and fp16 sums are better sums in fp32."""
+    if input.dtype in (torch.float16, torch.bfloat16):
+        wide = _scatter_reduce(input.float(), dim, index, src.float(), reduce, include_self=include_self)
+        return wide.to(input.dtype)
     if reduce != "mean":
         return aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)  # type: ignore[no-any-return]
     total = input.scatter_reduce(dim, index, src, "sum", include_self=include_self)

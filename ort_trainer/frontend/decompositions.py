@@ -46,9 +46,10 @@ def _mixed_layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> Any:
     """Layer norm of fp16 values with fp32 weights, which autocast makes and ONNX does not have: computed in fp32."""
-    if weight is None or weight.dtype == input.dtype:
+    wide = torch.float32 if weight is None else weight.dtype
+    if wide == input.dtype or input.dtype not in (torch.float16, torch.bfloat16):
         return NotImplemented
-    output, mean, rstd = aten.native_layer_norm.default(input.to(weight.dtype), normalized_shape, weight, bias, eps)
+    output, mean, rstd = aten.native_layer_norm.default(input.to(wide), normalized_shape, weight, bias, eps)
     return output.to(input.dtype), mean, rstd
 
 
@@ -73,6 +74,19 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     if input.dtype != torch.float16:
         return NotImplemented
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
+
+
+def _scatter_mean(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """ONNX has no mean, and torch.onnx takes it for an assignment. (Before differentiation it is a composite; this is
+    for a model that is differentiated as it stands.)
+    """
+    if reduce != "mean":
+        return NotImplemented
+    total = aten.scatter_reduce.two(input, dim, index, src, "sum", include_self=include_self)
+    ones, each = torch.ones_like(input), torch.ones_like(src)
+    return total / aten.scatter_reduce.two(ones, dim, index, each, "sum", include_self=include_self)
 
 
 def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
@@ -117,6 +131,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
+    table[aten.scatter_reduce.two] = _scatter_mean
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
     for operator in (*_KEPT, *RANDOM_OPERATORS):

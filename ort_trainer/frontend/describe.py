@@ -27,6 +27,11 @@ def name_sample(
     Raises:
         TypeError: If there are more than ``forward`` takes, or one is given twice.
     """
+    if loss_fn is not None and len(args) + len(kwargs) < 2:
+        raise TypeError(
+            "with a loss_fn a batch has the inputs of forward() and a label, but only "
+            f"{len(args) + len(kwargs)} value was given"
+        )
     names = _argument_names(model)
     label = [] if loss_fn is None or kwargs else [_unused("label", names)]
     names = [*names[: len(args) - len(label)], *label]

@@ -69,7 +69,11 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     _tensors_for_scalars(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
-        _fx_passes.insert_type_promotion_nodes(module)
+        try:
+            _fx_passes.insert_type_promotion_nodes(module)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ExportError(f"the graph can't be translated to ONNX: {what}") from error
         module.recompile()
         call = ModuleCallSignature(
             inputs=[],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ prims = torch.ops.prims
 def sym_numel(value: TensorType) -> TensorType:
     """The number of elements of a tensor, as batch norm's gradient needs it."""
     return op.Size(value)
+
+
+def floordiv(first: TensorType, second: TensorType) -> TensorType:
+    """Integer division that rounds down, as Python's does; ONNX's rounds towards zero."""
+    return op.Div(op.Sub(first, op.Mod(first, second)), second)
 
 
 def identity(value: TensorType) -> TensorType:
@@ -80,6 +86,7 @@ def max_pool_with_indices(
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.sym_numel.default: sym_numel,
+    operator.floordiv: floordiv,
     prims.view_of.default: identity,
     prims.hypot.default: hypot,
     prims.fmax.default: fmax,

@@ -43,6 +43,7 @@ def simplify(model: ir.Model) -> None:
     """
     common_passes.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
+    _tell_dropouts_apart(model.graph)
     ir.passes.Sequential(
         RewritePass(_RULES),
         common_passes.RemoveUnusedNodesPass(),
@@ -56,6 +57,12 @@ def simplify(model: ir.Model) -> None:
         common_passes.NameFixPass(),
     )(model)
     _register_lost_constants(model.graph)
+
+
+def _tell_dropouts_apart(graph: ir.Graph) -> None:
+    """Gives dropouts that stay on in evaluation seeds of their own: two of one value would be taken for the same."""
+    for number, node in enumerate(node for node in graph.all_nodes() if node.op_type == "Dropout"):
+        node.attributes.add(ir.AttrInt64("seed", number))
 
 
 def _register_lost_constants(graph: ir.Graph) -> None:
