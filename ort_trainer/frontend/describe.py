@@ -27,11 +27,6 @@ def name_sample(
     Raises:
         TypeError: If there are more than ``forward`` takes, or one is given twice.
     """
-    if loss_fn is not None and len(args) + len(kwargs) < 2:
-        raise TypeError(
-            "with a loss_fn a batch has the inputs of forward() and a label, but only "
-            f"{len(args) + len(kwargs)} value was given"
-        )
     names = _argument_names(model)
     label = [] if loss_fn is None or kwargs else [_unused("label", names)]
     names = [*names[: len(args) - len(label)], *label]
@@ -61,9 +56,14 @@ def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str,
         batch: The sample.
 
     Raises:
+        TypeError: If the label is missing.
         ValueError: If it is not clear which input is the label or which output is the loss.
         ExportError: If the model returns no tensors.
     """
+    if loss_fn is not None and len(batch) < 2:
+        raise TypeError(
+            f"with a loss_fn a batch has the inputs of forward() and a label, but only {len(batch)} value was given"
+        )
     batch = batch if loss_fn is None else _label_last(model, batch)
     inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
     outputs = dict(_outputs(model, loss_fn, batch))

@@ -60,9 +60,12 @@ def simplify(model: ir.Model) -> None:
 
 
 def _tell_dropouts_apart(graph: ir.Graph) -> None:
-    """Gives dropouts that stay on in evaluation seeds of their own: two of one value would be taken for the same."""
-    for number, node in enumerate(node for node in graph.all_nodes() if node.op_type == "Dropout"):
-        node.attributes.add(ir.AttrInt64("seed", number))
+    """Gives dropouts that stay on in evaluation seeds of their own: two of one value would be taken for the same.
+
+    ONNX Runtime counts a node's seed up by 1 for each run, so the seeds lie far apart.
+    """
+    for number, node in enumerate((node for node in graph.all_nodes() if node.op_type == "Dropout"), start=1):
+        node.attributes.add(ir.AttrInt64("seed", number * 1_000_003))
 
 
 def _register_lost_constants(graph: ir.Graph) -> None:
