@@ -55,7 +55,8 @@ def row(section: str, name: str) -> str:
     """Returns a line of the table."""
     (case,) = (case for case in SECTIONS[section] if case.name == name)
     found = compare(case, mixed=True)
-    mixed = f"{found.mixed_loss:.0e} ({found.own_mixed_loss:.0e})"
+    own_mixed = "not in PyTorch" if found.own_mixed_loss is None else f"{found.own_mixed_loss:.0e}"
+    mixed = f"{found.mixed_loss:.0e} ({own_mixed})"
     own = f"{found.own_loss:.0e}, {found.own_weights:.0e}"
     return (
         f"| {case.name} | {found.loss:.0e} | {found.weights:.0e} | {own} | {mixed} | {found.seconds:.1f} | "
