@@ -43,10 +43,12 @@ format: setup
 	$(BIN)/ruff format .
 
 # The second environment runs the graphs of tests/test_fidelity.py that the first one exported, and exports all others.
+# The examples and the packaging run in the first one only.
 test: lint setup-stock
 	rm -rf build/graphs
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST)
-	ORT_TRAINER_TEST_GRAPHS=build/graphs $(STOCK)/bin/$(PYTEST)
+	ORT_TRAINER_TEST_GRAPHS=build/graphs $(STOCK)/bin/$(PYTEST) \
+		--ignore tests/test_examples.py --ignore tests/test_package.py
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
