@@ -206,9 +206,10 @@ def test_convolution_attention_and_norms_in_fp16() -> None:
     [
         lambda h: h.scatter_reduce(1, torch.tensor([[0, 1, 1, 2]]).expand(h.shape[0], -1), h[:, :4], "amax"),
         lambda h: F.layer_norm(h, (8,)),
+        lambda h: h * h.amax(-1, keepdim=True) + h.aminmax(dim=-1, keepdim=True).min,
         lambda h: h.index_add(1, torch.tensor([0, 1, 1]), h[:, :3]),
     ],
-    ids=["scatter_reduce", "layer norm without weights", "index_add"],
+    ids=["scatter_reduce", "layer norm without weights", "extrema", "index_add"],
 )
 def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
     class Model(nn.Module):

@@ -208,6 +208,27 @@ def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
+def _extremum(operator: Any, name: str) -> Callable[..., torch.Tensor]:
+    def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+        """The gradient asks which elements equal the extremum; in fp16 ONNX Runtime may round only one of the two."""
+        if input.dtype in (torch.float16, torch.bfloat16):
+            return operator(input.float(), dim, keepdim).to(input.dtype)  # type: ignore[no-any-return]
+        return operator(input, dim, keepdim)  # type: ignore[no-any-return]
+
+    extremum.__name__ = extremum.__qualname__ = name
+    return extremum
+
+
+_amax, _amin = _extremum(aten.amax.default, "_amax"), _extremum(aten.amin.default, "_amin")
+
+
+def _aminmax(
+    input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = [] if dim is None else [dim]
+    return _amin(input, dims, keepdim), _amax(input, dims, keepdim)
+
+
 def _sorted(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     values, indices = torch.sort(input if input.dim() else input.unsqueeze(0), dim=dim)
     return values, indices
@@ -398,6 +419,9 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
     aten.pad.default: _pad,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+    aten.amax.default: _amax,
+    aten.amin.default: _amin,
+    aten.aminmax.default: _aminmax,
     aten.kthvalue.default: _kthvalue,
     aten.median.default: _median,
     aten.median.dim: _median_dim,
