@@ -33,9 +33,9 @@ eager PyTorch, from the same weights on the same batches, which change between t
 
 - **loss**: the largest relative difference of any of the 20 losses.
 - **weights**: the largest relative difference of a weight or buffer afterwards, by the norm of the difference.
-- **PyTorch itself**: the same two numbers for two runs of PyTorch whose first weights differ by one rounding. Where a
-  true gradient is zero (the bias of keys, a bias before a norm), Adam turns rounding errors into whole steps, and not
-  even PyTorch agrees with itself.
+- **PyTorch itself**: the same two numbers for three more runs of PyTorch whose first weights differ by one rounding.
+  Where a true gradient is zero (the bias of keys, a bias before a norm), Adam turns rounding errors into whole steps,
+  and not even PyTorch agrees with itself.
 - **fp16**: the largest relative difference of a loss in mixed precision, here and (in brackets) in PyTorch under
   autocast, both against PyTorch in fp32.
 - **export**: seconds until the first training graph is ready, with a worker on every core; and how many graphs the

@@ -19,6 +19,11 @@ STEPS = 20
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 # The loss scale of mixed precision, which keeps small gradients from vanishing.
 SCALE = 1024.0
+# Runs of PyTorch whose first weights differ by one rounding.
+REPEATS = 3
+# A relu or a maximum on the edge turns a rounding into another path, in PyTorch as here: where PyTorch's losses differ
+# from its own by more than this, the comparison would say nothing, and other batches are drawn.
+STEADY = 1e-5
 # Two batch sizes and two lengths take turns.
 SIZES = [(4, 9), (4, 9), (3, 9), (4, 7), (3, 7)]
 
@@ -30,10 +35,10 @@ class Difference:
     Attributes:
         loss: Largest relative difference of a loss within 20 steps.
         weights: Largest relative difference of a parameter or buffer after them, by the norm of the difference.
-        own_loss: As ``loss``, between two runs of PyTorch whose first weights differ in the last bit.
-        own_weights: As ``weights``, between these two runs.
+        own_loss: As ``loss``, between runs of PyTorch whose first weights differ in the last bit.
+        own_weights: As ``weights``, between these runs.
         excess: Largest of the weights' differences as a multiple of what is allowed: 1e-4 of the weight's norm, or
-            10 times the difference between the two runs of PyTorch.
+            10 times the difference between the runs of PyTorch.
         mixed_loss: As ``loss``, fp16 here against fp32 in PyTorch; None if that was not run.
         own_mixed_loss: The same for PyTorch's own autocast; None if that was not run, or PyTorch can't.
         seconds: How long the export of the training graph took.
@@ -55,10 +60,14 @@ def compare(case: Case, mixed: bool = False) -> Difference:
     """Compares 20 steps of AdamW, without clipping and with dropout off."""
     torch.manual_seed(0)
     model = case.model()
-    draw = torch.Generator().manual_seed(1)
-    batches = [case.batch(draw, *SIZES[step % len(SIZES)]) for step in range(STEPS)]
-    theirs, reference = _train_pytorch(case, copy.deepcopy(model), batches)
-    again, repeated = _train_pytorch(case, _perturbed(model), batches)
+    for seed in range(1, 6):
+        draw = torch.Generator().manual_seed(seed)
+        batches = [case.batch(draw, *SIZES[step % len(SIZES)]) for step in range(STEPS)]
+        theirs, reference = _train_pytorch(case, copy.deepcopy(model), batches)
+        repeats = [_train_pytorch(case, _perturbed(model, number), batches) for number in range(REPEATS)]
+        own_loss = max(_largest(losses, theirs) for losses, _ in repeats)
+        if own_loss <= STEADY:
+            break
     ours, trainer, seconds = _train(case, model, batches)
     state = trainer.state_dict(pytorch_format=True)
     assert list(state) == list(reference.state_dict())
@@ -68,9 +77,11 @@ def compare(case: Case, mixed: bool = False) -> Difference:
             assert torch.equal(state[name], value), name
             continue
         norm = max(value.double().norm().item(), 1e-3)
-        difference, own = (
-            (other.double() - value.double()).norm().item() for other in (state[name], repeated.state_dict()[name])
+        difference, *others = (
+            (other[name].double() - value.double()).norm().item()
+            for other in (state, *(repeated.state_dict() for _, repeated in repeats))
         )
+        own = max(others)
         weights, own_weights = max(weights, difference / norm), max(own_weights, own / norm)
         excess = max(excess, difference / max(1e-4 * norm, 10 * own))
     mixed_loss = own_mixed_loss = None
@@ -83,7 +94,7 @@ def compare(case: Case, mixed: bool = False) -> Difference:
     return Difference(
         loss=_largest(ours, theirs),
         weights=weights,
-        own_loss=_largest(again, theirs),
+        own_loss=own_loss,
         own_weights=own_weights,
         excess=excess,
         mixed_loss=mixed_loss,
@@ -97,12 +108,14 @@ def _largest(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, theirs, strict=True))
 
 
-def _perturbed(model: nn.Module) -> nn.Module:
-    """Returns a copy whose weights differ by one rounding."""
+def _perturbed(model: nn.Module, seed: int) -> nn.Module:
+    """Returns a copy whose weights differ by at most one rounding, each in its own direction."""
     other = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+            direction = torch.randint(-1, 2, parameter.shape, generator=draw)
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * direction)
     return other
 
 
