@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -22,8 +23,10 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 @functools.cache
 def installed_flavours() -> tuple[str, ...]:
-    """Returns the distributions that install the ``onnxruntime`` module; more than one overwrite each other's files."""
-    names = {str(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    """Returns the distributions that installed the ``onnxruntime`` module; more than one overwrite each other's files."""
+    folder = str(Path(onnxruntime.__file__).parent.parent)
+    found = importlib.metadata.distributions(path=[folder])
+    names = {str(distribution.metadata["Name"] or "").lower().replace("_", "-") for distribution in found}
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
