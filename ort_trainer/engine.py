@@ -23,7 +23,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 @functools.cache
 def installed_flavours() -> tuple[str, ...]:
-    """Returns the distributions that installed the ``onnxruntime`` module; more than one overwrite each other's files."""
+    """Returns the distributions that installed the ``onnxruntime`` module: several overwrite each other."""
     folder = str(Path(onnxruntime.__file__).parent.parent)
     found = importlib.metadata.distributions(path=[folder])
     names = {str(distribution.metadata["Name"] or "").lower().replace("_", "-") for distribution in found}
