@@ -3,7 +3,6 @@
 from . import amp, optim
 from .errors import CheckpointError, ExportError
 from .options import ORTTrainerOptions
-from .session import TrainingSession
 from .step_info import TrainStepInfo
 from .trainer import ORTTrainer
 
@@ -13,7 +12,6 @@ __all__ = [
     "ORTTrainer",
     "ORTTrainerOptions",
     "TrainStepInfo",
-    "TrainingSession",
     "amp",
     "optim",
 ]

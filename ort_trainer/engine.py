@@ -8,13 +8,22 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
 import torch
 from onnxruntime import InferenceSession, SessionOptions
 
-__all__ = ["InferenceSession", "SessionOptions", "maximum_opset", "providers_for", "resolve_device", "session_options"]
+__all__ = [
+    "InferenceSession",
+    "SessionOptions",
+    "maximum_opset",
+    "providers_for",
+    "resolve_device",
+    "session_options",
+    "training_bindings",
+]
 
 _log = logging.getLogger(__name__)
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
@@ -148,3 +157,29 @@ def session_options(given: SessionOptions | None, deterministic: bool) -> Sessio
     options.use_deterministic_compute = deterministic
     options.log_severity_level = 3
     return options
+
+
+def training_bindings() -> Any:
+    """Returns the part of ONNX Runtime that differentiates ONNX graphs.
+
+    Raises:
+        RuntimeError: If the installed distribution is not onnxruntime-training.
+    """
+    from onnxruntime.capi import _pybind_state
+
+    if not hasattr(_pybind_state, "GradientGraphBuilder"):
+        raise RuntimeError(
+            f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
+            f"{onnxruntime.__version__} is installed without: on Linux x86-64 with Python below 3.12 uninstall "
+            "onnxruntime and install onnxruntime-training==1.19.2, or train the PyTorch model itself, which works with "
+            "any ONNX Runtime"
+        )
+    return _pybind_state
+
+
+def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model with the shapes that ONNX Runtime's symbolic shape inference finds, as terms of names."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
+    return found

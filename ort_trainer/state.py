@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .optim.update import MOMENT_1, MOMENT_2
-from .session import TrainingSession
+from .session import StepSession
 
 __all__ = ["Layout", "Restored", "apply_to_session", "collect", "read", "to_pytorch"]
 
@@ -78,7 +78,7 @@ class Restored:
 
 
 def collect(
-    session: TrainingSession,
+    session: StepSession,
     layout: Layout,
     *,
     step: int,
@@ -136,7 +136,7 @@ def collect(
     return state
 
 
-def _collect_optimizer(session: TrainingSession, layout: Layout, array: Any) -> StateDict:
+def _collect_optimizer(session: StepSession, layout: Layout, array: Any) -> StateDict:
     """Returns moments and update counts; legacy counts start at 1, so they are updates done plus 1."""
     optimizer = session.optimizer
     state: StateDict = {
@@ -151,7 +151,7 @@ def _collect_optimizer(session: TrainingSession, layout: Layout, array: Any) -> 
     return state
 
 
-def to_pytorch(session: TrainingSession, layout: Layout) -> dict[str, torch.Tensor]:
+def to_pytorch(session: StepSession, layout: Layout) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, under the names that ``model.state_dict()`` has."""
     tensors = {**session.parameters, **session.buffers}
     return {name: tensors[layout.canonical[name]].detach().cpu().clone() for name in layout.tensors}
@@ -203,7 +203,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> Restore
     return restored
 
 
-def apply_to_session(restored: Restored, session: TrainingSession) -> None:
+def apply_to_session(restored: Restored, session: StepSession) -> None:
     """Puts what :func:`read` returned into a session's tensors."""
     for name, value in restored.tensors.items():
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)

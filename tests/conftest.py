@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from onnxruntime.capi import _pybind_state
 
 from ort_trainer.frontend import export  # noqa: F401
 from ort_trainer.frontend.decompositions import decomposition_table
@@ -16,6 +17,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Exports run in forked children: what is imported and built here, none of them has to do again.
 decomposition_table()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what needs onnxruntime-training's gradient builder, where there is none."""
+    if hasattr(_pybind_state, "GradientGraphBuilder"):
+        return
+    for item in items:
+        if item.get_closest_marker("needs_gradient_builder"):
+            item.add_marker(pytest.mark.skip(reason="stock onnxruntime does not differentiate ONNX models"))
 
 
 @pytest.fixture(autouse=True)

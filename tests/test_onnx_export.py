@@ -90,12 +90,12 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
     trainer.eval_step(x, y)
     session = trainer.session
     for _ in range(2):
-        save_model(session.graphs(False)[0], session.parameters, tmp_path / "m.onnx", limit=100)
+        save_model(session.graphs(False)[0], session.parameters, {}, [], tmp_path / "m.onnx", limit=100)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     found = load(tmp_path / "m.onnx").run(["logits"], {"x": x.numpy(), "label": y.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(found), trainer.eval_step(x, y)[1])
     with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
-        save_model(session.graphs(False)[0], session.parameters, tmp_path / "no" / "m.onnx", limit=100)
+        save_model(session.graphs(False)[0], session.parameters, {}, [], tmp_path / "no" / "m.onnx", limit=100)
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ class NoForwardName(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"model": None}, TypeError, "model must be a torch.nn.Module, but a NoneType"),
-        ({"model": onnx.ModelProto()}, TypeError, "ONNX models are not supported yet"),
+        ({"model": None}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a NoneType"),
+        ({"model": object()}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a object"),
         ({"model_desc": 3}, TypeError, "model_desc must be a dict"),
         ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig or LambConfig"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
@@ -428,7 +428,7 @@ def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.stack([self.fc(row) for row in x]).mean(0, keepdim=True)
 
-    monkeypatch.setattr("ort_trainer.trainer._MAXIMUM_GRAPHS", 2)
+    monkeypatch.setattr("ort_trainer.graphs._MAXIMUM_GRAPHS", 2)
     desc = {"inputs": [("x", ["rows", 8]), ("y", [1])], "outputs": [("loss", [], True)]}
     trainer = ORTTrainer(Flat(), desc, optim.SGDConfig(), loss_fn=F.cross_entropy)
     for rows in (2, 1, 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
@@ -10,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import onnx
-import onnx_ir as ir
 import torch
 
 from ..graph import TrainingGraph
+from ..graph.postprocess import postprocessed
 from .isolation import can_isolate, run_in_child
 from .step_module import ExportedStep, StepModule, borrowed
 
@@ -56,7 +55,7 @@ class GraphBuilder:
         for symbol, size in graph.fixed.items():
             where = reasons.get(symbol, "")
             _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
-        return graph if self.postprocess is None else _postprocessed(graph, self.postprocess)
+        return graph if self.postprocess is None else postprocessed(graph, self.postprocess)
 
     def _export(self, batch: Mapping[str, torch.Tensor], training: bool) -> tuple[TrainingGraph, dict[str, str]]:
         from .export import export  # the exporter's own imports take seconds and 100 MB
@@ -84,26 +83,3 @@ def _encode(graph: TrainingGraph, reasons: Mapping[str, str]) -> bytes:
 def _decode(data: bytes) -> tuple[TrainingGraph, dict[str, str]]:
     end = 8 + int.from_bytes(data[:8], "little")
     return TrainingGraph.from_bytes(data[end:]), json.loads(data[8:end])
-
-
-def _postprocessed(
-    graph: TrainingGraph, postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None]
-) -> TrainingGraph:
-    """Applies ``_internal_use.extra_postprocess``, which returns a model or changes the one it gets."""
-    proto = ir.to_proto(graph.model)
-    result = postprocess(proto)
-    result = proto if result is None else result
-    if not isinstance(result, onnx.ModelProto):
-        raise TypeError(
-            f"_internal_use.extra_postprocess must return an onnx.ModelProto or None, but returned {result!r}"
-        )
-    model = ir.from_proto(result)
-    for kind in ("inputs", "outputs"):
-        before = [value.name for value in getattr(graph.model.graph, kind)]
-        after = [value.name for value in getattr(model.graph, kind)]
-        if before != after:
-            raise ValueError(
-                f"_internal_use.extra_postprocess must keep the {kind} of the model, in order; they were {before} and "
-                f"are {after}"
-            )
-    return dataclasses.replace(graph, model=model)

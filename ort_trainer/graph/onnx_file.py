@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -12,20 +13,32 @@ import torch
 from ..atomic import atomic_path
 from .training_graph import TrainingGraph
 
-__all__ = ["save_model"]
+__all__ = ["WEIGHTS", "save_model"]
+
+WEIGHTS = "ort_trainer.weights"
+"""Key of the metadata of a file: which of its initializers are trained weights, and which are frozen ones."""
 
 # protobuf ends at 2 GiB; the rest of the model needs some of it.
 _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
 
 
 def save_model(
-    graph: TrainingGraph, state: Mapping[str, torch.Tensor], path: Path, limit: int = _MAXIMUM_PROTOBUF
+    graph: TrainingGraph,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    trained: Collection[str],
+    path: Path,
+    limit: int = _MAXIMUM_PROTOBUF,
 ) -> None:
     """Writes a graph with its parameters and buffers as initializers.
 
+    The model's metadata say which initializers are weights, so that the file can be trained further.
+
     Args:
         graph: An evaluation graph; it is not changed.
-        state: Parameters and buffers by name.
+        parameters: Parameters by name.
+        buffers: Buffers by name.
+        trained: Names of the parameters that are trained.
         path: The file; it is replaced if it exists.
         limit: Bytes of weights beyond which they go into a second file, ``<path>.data``.
 
@@ -33,6 +46,9 @@ def save_model(
         FileNotFoundError: If the folder does not exist.
     """
     model = graph.model.clone()
+    state = {**parameters, **buffers}
+    frozen = [name for name in parameters if name not in trained]
+    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen})
     names = {value: name for name, value in graph.state.items()}
     weights = [value for value in model.graph.inputs if value.name in names]
     for value in weights:

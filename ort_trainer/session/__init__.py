@@ -1,5 +1,5 @@
 """The training session: owns every tensor and runs the graphs on ONNX Runtime."""
 
-from .training_session import TrainingSession
+from .step_session import StepSession
 
-__all__ = ["TrainingSession"]
+__all__ = ["StepSession"]

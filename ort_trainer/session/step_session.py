@@ -1,4 +1,4 @@
-"""``TrainingSession``: the step, as ONNX Runtime's C++ class of the same name offers it."""
+"""``StepSession``: the step, as ONNX Runtime's C++ class of the same name offers it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..optim import _OptimizerConfig
 from ..optim.update import OptimizerUpdate
 from .runner import GraphRunner
 
-__all__ = ["TrainingSession"]
+__all__ = ["StepSession"]
 
 # Shapes for which it is remembered which graph runs them.
 _MAXIMUM_SHAPES = 1024
 
 
-class TrainingSession:
+class StepSession:
     """Owns parameters, gradients, moments and buffers, and runs training, evaluation and weight updates on them.
 
     The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. The C++ names mean what they mean there:

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ort_trainer import TrainingSession, optim
+from ort_trainer import optim
 from ort_trainer.frontend import ExportedStep, GraphBuilder
 from ort_trainer.graph import TrainingGraph
 from ort_trainer.model_desc import ModelDescription
+from ort_trainer.session import StepSession
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
 
@@ -29,11 +30,9 @@ def model() -> MLP:
 
 
 @pytest.fixture
-def session(model: MLP, graphs: dict[bool, TrainingGraph]) -> TrainingSession:
+def session(model: MLP, graphs: dict[bool, TrainingGraph]) -> StepSession:
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    session = TrainingSession(
-        parameters, {}, {name: [name] for name in parameters}, optim.SGDConfig(lr=0.5), clip=False
-    )
+    session = StepSession(parameters, {}, {name: [name] for name in parameters}, optim.SGDConfig(lr=0.5), clip=False)
     for graph in graphs.values():
         session.add_graph(graph)
     return session
@@ -45,19 +44,19 @@ def gradients(model: MLP) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def check(session: TrainingSession, expected: dict[str, torch.Tensor], factor: float) -> None:
+def check(session: StepSession, expected: dict[str, torch.Tensor], factor: float) -> None:
     assert session.present_gradients().keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(session.present_gradients()[name], factor * value, rtol=1e-5, atol=1e-6)
 
 
-def test_names(session: TrainingSession) -> None:
+def test_names(session: StepSession) -> None:
     for training in (True, False):
         assert session.input_names(training) == ["x", "label"]
         assert session.output_names(training) == ["loss", "logits"]
 
 
-def test_gradients_add_up_until_a_lazy_reset(session: TrainingSession, model: MLP) -> None:
+def test_gradients_add_up_until_a_lazy_reset(session: StepSession, model: MLP) -> None:
     expected = gradients(model)
     assert session.present_gradients() == {}
     for count in (1, 2, 3):
@@ -71,7 +70,7 @@ def test_gradients_add_up_until_a_lazy_reset(session: TrainingSession, model: ML
     assert session.train_step([X, Y], loss_scale=8.0)[0].item() == pytest.approx(loss.item())
 
 
-def test_optimizer_step_and_learning_rate(session: TrainingSession, model: MLP) -> None:
+def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> None:
     with pytest.raises(RuntimeError, match="there are no gradients to apply"):
         session.optimizer_step()
     assert session.get_learning_rate() == 0.5
@@ -91,7 +90,7 @@ def test_optimizer_step_and_learning_rate(session: TrainingSession, model: MLP) 
     torch.testing.assert_close(session.eval_step([X, Y])[1], model(X).detach())  # the runtime sees the new weights
 
 
-def test_memory_is_shared_not_copied(session: TrainingSession) -> None:
+def test_memory_is_shared_not_copied(session: StepSession) -> None:
     """A weight changed behind the runtime's back shows in its next result; gradients never move."""
     session.train_step([X, Y])
     pointers = {name: value.data_ptr() for name, value in session.gradients.items()}
@@ -104,7 +103,7 @@ def test_memory_is_shared_not_copied(session: TrainingSession) -> None:
     assert {name: value.data_ptr() for name, value in session.gradients.items()} == pointers
 
 
-def test_outputs_are_new_and_can_be_chosen(session: TrainingSession) -> None:
+def test_outputs_are_new_and_can_be_chosen(session: StepSession) -> None:
     first = session.train_step([X, Y])
     second = session.train_step([X + 1, Y])
     assert not torch.equal(first[1], second[1])
@@ -117,12 +116,12 @@ def test_outputs_are_new_and_can_be_chosen(session: TrainingSession) -> None:
 
 
 def test_a_session_without_a_graph(model: MLP) -> None:
-    session = TrainingSession({}, {}, {}, optim.SGDConfig())
+    session = StepSession({}, {}, {}, optim.SGDConfig())
     with pytest.raises(RuntimeError, match="the session has no training graph yet"):
         session.train_step([X, Y])
 
 
-def test_a_graph_that_the_runtime_can_not_load(session: TrainingSession, graphs: dict[bool, TrainingGraph]) -> None:
+def test_a_graph_that_the_runtime_can_not_load(session: StepSession, graphs: dict[bool, TrainingGraph]) -> None:
     broken = TrainingGraph.from_bytes(graphs[False].to_bytes())
     next(iter(broken.model.graph)).op_type = "NoSuchOperator"
     with pytest.raises(RuntimeError, match=r"ONNX Runtime can't load the evaluation graph.*NoSuchOperator"):

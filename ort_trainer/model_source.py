@@ -1,0 +1,237 @@
+"""What is trained: a PyTorch model or an ONNX model, behind one face."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import onnx
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .engine import maximum_opset, training_bindings
+from .frontend import (
+    ExportedStep,
+    GraphBuilder,
+    LossFunction,
+    canonical_names,
+    check_signature,
+    describe,
+    name_sample,
+)
+from .graph import TrainingGraph
+from .model_desc import ModelDescription
+from .onnx_model import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx, load_onnx_model
+from .optim import _OptimizerConfig
+from .options import ORTTrainerOptions
+
+__all__ = ["LOSSES", "Builder", "ModelSource", "model_source"]
+
+Named = Mapping[str, torch.Tensor]
+LOSSES: Mapping[str, LossFunction] = {
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "cross_entropy": F.cross_entropy,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "nll": F.nll_loss,
+    "smooth_l1": F.smooth_l1_loss,
+}
+"""The losses that ``loss_fn`` can be given by name: functions of torch.nn.functional with their defaults."""
+
+
+class Builder(Protocol):
+    """Builds graphs of one model, loss and description."""
+
+    def build(self, batch: Named, training: bool) -> TrainingGraph:
+        """Returns the training or evaluation graph for a sample batch."""
+        ...
+
+    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
+        """Returns what the model itself computes in evaluation mode."""
+        ...
+
+
+class ModelSource(ABC):
+    """A model with its weights.
+
+    Attributes:
+        name: What messages call it.
+        parameters: All parameters by canonical name, trained or not, as the model has them.
+        buffers: All buffers, likewise.
+        canonical: Every name of a parameter or buffer -> the first name of the same tensor.
+        saved: What is in a state dict, tied names included, in order.
+        transient: What is not.
+        trainable: Canonical names of the parameters to train.
+    """
+
+    name: str
+    parameters: Named
+    buffers: Named
+    canonical: Mapping[str, str]
+    saved: Named
+    transient: Named
+    trainable: list[str]
+
+    def names_of_trainable(self) -> dict[str, list[str]]:
+        """Returns the parameters to train, each with all its names."""
+        aliases: dict[str, list[str]] = {}
+        for name, canonical in self.canonical.items():
+            aliases.setdefault(canonical, []).append(name)
+        return {name: aliases[name] for name in self.trainable}
+
+    @abstractmethod
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a step by name, where there is no description yet."""
+
+    @abstractmethod
+    def describe(self, batch: Named) -> ModelDescription:
+        """Returns a description that is derived from a sample batch."""
+
+    @abstractmethod
+    def builder(self, description: ModelDescription) -> Builder:
+        """Returns what builds the graphs.
+
+        Raises:
+            ValueError: If the description does not fit the model.
+        """
+
+
+def model_source(
+    model: Any, loss_fn: LossFunction | None, optim_config: _OptimizerConfig, options: ORTTrainerOptions
+) -> ModelSource:
+    """Returns a model behind its face.
+
+    Raises:
+        TypeError: If it is no model.
+        RuntimeError: If it is an ONNX model, and the installed ONNX Runtime can't differentiate one.
+    """
+    if isinstance(model, nn.Module):
+        return _TorchSource(model, loss_fn, optim_config, options)
+    if isinstance(model, (onnx.ModelProto, str, os.PathLike, bytes)):
+        return _OnnxSource(model, loss_fn, optim_config, options)
+    raise TypeError(
+        "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "
+        f"{type(model).__name__} was given"
+    )
+
+
+def _check_names(names: Sequence[str], optim_config: _OptimizerConfig, options: ORTTrainerOptions) -> None:
+    unknown = [name for name in options.utils.frozen_weights if name not in names]
+    if unknown:
+        raise ValueError(
+            f"utils.frozen_weights names {unknown}, which are no parameters of the model; it has {sorted(names)}"
+        )
+    for group in optim_config.params:
+        unknown = [name for name in group["params"] if name not in names]
+        if unknown:
+            raise ValueError(
+                f"a parameter group names {unknown}, which are no parameters of the model; it has {sorted(names)}"
+            )
+
+
+def _autocast(options: ORTTrainerOptions) -> torch.dtype | None:
+    return torch.float16 if options.mixed_precision.enabled else None
+
+
+class _TorchSource(ModelSource):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optim_config: _OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        self.name = type(model).__name__
+        self._model, self._loss_fn, self._options = model, loss_fn, options
+        named = dict(model.named_parameters(remove_duplicate=False))
+        _check_names(list(named), optim_config, options)
+        self._check_opset()
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.canonical = canonical_names(model)
+        frozen = {self.canonical[name] for name in options.utils.frozen_weights}
+        self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
+        tensors = {
+            name: tensor.detach()
+            for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
+        }
+        saved = [name for name in model.state_dict() if name in tensors]
+        saved += [name for name in named if name not in saved]
+        self.saved = {name: tensors[name] for name in saved}
+        self.transient = {name: value for name, value in tensors.items() if name not in self.saved}
+
+    def _check_opset(self) -> None:
+        opset = self._options._internal_use.onnx_opset_version
+        if opset > maximum_opset():
+            raise ValueError(
+                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX go up to "
+                f"{maximum_opset()}"
+            )
+
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return name_sample(self._model, self._loss_fn, args, kwargs)
+
+    def describe(self, batch: Named) -> ModelDescription:
+        return describe(self._model, self._loss_fn, batch)
+
+    def builder(self, description: ModelDescription) -> Builder:
+        check_signature(self._model, description, self._loss_fn)
+        step = ExportedStep(
+            model=self._model,
+            description=description,
+            loss_fn=self._loss_fn,
+            trainable=frozenset(self.trainable),
+            autocast=_autocast(self._options),
+            opset=self._options._internal_use.onnx_opset_version,
+        )
+        return GraphBuilder(step, self._options._internal_use.extra_postprocess)
+
+
+class _OnnxSource(ModelSource):
+    def __init__(
+        self,
+        model: onnx.ModelProto | str | os.PathLike[str] | bytes,
+        loss_fn: LossFunction | None,
+        optim_config: _OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        training_bindings()  # raises where there are none
+        if options.debug.check_model_export:
+            raise ValueError(
+                "debug.check_model_export compares the exported graph with the PyTorch model, and an ONNX model has "
+                "none: leave it out"
+            )
+        self.name = "the ONNX model"
+        self._model, self._loss_fn, self._options = load_onnx_model(model), loss_fn, options
+        self.parameters, self.buffers = self._model.parameters, self._model.buffers
+        _check_names(list(self.parameters), optim_config, options)
+        self.saved = {**self.parameters, **self.buffers}
+        self.transient = {}
+        self.canonical = {name: name for name in self.saved}
+        frozen = {*options.utils.frozen_weights, *self._model.frozen}
+        self.trainable = [name for name in self.parameters if name not in frozen]
+
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        names = [*self._model.inputs, *([] if self._loss_fn is None else ["label"])]
+        if len(args) > len(names):
+            raise TypeError(f"{len(args)} inputs were given, but the ONNX model takes {names}")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def describe(self, batch: Named) -> ModelDescription:
+        return describe_onnx(self._model, self._loss_fn, batch)
+
+    def builder(self, description: ModelDescription) -> Builder:
+        check_description(self._model, description, self._loss_fn)
+        step = OnnxStep(
+            model=self._model,
+            description=description,
+            loss_fn=self._loss_fn,
+            trainable=tuple(self.trainable),
+            autocast=_autocast(self._options),
+            symbolic_shapes=self._options.utils.run_symbolic_shape_infer,
+        )
+        return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess)

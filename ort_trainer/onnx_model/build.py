@@ -1,0 +1,392 @@
+"""``OnnxGraphBuilder``: makes training and evaluation graphs of an ONNX model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx.compose
+import onnx_ir as ir
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from ..engine import infer_symbolic_shapes
+from ..errors import ExportError
+from ..frontend import ExportedStep, GraphBuilder, LossFunction
+from ..graph import Dim, RandomInput, TensorSpec, TrainingGraph
+from ..graph.postprocess import postprocessed
+from ..model_desc import ModelDescription
+from .gradient import differentiate
+from .load import OnnxModel
+from .lower import lower
+from .modes import autocast, to_evaluation, to_training
+from .nodes import SizeNeededError, Values, names_in, torch_type
+
+__all__ = ["OnnxGraphBuilder", "OnnxStep", "check_description", "describe_onnx"]
+
+_log = logging.getLogger(__name__)
+_LOSS_PREFIX = "loss_fn."
+
+
+@dataclass(frozen=True)
+class OnnxStep:
+    """What is trained.
+
+    Attributes:
+        model: The forward pass and its weights.
+        description: The model description.
+        loss_fn: The loss of (first output of the model, label), or None where the loss is an output.
+        trainable: Names of the weights to train.
+        autocast: dtype of mixed precision, or None.
+        symbolic_shapes: Whether ONNX Runtime's symbolic shape inference looks at the model in any case. If not, it does
+            where ONNX's own leaves a size open that is needed.
+    """
+
+    model: OnnxModel
+    description: ModelDescription
+    loss_fn: LossFunction | None
+    trainable: tuple[str, ...]
+    autocast: torch.dtype | None = None
+    symbolic_shapes: bool = False
+
+
+def check_description(model: OnnxModel, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+    """Checks a description against the inputs and outputs of a model.
+
+    Raises:
+        ValueError: If names do not match.
+    """
+    names = description.input_names if loss_fn is None else description.input_names[:-1]
+    if sorted(names) != sorted(model.inputs):
+        raise ValueError(
+            f"model_desc has the inputs {names}{'' if loss_fn is None else ' (and a label)'}, but the ONNX model has "
+            f"{list(model.inputs)}"
+        )
+    if loss_fn is not None:
+        label = description.input_names[-1]
+        if not description.outputs[0].is_loss:
+            raise ValueError("with a loss_fn the first output of model_desc is the loss")
+        if label in names_in(model.proto.graph):
+            raise ValueError(f"the label's name {label!r} is taken by a value of the ONNX model: choose another")
+    outputs = description.output_names if loss_fn is None else description.output_names[1:]
+    unknown = [name for name in outputs if name not in model.outputs]
+    if unknown:
+        raise ValueError(
+            f"model_desc has the outputs {unknown}, which the ONNX model does not have: it has {list(model.outputs)}"
+        )
+    if loss_fn is not None and description.loss.name in names_in(model.proto.graph):
+        raise ValueError(f"the loss's name {description.loss.name!r} is taken by a value of the ONNX model")
+
+
+def describe_onnx(model: OnnxModel, loss_fn: LossFunction | None, batch: Mapping[str, Any]) -> ModelDescription:
+    """Returns the description that an ONNX model itself has: its inputs, outputs and their named dimensions.
+
+    Args:
+        model: The model.
+        loss_fn: The loss function; then the label is the entry of the batch that is no input of the model.
+        batch: A sample, which tells the shape of the label.
+
+    Raises:
+        ValueError: If it is not clear which output is the loss or which entry the label.
+    """
+    values = {value.name: value for value in (*model.proto.graph.input, *model.proto.graph.output)}
+
+    def shape(name: str) -> list[int | str]:
+        sizes = values[name].type.tensor_type.shape.dim
+        return [size.dim_value or size.dim_param or f"{name}_{axis}" for axis, size in enumerate(sizes)]
+
+    inputs = [(name, shape(name)) for name in model.inputs]
+    outputs: list[tuple[Any, ...]]
+    if loss_fn is not None:
+        labels = [name for name in batch if name not in model.inputs]
+        if len(labels) != 1:
+            raise ValueError(
+                f"model_desc='auto' with a loss_fn: one entry of the batch must be the label, but {labels} are no "
+                f"inputs of the ONNX model, which has {list(model.inputs)}"
+            )
+        sizes = list(batch[labels[0]].shape)
+        first = inputs[0][1][0] if inputs[0][1] else None
+        if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
+            sizes[0] = first
+        inputs.append((labels[0], sizes))
+        outputs = [("loss", [], True), *((name, shape(name)) for name in model.outputs)]
+        return ModelDescription({"inputs": inputs, "outputs": outputs})
+    scalars = [name for name in model.outputs if not shape(name) or shape(name) == [1]]
+    if "loss" in scalars:
+        scalars = ["loss"]
+    if len(scalars) != 1:
+        raise ValueError(
+            f"model_desc='auto': it is not clear which output of the ONNX model is the loss. Its outputs are "
+            f"{ {name: shape(name) for name in model.outputs} }: write a model_desc that marks one, or give a loss_fn"
+        )
+    outputs = [(name, shape(name), name == scalars[0]) for name in model.outputs]
+    return ModelDescription({"inputs": inputs, "outputs": outputs})
+
+
+@dataclass(frozen=True)
+class OnnxGraphBuilder:
+    """Builds training and evaluation graphs of one step.
+
+    Attributes:
+        step: What is trained.
+        postprocess: The user's own pass over the ONNX model, or None.
+    """
+
+    step: OnnxStep
+    postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+        """Builds a graph for a batch; symbolic dimensions stay free unless a rewrite needs a number.
+
+        Args:
+            batch: A sample of every input.
+            training: Whether to build the graph with the backward pass, or the one for evaluation.
+
+        Raises:
+            ExportError: If the model can't be differentiated, or its values are not as described.
+        """
+        start = time.perf_counter()
+        sizes = self.step.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
+        symbolic, fixed = self.step.symbolic_shapes, self._sizes_of_the_model(sizes)
+        while True:
+            try:
+                graph = self._assemble(batch, training, fixed, symbolic)
+                break
+            except SizeNeededError as reason:
+                if reason.symbol in sizes and reason.symbol not in fixed:
+                    fixed[reason.symbol] = sizes[reason.symbol]
+                elif not symbolic:
+                    symbolic = True
+                elif len(fixed) < len(sizes):
+                    fixed = sizes
+                else:
+                    raise ExportError(
+                        f"shapes of the ONNX model are not known, for batches of {sizes}: {reason}"
+                    ) from reason
+        for symbol, size in fixed.items():
+            _log.warning("the ONNX model asks for dimension %r as a number, %d: each other size is built", symbol, size)
+        kind = "training" if training else "evaluation"
+        _log.info("built the %s graph in %.1f s: %d nodes", kind, time.perf_counter() - start, len(graph.model.graph))
+        return graph if self.postprocess is None else postprocessed(graph, self.postprocess)
+
+    def _sizes_of_the_model(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Returns the dimensions that the description leaves open, but the model itself does not."""
+        fixed: dict[str, int] = {}
+        inputs = {value.name: value.type.tensor_type.shape.dim for value in self.step.model.proto.graph.input}
+        for entry in self.step.description.inputs:
+            for described, size in zip(entry.shape, inputs.get(entry.name, ()), strict=False):
+                if isinstance(described, str) and size.dim_value:
+                    if sizes[described] != size.dim_value:
+                        raise ExportError(
+                            f"dimension {described!r} of input {entry.name!r} is {sizes[described]}, but the ONNX model "
+                            f"was exported for {size.dim_value} only"
+                        )
+                    fixed[described] = size.dim_value
+        return fixed
+
+    def reference(self, batch: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """There is nothing to compare with: the model is the graph."""
+        raise TypeError("an ONNX model has no other form that its graph could be compared with")
+
+    def _assemble(
+        self, batch: Mapping[str, torch.Tensor], training: bool, fixed: Mapping[str, int], symbolic: bool
+    ) -> TrainingGraph:
+        step, description = self.step, self.step.description
+        model = onnx.ModelProto()
+        model.CopyFrom(step.model.proto)
+        _check_dtypes(model, batch)
+        _set_input_shapes(model, description, fixed)
+        if symbolic:
+            model = infer_symbolic_shapes(model)
+        if step.loss_fn is not None:
+            _merge_loss(model, step, batch, fixed)
+        keep = description.output_names
+        graph_outputs = {value.name: value for value in model.graph.output}
+        del model.graph.output[:]
+        model.graph.output.extend(graph_outputs[name] for name in keep)
+        symbols = {symbol for entry in description.inputs for symbol in entry.shape if isinstance(symbol, str)}
+        random: list[RandomInput] = []
+        updates: dict[str, str] = {}
+        gradients: dict[str, str] = {}
+        state = [*step.model.parameters, *step.model.buffers]
+        if training:
+            random, updates = to_training(model, symbols, step.model.buffers)
+        else:
+            to_evaluation(model)
+        if step.autocast is not None:
+            autocast(model, ir.DataType.from_numpy(torch.empty(0, dtype=step.autocast).numpy().dtype))
+        loss_scale = None
+        if training:
+            model, loss_scale, scaled = _with_loss_scale(model, description.loss.name)
+            model = lower(model, step.trainable, scaled)
+            model, gradients = differentiate(model, step.trainable, description.loss.name, scaled)
+        values = Values(model)
+        outputs = tuple(_output(entry, values, symbols) for entry in description.outputs)
+        del model.graph.output[:]
+        for name in (*keep, *gradients.values(), *updates.values()):
+            model.graph.output.append(helper.make_tensor_value_info(name, values.type(name), None))
+        _drop_unused(model)
+        used = {value.name for value in model.graph.input}
+        found = ir.from_proto(model)
+        specs = tuple(
+            TensorSpec(entry.name, batch[entry.name].dtype, _dims(values.shape(entry.name), symbols), entry.shape)
+            for entry in description.inputs
+            if entry.name in used
+        )
+        return TrainingGraph(
+            model=found,
+            training=training,
+            inputs=specs,
+            outputs=outputs,
+            loss=description.loss.name,
+            state={name: name for name in state if name in used},
+            gradients=gradients,
+            buffer_updates=updates,
+            loss_scale=loss_scale,
+            random=tuple(random),
+            fixed=dict(fixed),
+        )
+
+
+def _check_dtypes(model: onnx.ModelProto, batch: Mapping[str, torch.Tensor]) -> None:
+    for value in model.graph.input:
+        if value.name in batch:
+            wanted = torch_type(value.type.tensor_type.elem_type)
+            if batch[value.name].dtype != wanted:
+                raise TypeError(
+                    f"input {value.name!r} has dtype {batch[value.name].dtype}, but the ONNX model takes {wanted}: use "
+                    f".to({wanted})"
+                )
+
+
+def _set_input_shapes(model: onnx.ModelProto, description: ModelDescription, fixed: Mapping[str, int]) -> None:
+    entries = {entry.name: entry for entry in description.inputs}
+    for value in model.graph.input:
+        if value.name in entries:
+            shape = [fixed.get(size, size) if isinstance(size, str) else size for size in entries[value.name].shape]
+            known = value.type.tensor_type
+            if known.HasField("shape") and len(known.shape.dim) != len(shape):
+                raise ExportError(
+                    f"input {value.name!r} has {len(known.shape.dim)} dimensions in the ONNX model, but model_desc "
+                    f"says {len(shape)}: {list(entries[value.name].shape)}"
+                )
+            value.CopyFrom(helper.make_tensor_value_info(value.name, known.elem_type, shape))
+    # What the file says of other shapes may contradict the description's names.
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+
+
+class _Prediction(nn.Module):
+    """Stands for the ONNX model when the loss function is exported."""
+
+    def forward(self, prediction: torch.Tensor) -> torch.Tensor:
+        return prediction
+
+
+def _merge_loss(
+    model: onnx.ModelProto, step: OnnxStep, batch: Mapping[str, torch.Tensor], fixed: Mapping[str, int]
+) -> None:
+    """Exports the loss function and puts it behind the first output of the model."""
+    description = step.description
+    prediction, label = step.model.outputs[0], description.inputs[-1]
+    values = Values(model)
+    sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
+    found = values.shape(prediction) or (None,)
+    shape = [size for size in found if isinstance(size, int) or size in sizes]
+    if len(shape) < len(found):
+        raise SizeNeededError(f"the shape of the prediction {prediction!r} is {found}")
+    sample = {
+        "prediction": torch.zeros(
+            [sizes[size] if isinstance(size, str) else size for size in shape],
+            dtype=torch_type(values.type(prediction)),
+        ),
+        label.name: batch[label.name],
+    }
+    label_shape = [fixed.get(size, size) if isinstance(size, str) else size for size in label.shape]
+    inner = ModelDescription(
+        {
+            "inputs": [("prediction", shape), (label.name, label_shape)],
+            "outputs": [(description.loss.name, [], True)],
+        }
+    )
+    (opset,) = (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    exported = GraphBuilder(ExportedStep(_Prediction(), inner, step.loss_fn, frozenset(), opset=opset)).build(
+        sample, training=False
+    )
+    loss = onnx.compose.add_prefix(ir.to_proto(exported.model), _LOSS_PREFIX)
+    renamed = {
+        f"{_LOSS_PREFIX}prediction": prediction,
+        f"{_LOSS_PREFIX}{label.name}": label.name,
+        f"{_LOSS_PREFIX}{description.loss.name}": description.loss.name,
+    }
+    for node in loss.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    model.graph.node.extend(loss.graph.node)
+    model.graph.initializer.extend(loss.graph.initializer)
+    elem_type = helper.np_dtype_to_tensor_dtype(batch[label.name].cpu().numpy().dtype)
+    model.graph.input.append(helper.make_tensor_value_info(label.name, elem_type, label_shape))
+    model.graph.output.append(helper.make_tensor_value_info(description.loss.name, TensorProto.FLOAT, []))
+    known = {entry.domain for entry in model.opset_import}
+    model.opset_import.extend(entry for entry in loss.opset_import if entry.domain not in known | {"", "ai.onnx"})
+
+
+def _with_loss_scale(model: onnx.ModelProto, loss: str) -> tuple[onnx.ModelProto, TensorSpec, str]:
+    """Multiplies the loss by an input of the graph; the gradient is that of the product."""
+    values = Values(model)
+    elem_type = values.type(loss)
+    if elem_type not in (TensorProto.FLOAT, TensorProto.DOUBLE):
+        raise ExportError(f"the loss {loss!r} must be of float32 or float64, but its ONNX type is {elem_type}")
+    shape = values.shape(loss)
+    if shape not in (None, (), (1,)):
+        raise ExportError(f"the loss {loss!r} must be a scalar, but its shape is {list(shape or ())}: reduce it")
+    taken = names_in(model.graph)
+    name = next(name for name in ("loss_scale", "loss_scale_", "loss_scale__") if name not in taken)
+    scaled = next(name for name in ("scaled_loss", "scaled_loss_", "scaled_loss__") if name not in taken)
+    model.graph.input.append(helper.make_tensor_value_info(name, elem_type, []))
+    model.graph.node.append(helper.make_node("Mul", [loss, name], [scaled], name=scaled))
+    return model, TensorSpec(name, torch_type(elem_type), ()), scaled
+
+
+def _dims(shape: tuple[int | str | None, ...] | None, symbols: set[str]) -> tuple[Dim, ...] | None:
+    if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
+        return None
+    return tuple(size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None)
+
+
+def _output(entry: Any, values: Values, symbols: set[str]) -> TensorSpec:
+    shape = values.shape(entry.name)
+    if shape is not None and len(shape) != len(entry.shape) and not entry.is_loss:
+        raise ExportError(
+            f"output {entry.name!r} has {len(shape)} dimensions, {list(shape)}, but model_desc says "
+            f"{len(entry.shape)}: {list(entry.shape)}"
+        )
+    return TensorSpec(entry.name, torch_type(values.type(entry.name)), _dims(shape, symbols), entry.shape)
+
+
+def _drop_unused(model: onnx.ModelProto) -> None:
+    """Drops nodes whose results nobody wants, and inputs, initializers and types that nobody uses."""
+    wanted = {value.name for value in model.graph.output}
+    kept = []
+    for node in reversed(model.graph.node):
+        if not wanted.isdisjoint(node.output):
+            kept.append(node)
+            wanted.update(node.input)
+            for attribute in node.attribute:
+                for inner in (attribute.g, *attribute.graphs):
+                    wanted |= names_in(inner)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    produced = {name for node in nodes for name in node.output}
+    wanted &= produced | {value.name for value in (*model.graph.input, *model.graph.initializer)}
+    for field in (model.graph.input, model.graph.initializer, model.graph.value_info):
+        left = [type(value).FromString(value.SerializeToString()) for value in field if value.name in wanted]
+        del field[:]
+        field.extend(left)

@@ -1,0 +1,119 @@
+"""Puts a forward pass into training or evaluation mode, and into mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from ..graph import Dim, RandomInput
+from .lower import Rule, rewrite
+from .nodes import Emitter, SizeNeededError, Values, attributes_of, constant_of, names_in, refuse, torch_type
+
+__all__ = ["autocast", "to_evaluation", "to_training"]
+
+# The operators that PyTorch's autocast runs in half precision, as far as ONNX has them.
+_HALF = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum")
+
+
+def to_evaluation(model: onnx.ModelProto) -> None:
+    """Switches dropout off and batch norm to its running statistics, in place."""
+
+    rewrite(model, {"Dropout": _keep_all})
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            for attribute in node.attribute:
+                if attribute.name == "training_mode":
+                    attribute.i = 0
+            del node.output[1:]
+
+
+def _keep_all(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+    """A dropout that drops nothing."""
+    e.assign(node.output[0], node.input[0])
+    if len(node.output) > 1 and node.output[1]:
+        e.assign(node.output[1], e("Expand", e.constant(True, bool), e("Shape", node.input[0])))
+
+
+def to_training(
+    model: onnx.ModelProto, symbols: Collection[str], buffers: Collection[str]
+) -> tuple[list[RandomInput], dict[str, str]]:
+    """Makes masks of dropout inputs of the graph and new running statistics values of it, in place.
+
+    The modes of the nodes stay as they are: a dropout or batch norm that was exported for inference stays in inference.
+
+    Args:
+        model: The forward pass.
+        symbols: Dimensions whose size a batch tells.
+        buffers: Names of the running statistics.
+
+    Returns:
+        The masks, and buffer -> value with its new content.
+
+    Raises:
+        SizeNeededError: If the shape of a mask depends on more than the symbols.
+    """
+    masks: list[RandomInput] = []
+
+    def dropout(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+        training = constant_of(node, 2, values, np.False_)
+        ratio = float(constant_of(node, 1, values, 0.5))
+        if not training or ratio == 0:
+            _keep_all(node, e, values)
+            return
+        if not 0 < ratio < 1:
+            raise refuse(node, f"the ratio must be in [0, 1), but is {ratio}")
+        mask = e.name("mask")
+        shape = values.shape(node.input[0])
+        if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
+            raise SizeNeededError(f"the mask of dropout node {node.name!r} has shape {shape}")
+        sizes: list[Dim] = [size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None]
+        dtype = torch_type(e.type)
+        masks.append(RandomInput(mask, "bernoulli", dtype, tuple(sizes), (1.0 - ratio, 1.0 / (1.0 - ratio))))
+        model.graph.input.append(helper.make_tensor_value_info(mask, e.type, shape))
+        e.assign(node.output[0], e("Mul", node.input[0], mask))
+        if len(node.output) > 1 and node.output[1]:
+            e.assign(node.output[1], e("Cast", mask, to=TensorProto.BOOL))
+
+    rewrite(model, {"Dropout": dropout})
+    updates: dict[str, str] = {}
+    taken = names_in(model.graph)
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization" and attributes_of(node).get("training_mode", 0):
+            emitter = Emitter(taken, [], node.name or node.op_type)
+            node.output.extend([""] * (3 - len(node.output)))
+            for index, buffer in ((1, node.input[3]), (2, node.input[4])):
+                node.output[index] = node.output[index] or emitter.name("updated")
+                if buffer in buffers:
+                    updates[buffer] = node.output[index]
+    return masks, updates
+
+
+def autocast(model: onnx.ModelProto, dtype: int) -> bool:
+    """Runs matrix products and convolutions in half precision, in place; all else stays in fp32.
+
+    Args:
+        model: The forward pass.
+        dtype: ONNX element type.
+
+    Returns:
+        Whether there was anything to run so.
+    """
+
+    def half(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+        if values.type(node.input[0]) != TensorProto.FLOAT:
+            return False
+        inputs = [
+            e("Cast", name, to=dtype) if name and values.type(name) == TensorProto.FLOAT else name
+            for name in node.input
+        ]
+        results = e(node.op_type, *inputs, outputs=len(node.output), **attributes_of(node))
+        for name, result in zip(node.output, [results] if isinstance(results, str) else results, strict=True):
+            if name:
+                e.assign(name, e("Cast", result, to=TensorProto.FLOAT))
+        return None
+
+    rules: dict[str, Rule] = dict.fromkeys(_HALF, half)
+    return rewrite(model, rules)

@@ -1,0 +1,197 @@
+"""Writing nodes of an ONNX graph, and what is known of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from ..errors import ExportError
+
+__all__ = ["Emitter", "SizeNeededError", "Values", "attributes_of", "constant_of", "names_in", "refuse", "torch_type"]
+
+Shape = tuple[int | str | None, ...]
+_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+
+
+class SizeNeededError(Exception):
+    """A rewrite needs a size as a number that the graph leaves open.
+
+    Attributes:
+        symbol: The size's name, where it has one.
+    """
+
+    def __init__(self, message: str, symbol: str | None = None) -> None:
+        super().__init__(message)
+        self.symbol = symbol
+
+
+def torch_type(elem_type: int) -> torch.dtype:
+    """Returns PyTorch's name of an ONNX element type."""
+    if elem_type == TensorProto.BFLOAT16:
+        return torch.bfloat16
+    return torch.from_numpy(np.zeros(0, ir.DataType(elem_type).numpy())).dtype
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Returns the attributes of a node as Python values; strings as str."""
+    found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return {
+        name: value.decode()
+        if isinstance(value, bytes)
+        else [entry.decode() if isinstance(entry, bytes) else entry for entry in value]
+        if isinstance(value, (list, tuple))
+        else value
+        for name, value in found.items()
+    }
+
+
+def names_in(graph: onnx.GraphProto) -> set[str]:
+    """Returns all names of values of a graph, those of its subgraphs included."""
+    names = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        names.update(node.input, node.output)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                names |= names_in(inner)
+    return names
+
+
+class Values:
+    """Types and shapes of the values of a model, as far as shape inference finds them."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        self._types: dict[str, int] = {}
+        self._shapes: dict[str, Shape | None] = {}
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            tensor = value.type.tensor_type
+            self._types[value.name] = tensor.elem_type
+            self._shapes[value.name] = (
+                tuple(
+                    size.dim_value if size.HasField("dim_value") else (size.dim_param or None)
+                    for size in tensor.shape.dim
+                )
+                if tensor.HasField("shape")
+                else None
+            )
+        self.constants: dict[str, np.ndarray[Any, Any]] = {}
+        for initializer in graph.initializer:
+            self._types[initializer.name] = initializer.data_type
+            self._shapes[initializer.name] = tuple(initializer.dims)
+            if initializer.data_location != TensorProto.EXTERNAL:
+                self.constants[initializer.name] = numpy_helper.to_array(initializer)
+        for node in graph.node:
+            if node.op_type == "Constant":
+                (value,) = attributes_of(node).values()
+                array = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
+                self.constants[node.output[0]] = array
+
+    def is_float(self, name: str) -> bool:
+        """Returns whether a value is of floating point; where nothing is known, it is taken to be."""
+        return self._types.get(name, TensorProto.FLOAT) in _FLOATS
+
+    def type(self, name: str) -> int:
+        """Returns the ONNX element type of a value; float where nothing is known."""
+        return self._types.get(name) or TensorProto.FLOAT
+
+    def shape(self, name: str) -> Shape | None:
+        """Returns the sizes of a value (str for a symbol, None for an unknown one), or None if not even the rank is
+        known."""
+        return self._shapes.get(name)
+
+    def rank(self, name: str) -> int:
+        """Returns the number of dimensions of a value."""
+        shape = self.shape(name)
+        if shape is None:
+            raise SizeNeededError(f"the rank of {name!r} is not known")
+        return len(shape)
+
+    def size(self, name: str, axis: int) -> int:
+        """Returns a size as a number."""
+        shape = self.shape(name)
+        size = None if shape is None else shape[axis]
+        if not isinstance(size, int):
+            raise SizeNeededError(f"size {axis} of {name!r} is not known: {size!r}", size)
+        return size
+
+
+@dataclass
+class Emitter:
+    """Collects new nodes, and gives their outputs names that are not taken.
+
+    Attributes:
+        taken: Names in use; grows.
+        nodes: The nodes so far.
+        type: ONNX element type of the constants that :meth:`scalar` makes.
+    """
+
+    taken: set[str]
+    nodes: list[onnx.NodeProto]
+    prefix: str = "lowered"
+    type: int = TensorProto.FLOAT
+
+    def name(self, hint: str) -> str:
+        """Returns a name that is not taken yet."""
+        number = 0
+        while (name := f"{self.prefix}.{hint}{f'_{number}' if number else ''}") in self.taken:
+            number += 1
+        self.taken.add(name)
+        return name
+
+    def __call__(self, op_type: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """Adds a node and returns the name of its output, or a list of them if ``outputs`` is above 1."""
+        names = [self.name(op_type) for _ in range(outputs)]
+        self.nodes.append(helper.make_node(op_type, inputs, names, name=names[0], domain=domain, **attributes))
+        return names[0] if outputs == 1 else names
+
+    def constant(self, value: Any, dtype: Any = np.int64) -> str:
+        """Adds a constant tensor, of int64 if nothing else is asked for."""
+        tensor = numpy_helper.from_array(np.asarray(value, dtype=dtype))
+        return str(self("Constant", value=tensor))
+
+    def scalar(self, value: float) -> str:
+        """Adds a constant number of the element type."""
+        return self.constant(value, helper.tensor_dtype_to_np_dtype(self.type))
+
+    def assign(self, name: str, value: str) -> None:
+        """Gives a value another name, such as the one that a replaced node had for it."""
+        if name:
+            self.nodes.append(helper.make_node("Identity", [value], [name], name=self.name("Identity")))
+
+    def reduce_sum(self, value: str, axes: Iterable[int], keepdims: bool = True) -> str:
+        """Adds a sum over axes."""
+        return str(self("ReduceSum", value, self.constant(list(axes)), keepdims=int(keepdims)))
+
+    def reduce_mean(self, value: str, axes: Iterable[int], keepdims: bool = True) -> str:
+        """Adds a mean over axes."""
+        return str(self("ReduceMean", value, self.constant(list(axes)), keepdims=int(keepdims)))
+
+    def slice(self, value: str, start: int, end: int, axis: int) -> str:
+        """Adds a slice along one axis."""
+        return str(self("Slice", value, self.constant([start]), self.constant([end]), self.constant([axis])))
+
+
+def refuse(node: onnx.NodeProto, what: str) -> ExportError:
+    """Returns the error for a node that can't be rewritten."""
+    return ExportError(f"{node.op_type} (node {node.name!r}, output {node.output[0]!r}): {what}")
+
+
+def constant_of(node: onnx.NodeProto, index: int, values: Values, default: Any = None) -> Any:
+    """Returns the constant that an input is; the default if the input was left out.
+
+    Raises:
+        ExportError: If the input is computed.
+    """
+    if index >= len(node.input) or not node.input[index]:
+        return default
+    found: Mapping[str, Any] = values.constants
+    if node.input[index] not in found:
+        raise refuse(node, f"input {node.input[index]!r} must be a constant")
+    return found[node.input[index]]
