@@ -7,11 +7,11 @@ from typing import Any
 
 import ort_trainer
 
-__all__ = ["ORTTrainerOptions"]
+__all__ = ["NEVER_WORKED", "SPELLINGS", "ORTTrainerOptions"]
 
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # The documentation spells some keys in another way than the legacy code did; both are taken.
-_SPELLINGS = {
+SPELLINGS = {
     f"{_CASTS}.propagate_cast_ops_strategy": f"{_CASTS}.strategy",
     f"{_CASTS}.propagate_cast_ops_level": f"{_CASTS}.level",
     f"{_CASTS}.propagate_cast_ops_allow": f"{_CASTS}.allow",
@@ -25,7 +25,7 @@ _SPELLINGS = {
         )
     },
 }
-_NEVER_WORKED = (f"{_CASTS}.allow_layer_norm_mod_precision", "graph_transformer.allow_layer_norm_mod_precision")
+NEVER_WORKED = (f"{_CASTS}.allow_layer_norm_mod_precision", "graph_transformer.allow_layer_norm_mod_precision")
 
 
 class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
@@ -55,14 +55,14 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
 def _respelled(options: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = _copied(options)
-    for path in _NEVER_WORKED:
+    for path in NEVER_WORKED:
         if _holder(result, path) is not None:
             raise ValueError(
                 f"Invalid options: {path}: is in the legacy documentation only, the legacy code refused it too. Which "
                 "operators run in fp16 is PyTorch's autocast policy here, and layer norms are not among them: leave it "
                 "out"
             )
-    for spelling, path in _SPELLINGS.items():
+    for spelling, path in SPELLINGS.items():
         holder = _holder(result, spelling)
         if holder is None:
             continue

@@ -33,6 +33,16 @@ def _is_ortmodule_available() -> bool:
     return False
 
 
+class _RefusedSession:
+    """Stands where ONNX Runtime had the C class of a training session."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "onnxruntime.capi._pybind_state.TrainingSession was a C class behind onnxruntime.TrainingSession; there is "
+            "none here: use ort_trainer.TrainingSession, whose constructor reads the model (load_model, read_bytes)"
+        )
+
+
 # Module -> names that it gets, replacing what a newer onnxruntime-training has under them.
 _SCALERS = {"LossScaler": amp.LossScaler, "DynamicLossScaler": amp.DynamicLossScaler}
 _CONFIGS = {
@@ -65,6 +75,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.orttrainer": _TRAINER,
     "onnxruntime.training.orttrainer_options": {"ORTTrainerOptions": ORTTrainerOptions},
     "onnxruntime.training.model_desc_validation": {"_ORTTrainerModelDesc": ModelDescription},
+    "onnxruntime.capi._pybind_state": {"TrainingSession": _RefusedSession},
     "onnxruntime.capi.ort_trainer": {name: getattr(older_api, name) for name in older_api.__all__},
 }
 # Names that an onnxruntime-training with ORTModule has itself, and that belong to it then.
@@ -129,6 +140,10 @@ def _with_sessions() -> dict[str, dict[str, Any]]:
         **_NAMES,
         "onnxruntime": {**_NAMES["onnxruntime"], **sessions},
         "onnxruntime.training": {**_NAMES["onnxruntime.training"], **sessions},
+        "onnxruntime.capi._pybind_state": {
+            **_NAMES["onnxruntime.capi._pybind_state"],
+            "TrainingParameters": sessions["TrainingParameters"],
+        },
     }
 
 

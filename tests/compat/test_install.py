@@ -77,6 +77,12 @@ def test_sessions_are_registered_together() -> None:
     assert not hasattr(onnxruntime, "TrainingSession")
 
 
+def test_the_c_class_says_what_to_use_instead(installed: None) -> None:
+    state = importlib.import_module("onnxruntime.capi._pybind_state")
+    with pytest.raises(NotImplementedError, match="use ort_trainer.TrainingSession, whose constructor reads the model"):
+        state.TrainingSession()
+
+
 @pytest.mark.skipif(not HAS_TRAINING, reason="stock onnxruntime has no package of this name")
 def test_what_onnxruntime_training_has_besides_goes_on_working() -> None:
     training = importlib.import_module("onnxruntime.training")
