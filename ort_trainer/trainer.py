@@ -315,6 +315,7 @@ class ORTTrainer:
         Raises:
             FileNotFoundError: If there is no such file.
             CheckpointError: If the file is damaged or no checkpoint. Nothing has changed then.
+            ImportError: If it is a legacy file and h5py is not installed.
             RuntimeError, TypeError, ValueError: As :meth:`load_state_dict`.
         """
         if not paths:

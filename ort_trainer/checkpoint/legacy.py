@@ -81,14 +81,14 @@ def _read(path: Path, name: str) -> StateDict:
         ) from error
     try:
         with h5py.File(path, "r") as file:
-            return _nest(file, h5py, name)
+            return _nest(file, h5py, name, path.stat().st_size)
     except CheckpointError:
         raise
     except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is damaged: {error!r}") from error
 
 
-def _nest(file: Any, h5py: Any, name: str) -> StateDict:
+def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
     """Returns the nested state dict; a parameter name with slashes, which HDF5 made into groups, is one key again."""
     unknown = sorted(set(file) - set(_SECTIONS))
     if unknown or "model" not in file:
@@ -96,7 +96,7 @@ def _nest(file: Any, h5py: Any, name: str) -> StateDict:
             f"{name} is an HDF5 file, but no checkpoint of the legacy ORTTrainer: it holds {sorted(file)[:10]}"
         )
     state: StateDict = {key: {} for key in file if key != "user_dict"}
-    for (section, *path), value in _leaves(file, h5py, name):
+    for (section, *path), value in _leaves(file, h5py, name, size):
         if section == "user_dict":
             warnings.warn(
                 f"the user_dict in {name} is a pickle, which could execute anything, so it is left out. To get it "
@@ -115,17 +115,21 @@ def _nest(file: Any, h5py: Any, name: str) -> StateDict:
     return state
 
 
-def _leaves(group: Any, h5py: Any, name: str, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, array) of every dataset."""
+def _leaves(
+    group: Any, h5py: Any, name: str, size: int, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (path, array) of every dataset; ``size`` is that of the file, which legacy did not compress."""
     for key in group:
         here = (*path, key)
         if not isinstance(group.get(key, getlink=True), h5py.HardLink):
             raise CheckpointError(f"{name} refers to another place by a link at {'/'.join(here)!r}: that is refused")
         entry = group[key]
         if isinstance(entry, h5py.Group):
-            yield from _leaves(entry, h5py, name, here)
+            yield from _leaves(entry, h5py, name, size, here)
         elif entry.external or entry.is_virtual:
             raise CheckpointError(f"{name} keeps {'/'.join(here)!r} in another file: that is refused")
+        elif entry.nbytes > size:
+            raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} claims to be larger than the file")
         elif here == ("user_dict",):
             yield here, None
         else:

@@ -127,8 +127,11 @@ class LossScaler:
 class _GivenScale(amp.LossScaler):
     """A scale that is set before every step, by the caller or by a :class:`LossScaler`."""
 
+    updated = False
+
     def update(self, train_step_info: ort_trainer.TrainStepInfo) -> None:
-        """Leaves the scale alone."""
+        """Leaves the scale alone, and notes that the step updated the weights, or would have but for an overflow."""
+        self.updated = True
 
 
 class ORTTrainer:
@@ -331,16 +334,17 @@ class ORTTrainer:
         info = self._trainer.train_step_info
         before = info.optimization_step
         scaler = self._trainer.loss_scaler
-        if scaler is not None:
+        if isinstance(scaler, _GivenScale):
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
             scaler.loss_scale = _one_number("the loss scale", given)
+            scaler.updated = False
         self._trainer.optim_config.lr = learning_rate
         outputs = self._run(self._trainer.train_step, batch, fetches)
-        if info.step % self.gradient_accumulation_steps == 0:
-            self.global_step_ += info.optimization_step - before
-            if scaler is not None and self.loss_scaler_ is not None:
+        self.global_step_ += info.optimization_step - before
+        if isinstance(scaler, _GivenScale) and scaler.updated:
+            if self.loss_scaler_ is not None:
                 self.loss_scaler_.update_loss_scale(info.all_finite)
-            elif external_scale and not fetches:
+            elif not fetches:
                 listed = outputs if isinstance(outputs, list) else [outputs]
                 return [*listed, torch.tensor([info.all_finite])]
         return outputs

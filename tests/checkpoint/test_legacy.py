@@ -201,6 +201,18 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         load_checkpoint_file(write(tmp_path / "odd.h5", {"model": {}, "train_step_info": {"step": np.ones(2)}}))
 
 
+def test_a_small_file_can_not_claim_to_be_large(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "bomb.h5", "w") as file:
+        file.create_dataset("model/full_precision/w", shape=(1 << 40,), dtype="f4", chunks=(1024,))
+    with pytest.raises(CheckpointError, match="'model/full_precision/w' claims to be larger than the file"):
+        load_checkpoint_file(tmp_path / "bomb.h5")
+    with h5py.File(tmp_path / "cycle.h5", "w") as file:
+        inner = file.create_group("model/full_precision")
+        inner["again"] = file["model"]
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_checkpoint_file(tmp_path / "cycle.h5")
+
+
 def test_links_out_of_the_file_are_refused(tmp_path: Path) -> None:
     target = write(tmp_path / "target.h5", {"model": {"full_precision": {"w": np.ones(2, np.float32)}}})
     with h5py.File(tmp_path / "linked.h5", "w") as file:
