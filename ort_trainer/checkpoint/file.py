@@ -116,7 +116,7 @@ def _load(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             raise CheckpointError(
                 f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
                 "not read here: where you trust it, give what torch.load(path, weights_only=True) returns to "
-                "load_state_dict"
+                "load_state_dict; docs/migration.md shows how"
             )
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
