@@ -292,8 +292,11 @@ class ORTTrainer:
     def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
         """Restores a checkpoint; also before the first step.
 
+        HDF5 files of the legacy ``ORTTrainer`` are read too (with the extra ``legacy``), but for the user's dict in
+        them, which is a pickle.
+
         Args:
-            *paths: The one file, as a path or an open binary file.
+            *paths: The one file, as a path or an open binary file; of a legacy run with ZeRO the files of all ranks.
             strict: As for :meth:`load_state_dict`.
 
         Returns:
@@ -302,11 +305,12 @@ class ORTTrainer:
         Raises:
             FileNotFoundError: If there is no such file.
             CheckpointError: If the file is damaged or no checkpoint. Nothing has changed then.
+            ImportError: If it is a legacy file and h5py is not installed.
             RuntimeError, TypeError, ValueError: As :meth:`load_state_dict`.
         """
-        if len(paths) != 1:
-            raise ValueError(f"Expected number of files to load: 1, got {len(paths)}")
-        state, user_dict = load_checkpoint_file(paths[0])
+        if not paths:
+            raise ValueError("Expected number of files to load: 1, got 0")
+        state, user_dict = load_checkpoint_file(*paths)
         self.load_state_dict(state, strict)
         return user_dict
 

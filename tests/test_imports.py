@@ -49,6 +49,8 @@ ALLOWED = {
         "state",
         "step_info",
     },
+    # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
+    "compat": {"amp", "checkpoint", "model_desc", "optim"},
     "__init__": {"amp", "optim", "errors", "options", "session", "step_info", "trainer"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -82,6 +84,15 @@ def test_direction(path: Path) -> None:
     assert imports(path) - {room(path)} <= ALLOWED[room(path)]
 
 
+def test_only_compat_uses_the_package_from_outside() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.split(".")[0] == "ort_trainer" for name in names):
+                assert room(path) == "compat", path
+
+
 @pytest.mark.parametrize(
     ("library", "places"),
     [
@@ -91,6 +102,7 @@ def test_direction(path: Path) -> None:
         ("onnxruntime", {"engine.py"}),
         ("safetensors", {"checkpoint/file.py"}),
         ("cerberus", {"schema.py"}),
+        ("h5py", {"checkpoint/legacy.py"}),
         ("pickle", set()),
     ],
 )

@@ -117,4 +117,4 @@ def test_without_optimizer_states(tmp_path: Path) -> None:
 
 def test_number_of_files() -> None:
     with pytest.raises(ValueError, match="Expected number of files to load: 1, got 2"):
-        make("adam", 1).load_checkpoint("a", "b")
+        make("adam", 1).load_checkpoint(__file__, __file__)

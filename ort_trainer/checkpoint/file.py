@@ -19,6 +19,7 @@ from safetensors.torch import save, save_file
 
 from ..atomic import atomic_path
 from ..errors import CheckpointError
+from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
 from .manifest import decode, encode
 
 __all__ = ["PathOrFile", "load_checkpoint_file", "save_checkpoint_file"]
@@ -26,6 +27,7 @@ __all__ = ["PathOrFile", "load_checkpoint_file", "save_checkpoint_file"]
 PathOrFile = str | os.PathLike[str] | BinaryIO
 _FORMAT = "ort_trainer checkpoint"
 _VERSION = 1
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or before PyTorch 1.6 a bare pickle
 
 
 def save_checkpoint_file(
@@ -78,11 +80,12 @@ def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     return result
 
 
-def load_checkpoint_file(file: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a checkpoint.
+def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a checkpoint: one of ours, or an HDF5 file of the legacy ``ORTTrainer``, told by its first bytes.
 
     Args:
         file: A path, or an open binary file.
+        *more: The files of the other ranks, where it is one of a legacy run with ZeRO.
 
     Returns:
         The trainer's state dict and the user's dict.
@@ -91,6 +94,8 @@ def load_checkpoint_file(file: PathOrFile) -> tuple[dict[str, Any], dict[str, An
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is damaged or no checkpoint.
     """
+    if more:
+        return aggregate_legacy_files([file, *more]), {}
     if isinstance(file, (str, os.PathLike)):
         if not Path(file).is_file():
             raise FileNotFoundError(f"there is no checkpoint {str(file)!r}")
@@ -104,6 +109,15 @@ def load_checkpoint_file(file: PathOrFile) -> tuple[dict[str, Any], dict[str, An
 
 
 def _load(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    if is_legacy_file(path):
+        return load_legacy_file(path, name), {}
+    with path.open("rb") as opened:
+        if opened.read(4) in _PICKLES:
+            raise CheckpointError(
+                f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
+                "not read here: where you trust it, give what torch.load(path, weights_only=True) returns to "
+                "load_state_dict; docs/migration.md shows how"
+            )
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}

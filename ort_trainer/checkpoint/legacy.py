@@ -1,0 +1,210 @@
+"""Reads the HDF5 checkpoints that the legacy ``ORTTrainer`` (ONNX Runtime 1.10 to 1.16) wrote.
+
+This is the one place that imports h5py, and only when there is such a file to read. The user's dict in a legacy file is
+a pickle, which can execute anything when it is loaded: it is left alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+
+__all__ = ["aggregate_legacy_files", "is_legacy_file", "load_legacy_file"]
+
+StateDict = dict[str, Any]
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_SECTIONS = ("model", "optimizer", "partition_info", "train_step_info", "trainer_options", "user_dict")
+
+
+def is_legacy_file(path: Path) -> bool:
+    """Returns whether a file is HDF5, whatever its name."""
+    with path.open("rb") as file:
+        return file.read(len(_SIGNATURE)) == _SIGNATURE
+
+
+def load_legacy_file(path: Path, name: str) -> StateDict:
+    """Reads a checkpoint of a run on one process.
+
+    Args:
+        path: The file.
+        name: What to call it in messages.
+
+    Returns:
+        The state dict.
+
+    Raises:
+        CheckpointError: If it is damaged, no checkpoint, or one of several files of a distributed run.
+        ImportError: If h5py is not installed.
+    """
+    state = _read(path, name)
+    return _aggregate([state]) if "partition_info" in state or _is_sharded(state) else state
+
+
+def aggregate_legacy_files(files: Sequence[Any]) -> StateDict:
+    """Puts together the state of a ZeRO run, of which every rank wrote one file.
+
+    Args:
+        files: Paths of the files of all ranks, in any order.
+
+    Returns:
+        The state dict, as a run on one process would have written it.
+
+    Raises:
+        FileNotFoundError: If a file is not there.
+        CheckpointError: If a file is no legacy checkpoint, a rank is missing, or the parts do not fit together.
+    """
+    paths = [Path(file) for file in files]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
+        if not is_legacy_file(path):
+            raise CheckpointError(
+                f"Expected number of files to load: 1, got {len(paths)}: only the files of a distributed legacy run "
+                f"(HDF5) belong together, and {str(path)!r} is none"
+            )
+    return _aggregate([_read(path, repr(str(path))) for path in paths])
+
+
+def _read(path: Path, name: str) -> StateDict:
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is a checkpoint of the legacy ORTTrainer (HDF5); to read it, install h5py: "
+            "pip install 'ort_trainer[legacy]'"
+        ) from error
+    try:
+        with h5py.File(path, "r") as file:
+            return _nest(file, h5py, name, path.stat().st_size)
+    except CheckpointError:
+        raise
+    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} is damaged: {error!r}") from error
+
+
+def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
+    """Returns the nested state dict; a parameter name with slashes, which HDF5 made into groups, is one key again."""
+    unknown = sorted(set(file) - set(_SECTIONS))
+    if unknown or "model" not in file:
+        raise CheckpointError(
+            f"{name} is an HDF5 file, but no checkpoint of the legacy ORTTrainer: it holds {sorted(file)[:10]}"
+        )
+    state: StateDict = {key: {} for key in file if key != "user_dict"}
+    for (section, *path), value in _leaves(file, h5py, name, size):
+        if section == "user_dict":
+            warnings.warn(
+                f"the user_dict in {name} is a pickle, which could execute anything, so it is left out. To get it "
+                "back, read it in the old environment and store it there as JSON",
+                UserWarning,
+                stacklevel=5,
+            )
+        elif section == "model" and len(path) > 1:
+            state[section].setdefault(path[0], {})["/".join(path[1:])] = value
+        elif section in ("optimizer", "partition_info") and len(path) > 1:
+            state[section].setdefault("/".join(path[:-1]), {})[path[-1]] = value
+        elif section in ("train_step_info", "trainer_options") and len(path) == 1 and value.ndim == 0:
+            state[section][path[0]] = value.item()
+        else:
+            raise CheckpointError(f"{name} is damaged: {'/'.join((section, *path))!r} does not belong there")
+    return state
+
+
+def _leaves(
+    group: Any, h5py: Any, name: str, size: int, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (path, array) of every dataset; ``size`` is that of the file, which legacy did not compress."""
+    for key in group:
+        here = (*path, key)
+        if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+            raise CheckpointError(f"{name} refers to another place by a link at {'/'.join(here)!r}: that is refused")
+        entry = group[key]
+        if isinstance(entry, h5py.Group):
+            yield from _leaves(entry, h5py, name, size, here)
+        elif entry.external or entry.is_virtual:
+            raise CheckpointError(f"{name} keeps {'/'.join(here)!r} in another file: that is refused")
+        elif entry.nbytes > size:
+            raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} claims to be larger than the file")
+        elif here == ("user_dict",):
+            yield here, None
+        else:
+            value = entry[()]
+            yield here, np.asarray(value.decode() if isinstance(value, bytes) else value)
+
+
+def _is_sharded(state: Mapping[str, Any]) -> bool:
+    options = state.get("trainer_options", {})
+    return bool(options.get("zero_stage", 0) > 0 or options.get("horizontal_parallel_size", 1) > 1)
+
+
+def _aggregate(states: list[StateDict]) -> StateDict:
+    options = [state.get("trainer_options", {}) for state in states]
+    if any(entry.get("horizontal_parallel_size", 1) > 1 for entry in options):
+        raise CheckpointError(
+            "the checkpoint is one of a Megatron run (horizontal_parallel_size > 1), which can't be put together here: "
+            "do it in the old environment with onnxruntime.training.checkpoint.aggregate_checkpoints, and load the "
+            "result with load_state_dict"
+        )
+    size = options[0].get("world_size", 1)
+    ranks = sorted(entry.get("world_rank", 0) for entry in options)
+    if ranks != list(range(size)) or any(entry.get("world_size", 1) != size for entry in options):
+        raise CheckpointError(
+            f"the checkpoint belongs to a run of {size} ranks, and the files of all of them are needed, each once; "
+            f"those of ranks {ranks} were given"
+        )
+    states = sorted(states, key=lambda state: state.get("trainer_options", {}).get("world_rank", 0))
+    first = states[0]
+    shapes: dict[str, Any] = {}
+    for state in states:
+        shapes |= {name: info["original_dim"] for name, info in state.get("partition_info", {}).items()}
+    merged: StateDict = {"model": _merge([state["model"] for state in states], lambda path: shapes.get(path[-1]))}
+    if "optimizer" in first:
+        merged["optimizer"] = _merge(
+            [state.get("optimizer", {}) for state in states],
+            lambda path: shapes.get(path[0]) if path[-1].startswith("Moment_") else None,
+        )
+    if "train_step_info" in first:
+        merged["train_step_info"] = first["train_step_info"]
+    if "trainer_options" in first:
+        merged["trainer_options"] = {
+            **first["trainer_options"],
+            **dict.fromkeys(("world_size", "data_parallel_size", "horizontal_parallel_size"), 1),
+            **dict.fromkeys(("world_rank", "zero_stage"), 0),
+        }
+    return merged
+
+
+def _merge(parts: Sequence[Mapping[str, Any]], shape_of: Any, path: tuple[str, ...] = ()) -> StateDict:
+    """Merges nested dicts of the ranks; ``shape_of`` gives the whole shape of what may be cut into parts."""
+    merged: StateDict = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = [part[key] for part in parts if key in part]
+        here = (*path, key)
+        nested = isinstance(values[0], Mapping)
+        merged[key] = _merge(values, shape_of, here) if nested else _join(values, shape_of(here), here)
+    return merged
+
+
+def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
+    """Returns the one value of all ranks, or the parts of a tensor in the order of ranks, put together."""
+    if shape is not None:
+        whole = [int(size) for size in np.ravel(shape)]
+        if sum(np.size(value) for value in values) == np.prod(whole):
+            return np.concatenate([np.ravel(value) for value in values]).reshape(whole)
+    if all(np.array_equal(value, values[0]) for value in values[1:]):
+        return values[0] if shape is None else _checked_whole(values[0], whole, path)
+    raise CheckpointError(f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} differs between them")
+
+
+def _checked_whole(value: Any, whole: list[int], path: tuple[str, ...]) -> Any:
+    if np.size(value) != np.prod(whole):
+        raise CheckpointError(
+            f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} elements of "
+            f"{int(np.prod(whole))}"
+        )
+    return np.reshape(value, whole)

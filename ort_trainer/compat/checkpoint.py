@@ -1,0 +1,136 @@
+"""``onnxruntime.training.checkpoint``: the experimental functions, and the aggregation of legacy files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ort_trainer import ORTTrainer
+
+from ..checkpoint import load_checkpoint_file
+from .flat_state import flat_state_dict, load_flat_state_dict
+
+__all__ = [
+    "aggregate_checkpoints",
+    "experimental_load_checkpoint",
+    "experimental_load_state_dict",
+    "experimental_save_checkpoint",
+    "experimental_state_dict",
+]
+
+Folder = str | os.PathLike[str]
+
+
+def aggregate_checkpoints(paths: Sequence[Folder], pytorch_format: bool = True) -> dict[str, Any]:
+    """Puts the legacy HDF5 files of a ZeRO run together.
+
+    Args:
+        paths: The files of all ranks, in any order.
+        pytorch_format: True for the weights alone, name -> tensor; False for the nested state dict.
+
+    Returns:
+        A state dict for ``ORTTrainer.load_state_dict``, or for that of a PyTorch model.
+
+    Raises:
+        CheckpointError: If a file is no checkpoint, a rank is missing, the parts do not fit together, or it is a
+            Megatron run.
+    """
+    if isinstance(paths, (str, os.PathLike)) or not paths:
+        raise TypeError(f"paths must be a list of at least one path, but {paths!r} was given")
+    state, _ = load_checkpoint_file(*paths)
+    if not pytorch_format:
+        return state
+    weights = state["model"]["full_precision"]
+    return {name: torch.from_numpy(np.array(value)) for name, value in weights.items()}
+
+
+def experimental_state_dict(ort_trainer: ORTTrainer, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+    """Returns weights, buffers and optimizer state as one flat dict of tensors.
+
+    Args:
+        ort_trainer: The trainer.
+        include_optimizer_state: Whether to put in ``Moment_1_<weight>`` and the like.
+    """
+    _deprecated("experimental_state_dict", "ORTTrainer.state_dict")
+    return flat_state_dict(ort_trainer, include_optimizer_state)
+
+
+def experimental_load_state_dict(ort_trainer: ORTTrainer, state_dict: Mapping[str, Any], strict: bool = False) -> None:
+    """Restores what :func:`experimental_state_dict` returned.
+
+    Args:
+        ort_trainer: The trainer.
+        state_dict: The flat dict.
+        strict: Whether names must match exactly.
+    """
+    _deprecated("experimental_load_state_dict", "ORTTrainer.load_state_dict")
+    load_flat_state_dict(ort_trainer, state_dict, strict)
+
+
+def experimental_save_checkpoint(
+    ort_trainer: ORTTrainer,
+    checkpoint_dir: Folder,
+    checkpoint_prefix: str = "ORT_checkpoint",
+    checkpoint_state_dict: Mapping[str, Any] | None = None,
+    include_optimizer_state: bool = True,
+) -> None:
+    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; a file that is there is replaced, with a warning.
+
+    The file has the format of ``ORTTrainer.save_checkpoint``, whatever its name says: it is no pickle.
+
+    Args:
+        ort_trainer: The trainer.
+        checkpoint_dir: The folder; it must exist.
+        checkpoint_prefix: How the file's name begins.
+        checkpoint_state_dict: Values of your own that loading gives back. It is not changed.
+        include_optimizer_state: Whether to write moments too.
+    """
+    _deprecated("experimental_save_checkpoint", "ORTTrainer.save_checkpoint")
+    save_in_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
+
+
+def experimental_load_checkpoint(
+    ort_trainer: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
+) -> dict[str, Any]:
+    """Restores what :func:`experimental_save_checkpoint` wrote.
+
+    Args:
+        ort_trainer: The trainer.
+        checkpoint_dir: The folder.
+        checkpoint_prefix: How the file's name begins.
+        strict: Whether names must match exactly.
+
+    Returns:
+        The values of your own.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If it is a pickle that the legacy functions wrote, or damaged.
+    """
+    _deprecated("experimental_load_checkpoint", "ORTTrainer.load_checkpoint")
+    return load_from_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, strict)
+
+
+def save_in_folder(
+    trainer: ORTTrainer, folder: Folder, prefix: str, values: Mapping[str, Any] | None, include_optimizer_state: bool
+) -> None:
+    """Writes the checkpoint that :func:`load_from_folder` reads."""
+    path = Path(folder) / f"{prefix}.ort.pt"
+    if path.exists():
+        warnings.warn(f"{path} already exists, overwriting.", UserWarning, stacklevel=3)
+    trainer.save_checkpoint(path, values, include_optimizer_state, overwrite=True)
+
+
+def load_from_folder(trainer: ORTTrainer, folder: Folder, prefix: str, strict: bool) -> dict[str, Any]:
+    """Restores a checkpoint and returns the user's values."""
+    return trainer.load_checkpoint(Path(folder) / f"{prefix}.ort.pt", strict=strict)
+
+
+def _deprecated(name: str, instead: str) -> None:
+    warnings.warn(f"{name}() is there for old scripts: use {instead}()", DeprecationWarning, stacklevel=3)

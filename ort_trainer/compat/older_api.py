@@ -1,0 +1,528 @@
+"""``onnxruntime.capi.ort_trainer``: the API before ``ORTTrainerOptions``, on top of :class:`ort_trainer.ORTTrainer`.
+
+What differs from today's trainer: everything is an argument of the constructor, the learning rate and the loss scale
+are inputs of each step unless the trainer is told where to get them, and the state dict is flat.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import torch
+
+import ort_trainer
+
+from .. import amp, optim
+from .checkpoint import Folder, load_from_folder, save_in_folder
+from .flat_state import flat_state_dict, load_flat_state_dict
+
+__all__ = [
+    "DEFAULT_OPSET_VERSION",
+    "IODescription",
+    "LossScaler",
+    "ModelDescription",
+    "ORTTrainer",
+    "generate_sample",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+DEFAULT_OPSET_VERSION = 14
+_LOSS_SCALE = "default_loss_scale_input_name"
+_CONFIGS: dict[str, Callable[..., Any]] = {
+    "SGDOptimizer": optim.SGDConfig,
+    "AdamOptimizer": optim.AdamConfig,
+    "LambOptimizer": optim.LambConfig,
+}
+
+
+class IODescription:
+    """Name and shape of an input or output.
+
+    Args:
+        name: Its name.
+        shape: Sizes; a str names a dimension whose size may change.
+        dtype: For :func:`generate_sample`. Outputs have the dtype that the model gives them.
+        num_classes: For :func:`generate_sample`: values are integers below it.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int | str], dtype: torch.dtype | None = None, num_classes: int | None = None
+    ) -> None:
+        self.name_ = name
+        self.shape_ = shape
+        self.dtype_ = dtype
+        self.num_classes_ = num_classes
+
+
+class ModelDescription:
+    """Inputs (the label last) and outputs (the loss first) of a model.
+
+    Args:
+        inputs: An :class:`IODescription` of each input.
+        outputs: An :class:`IODescription` of each output.
+    """
+
+    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
+        self.inputs_ = inputs
+        self.outputs_ = outputs
+
+
+class LossScaler:
+    """A loss scale that halves on overflow and doubles after a run of finite steps.
+
+    Args:
+        loss_scale_input_name: Kept as ``loss_scale_input_name_``; the trainer that is given the scaler needs no name.
+        is_dynamic_scale: False keeps the scale constant.
+        loss_scale: The initial scale.
+        up_scale_window: Finite steps before the scale doubles.
+        min_loss_scale: Lower limit when the scale is halved.
+        max_loss_scale: Upper limit when the scale is doubled.
+    """
+
+    def __init__(
+        self,
+        loss_scale_input_name: str,
+        is_dynamic_scale: bool,
+        loss_scale: float = float(1 << 16),
+        up_scale_window: int = 2000,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float(1 << 24),
+    ) -> None:
+        self.loss_scale_input_name_ = loss_scale_input_name
+        self.is_dynamic_scale_ = is_dynamic_scale
+        self.initial_loss_scale_ = self.loss_scale_ = loss_scale
+        self.up_scale_window_ = up_scale_window
+        self.min_loss_scale_ = min_loss_scale
+        self.max_loss_scale_ = max_loss_scale
+        self.stable_steps_ = 0
+
+    def update_loss_scale(self, is_all_finite: bool) -> None:
+        """Chooses the next scale after an update.
+
+        Args:
+            is_all_finite: Whether all gradients of the update were finite.
+        """
+        if not self.is_dynamic_scale_:
+            return
+        if not is_all_finite:
+            self.loss_scale_ = max(self.min_loss_scale_, self.loss_scale_ / 2)
+            self.stable_steps_ = 0
+            return
+        self.stable_steps_ += 1
+        if self.stable_steps_ >= self.up_scale_window_:
+            self.loss_scale_ = min(self.max_loss_scale_, self.loss_scale_ * 2)
+            self.stable_steps_ = 0
+
+    def reset(self) -> None:
+        """Goes back to the initial scale."""
+        self.loss_scale_ = self.initial_loss_scale_
+        self.stable_steps_ = 0
+
+
+class _GivenScale(amp.LossScaler):
+    """A scale that is set before every step, by the caller or by a :class:`LossScaler`."""
+
+    updated = False
+
+    def update(self, train_step_info: ort_trainer.TrainStepInfo) -> None:
+        """Leaves the scale alone, and notes that the step updated the weights, or would have but for an overflow."""
+        self.updated = True
+
+
+class ORTTrainer:
+    """Trains a model on ONNX Runtime; the constructor and calls are those of ``onnxruntime.capi.ort_trainer``.
+
+    Args:
+        model: As for :class:`ort_trainer.ORTTrainer`.
+        loss_fn: A function (prediction, label) -> loss; None where the model returns the loss first.
+        model_desc: A :class:`ModelDescription`. The first output is the loss.
+        training_optimizer_name: ``SGDOptimizer``, ``AdamOptimizer`` or ``LambOptimizer``.
+        map_optimizer_attributes: A function: name of a weight -> its hyper-parameters, any of ``alpha``, ``beta``,
+            ``lambda``, ``epsilon``, ``max_norm_clip``, ``do_bias_correction``, ``weight_decay_mode``, ``ratio_min``,
+            ``ratio_max``. None for the defaults of ``ort_trainer.optim``.
+        learning_rate_description: An :class:`IODescription` that names the learning rate among the inputs of a step.
+        device: Where training runs.
+        gradient_accumulation_steps: Micro-batches per update.
+        world_rank: Option ``distributed.world_rank``.
+        world_size: Option ``distributed.world_size``.
+        use_mixed_precision: fp16, with a loss scale from ``loss_scaler`` or as an input of every step.
+        allreduce_post_accumulation: Option ``distributed.allreduce_post_accumulation``.
+        global_step: What ``global_step_`` starts from.
+        get_lr_this_step: A function ``global_step_`` -> learning rate; without it the rate is an input of every step.
+        loss_scaler: A :class:`LossScaler`, which is used and updated in place.
+        deepspeed_zero_stage: Option ``distributed.deepspeed_zero_optimization.stage``.
+        enable_grad_norm_clip: Whether gradients are clipped to a global norm of 1.
+        frozen_weights: Names of parameters that are not trained.
+        _opset_version: ONNX operator set; the default, 14, stands for the trainer's own.
+        _enable_internal_postprocess: Option ``_internal_use.enable_internal_postprocess``.
+        _extra_postprocess: A function that changes an exported ONNX model in place; what it returns is not used.
+        _use_deterministic_compute: Option ``debug.deterministic_compute``.
+        use_memory_efficient_gradient: Option ``utils.memory_efficient_gradient``.
+        run_symbolic_shape_infer: Option ``utils.run_symbolic_shape_infer``.
+        enable_adasum: Option ``distributed.enable_adasum``.
+        optimized_model_filepath: Option ``debug.graph_save_paths.model_with_training_graph_after_optimization_path``.
+
+    Raises:
+        TypeError, ValueError: If an argument is wrong; what is not supported is named as in ``ORTTrainerOptions``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any] | None,
+        model_desc: ModelDescription,
+        training_optimizer_name: str,
+        map_optimizer_attributes: Callable[[str], Mapping[str, float]] | None,
+        learning_rate_description: IODescription,
+        device: str | torch.device,
+        gradient_accumulation_steps: int = 1,
+        world_rank: int = 0,
+        world_size: int = 1,
+        use_mixed_precision: bool = False,
+        allreduce_post_accumulation: bool = False,
+        global_step: int = 0,
+        get_lr_this_step: Callable[[int], Any] | None = None,
+        loss_scaler: LossScaler | None = None,
+        deepspeed_zero_stage: int = 0,
+        enable_grad_norm_clip: bool = True,
+        frozen_weights: Sequence[str] = (),
+        _opset_version: int = DEFAULT_OPSET_VERSION,
+        _enable_internal_postprocess: bool = True,
+        _extra_postprocess: Callable[[Any], Any] | None = None,
+        _use_deterministic_compute: bool = False,
+        use_memory_efficient_gradient: bool = False,
+        run_symbolic_shape_infer: bool = False,
+        enable_adasum: bool = False,
+        optimized_model_filepath: str = "",
+    ) -> None:
+        warnings.warn(
+            "onnxruntime.capi.ort_trainer.ORTTrainer is there for old scripts: use ort_trainer.ORTTrainer",
+            FutureWarning,
+            stacklevel=2,
+        )
+        _check_callable("map_optimizer_attributes", map_optimizer_attributes)
+        _check_callable("get_lr_this_step", get_lr_this_step)
+        _check_callable("_extra_postprocess", _extra_postprocess)
+        if not isinstance(learning_rate_description, IODescription):
+            raise TypeError(
+                f"learning_rate_description must be an IODescription, but {learning_rate_description!r} was given"
+            )
+        if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
+            raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
+        if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
+            raise TypeError(
+                f"loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, but {loss_scaler!r} was given"
+            )
+        if loss_scaler is not None and not use_mixed_precision:
+            warnings.warn(
+                "loss_scaler has no effect without use_mixed_precision: there is no loss to scale",
+                UserWarning,
+                stacklevel=2,
+            )
+        if loss_fn is not None and not isinstance(model, torch.nn.Module):
+            warnings.warn("loss_fn is not used: an ONNX model holds its loss already", UserWarning, stacklevel=2)
+            loss_fn = None
+        options: dict[str, Any] = {
+            "batch": {"gradient_accumulation_steps": gradient_accumulation_steps},
+            "device": {"id": str(device)},
+            "distributed": {
+                "world_rank": world_rank,
+                "world_size": world_size,
+                "allreduce_post_accumulation": allreduce_post_accumulation,
+                "deepspeed_zero_optimization": {"stage": deepspeed_zero_stage},
+                "enable_adasum": enable_adasum,
+            },
+            "mixed_precision": {
+                "enabled": use_mixed_precision,
+                "loss_scaler": _GivenScale(1.0) if use_mixed_precision else None,
+            },
+            "utils": {
+                "grad_norm_clip": enable_grad_norm_clip,
+                "frozen_weights": list(frozen_weights),
+                "memory_efficient_gradient": use_memory_efficient_gradient,
+                "run_symbolic_shape_infer": run_symbolic_shape_infer,
+            },
+            "debug": {
+                "deterministic_compute": _use_deterministic_compute,
+                "graph_save_paths": {"model_with_training_graph_after_optimization_path": optimized_model_filepath},
+            },
+            "_internal_use": {
+                "enable_internal_postprocess": _enable_internal_postprocess,
+                "extra_postprocess": None if _extra_postprocess is None else _returning(_extra_postprocess),
+            },
+        }
+        if _opset_version != DEFAULT_OPSET_VERSION:
+            options["_internal_use"]["onnx_opset_version"] = _opset_version
+        self._trainer = ort_trainer.ORTTrainer(
+            model,
+            _model_desc(model_desc),
+            _optimizer_config(training_optimizer_name, map_optimizer_attributes, model),
+            loss_fn=loss_fn,
+            options=ort_trainer.ORTTrainerOptions(options),
+        )
+        self.model_desc_ = model_desc
+        self.device_ = device
+        self.learning_rate_description_ = learning_rate_description
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.use_mixed_precision = use_mixed_precision
+        self.global_step_ = global_step
+        self.get_lr_this_step_ = get_lr_this_step
+        self.loss_scaler_ = loss_scaler
+        self.is_train = True
+
+    @property
+    def trainer(self) -> ort_trainer.ORTTrainer:
+        """The trainer that does the work."""
+        return self._trainer
+
+    @property
+    def current_step(self) -> int:
+        """Completed calls of :meth:`train_step`."""
+        return self._trainer.train_step_info.step
+
+    @property
+    def loss_scale_input_name(self) -> str:
+        """The keyword by which a step takes the loss scale; ``default_loss_scale_input_name`` always works."""
+        scaler = self._trainer.loss_scaler
+        return _LOSS_SCALE if scaler is None or scaler.input_name is None else scaler.input_name
+
+    def train(self) -> None:
+        """Makes a call of the trainer a :meth:`train_step`."""
+        self.is_train = True
+
+    def eval(self) -> None:
+        """Makes a call of the trainer an :meth:`eval_step`."""
+        self.is_train = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs :meth:`train_step` or :meth:`eval_step`, whichever :meth:`train` or :meth:`eval` chose last."""
+        return self.train_step(*args, **kwargs) if self.is_train else self.eval_step(*args, **kwargs)
+
+    def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
+
+        Args:
+            *args: The inputs of the description in order, then the learning rate (without ``get_lr_this_step``), then
+                in mixed precision the loss scale (without a ``loss_scaler``); or a list of all of them.
+            fetches: Names of outputs to return, in this order; None for all.
+            **kwargs: Any of them by name, the loss scale by :attr:`loss_scale_input_name`.
+
+        Returns:
+            A list of the outputs, a bare tensor where it is one. In mixed precision without a ``loss_scaler`` an
+            update adds a bool tensor: whether all gradients were finite.
+
+        Raises:
+            TypeError: If an input is missing, unknown, or given twice. Nothing has changed then.
+        """
+        rate = self.learning_rate_description_.name_
+        external_rate = self.get_lr_this_step_ is None
+        external_scale = self.use_mixed_precision and self.loss_scaler_ is None
+        extras = [rate] * external_rate + [_LOSS_SCALE] * external_scale
+        if external_scale and self.loss_scale_input_name in kwargs:
+            kwargs = {_LOSS_SCALE if k == self.loss_scale_input_name else k: v for k, v in kwargs.items()}
+        batch = self._named(args, kwargs, extras)
+        missing = [name for name in [*self._input_names(), *extras] if name not in batch]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: a step takes {[*self._input_names(), *extras]}")
+        given = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
+        learning_rate = _one_number("the learning rate", given)
+        info = self._trainer.train_step_info
+        before = info.optimization_step
+        scaler = self._trainer.loss_scaler
+        if isinstance(scaler, _GivenScale):
+            given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
+            scaler.loss_scale = _one_number("the loss scale", given)
+            scaler.updated = False
+        self._trainer.optim_config.lr = learning_rate
+        outputs = self._run(self._trainer.train_step, batch, fetches)
+        self.global_step_ += info.optimization_step - before
+        if isinstance(scaler, _GivenScale) and scaler.updated:
+            if self.loss_scaler_ is not None:
+                self.loss_scaler_.update_loss_scale(info.all_finite)
+            elif not fetches:
+                listed = outputs if isinstance(outputs, list) else [outputs]
+                return [*listed, torch.tensor([info.all_finite])]
+        return outputs
+
+    def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Runs the model in evaluation mode; changes nothing.
+
+        Args:
+            *args: The inputs of the description in order, or a list of them. With ``fetches`` those at the end that the
+                outputs do not need (the label, for a prediction) may be left out.
+            fetches: Names of outputs to return, in this order; None for all.
+            **kwargs: Inputs by name.
+
+        Returns:
+            A list of the outputs, a bare tensor where it is one.
+        """
+        return self._run(self._trainer.eval_step, self._named(args, kwargs, []), fetches)
+
+    def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Writes the evaluation graph with the current weights; see :meth:`ort_trainer.ORTTrainer.save_as_onnx`."""
+        self._trainer.save_as_onnx(path)
+
+    def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+        """Returns weights and buffers by name, and ``Moment_1_<weight>`` and the like, as one flat dict of tensors.
+
+        Args:
+            include_optimizer_state: Whether to put in the optimizer's state.
+        """
+        return flat_state_dict(self._trainer, include_optimizer_state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
+        """Restores what :meth:`state_dict` returned; also before the first step.
+
+        Args:
+            state_dict: The flat dict.
+            strict: Whether names must match exactly.
+        """
+        load_flat_state_dict(self._trainer, state_dict, strict)
+
+    def _input_names(self) -> list[str]:
+        return [entry.name_ for entry in self.model_desc_.inputs_]
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any], extras: list[str]) -> dict[str, Any]:
+        """Returns the arguments of a step by name."""
+        if len(args) == 1 and isinstance(args[0], list):
+            args = args[0]
+        names = [*self._input_names(), *extras]
+        if len(args) > len(names):
+            raise TypeError(f"{len(args)} inputs were given, but a step takes {len(names)}: {names}")
+        batch = dict(zip(names, args, strict=False))
+        unknown = [name for name in kwargs if name not in names]
+        if unknown:
+            raise TypeError(f"inputs {unknown} are not known: a step takes {names}")
+        twice = [name for name in kwargs if name in batch]
+        if twice:
+            raise TypeError(f"inputs {twice} were given twice, by position and by name")
+        return {**batch, **kwargs}
+
+    def _run(
+        self, step: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, Any], fetches: Sequence[str] | None
+    ) -> Any:
+        info = self._trainer.train_step_info
+        info.fetches = list(fetches or [])
+        try:
+            return step(batch)
+        finally:
+            info.fetches = []
+
+
+def save_checkpoint(
+    model: ORTTrainer,
+    checkpoint_dir: Folder,
+    checkpoint_prefix: str = "ORT_checkpoint",
+    checkpoint_state_dict: Mapping[str, Any] | None = None,
+    include_optimizer_state: bool = True,
+) -> None:
+    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; a file that is there is replaced, with a warning.
+
+    Args:
+        model: The trainer.
+        checkpoint_dir: The folder; it must exist.
+        checkpoint_prefix: How the file's name begins.
+        checkpoint_state_dict: Values of your own that :func:`load_checkpoint` gives back. It is not changed.
+        include_optimizer_state: Whether to write moments too.
+    """
+    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
+
+
+def load_checkpoint(
+    model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
+) -> dict[str, Any]:
+    """Restores what :func:`save_checkpoint` wrote.
+
+    Args:
+        model: The trainer.
+        checkpoint_dir: The folder.
+        checkpoint_prefix: How the file's name begins.
+        strict: Whether names must match exactly.
+
+    Returns:
+        The values of your own.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If it is a pickle that the legacy function wrote, or damaged.
+    """
+    return load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+
+
+def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
+    """Returns a random tensor that fits a description; dimensions with a name have the size 1.
+
+    Args:
+        desc: With ``num_classes``, values are integers below it; else they are drawn from a normal distribution.
+        device: Where it is to be.
+    """
+    size = [entry if isinstance(entry, int) else 1 for entry in desc.shape_]
+    if desc.num_classes_:
+        return torch.randint(0, desc.num_classes_, size, dtype=desc.dtype_ or torch.int64).to(device)
+    return torch.randn(size, dtype=desc.dtype_).to(device)
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function or None, but {value!r} was given")
+
+
+def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of the old kind changes the model in place; today's returns it."""
+
+    def postprocess(model: Any) -> Any:
+        change(model)
+        return model
+
+    return postprocess
+
+
+def _model_desc(description: ModelDescription) -> dict[str, Any]:
+    if not isinstance(description, ModelDescription):
+        raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
+    if not description.outputs_:
+        raise ValueError("model_desc needs outputs, of which the first is the loss")
+    loss, *others = description.outputs_
+    if list(loss.shape_) not in ([], [1]):
+        raise ValueError(
+            f"the first output is the loss, which is a scalar, but {loss.name_!r} has the shape {list(loss.shape_)}"
+        )
+    return {
+        "inputs": [(entry.name_, list(entry.shape_)) for entry in description.inputs_],
+        "outputs": [(loss.name_, [], True), *((entry.name_, list(entry.shape_)) for entry in others)],
+    }
+
+
+def _optimizer_config(name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, model: Any) -> Any:
+    """Returns the config, with a parameter group for each set of attributes that weights have in common."""
+    if name not in _CONFIGS:
+        raise ValueError(f"training_optimizer_name must be one of {list(_CONFIGS)}, but {name!r} was given")
+    groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    for parameter in _parameter_names(model):
+        attributes = {} if attributes_of is None else dict(attributes_of(parameter) or {})
+        if "do_bias_correction" in attributes:
+            attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
+        if attributes:
+            groups.setdefault(tuple(sorted(attributes.items())), []).append(parameter)
+    return _CONFIGS[name]([{"params": names, **dict(values)} for values, names in groups.items()])
+
+
+def _parameter_names(model: Any) -> list[str]:
+    if isinstance(model, torch.nn.Module):
+        return [name for name, _ in model.named_parameters()]
+    initializers = getattr(getattr(model, "graph", None), "initializer", ())
+    return [entry.name for entry in initializers if entry.data_type == onnx.TensorProto.FLOAT]
+
+
+def _one_number(what: str, value: Any) -> float:
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what} must be one number, but {value!r} was given") from None

@@ -1,0 +1,135 @@
+"""install() puts the old import paths in place and leaves alone what the installed ONNX Runtime has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import ort_trainer
+from ort_trainer import amp, compat, optim
+from ort_trainer.compat import older_api
+
+HAS_TRAINING = importlib.util.find_spec("onnxruntime.training") is not None
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("statement", "name", "value"),
+    [
+        ("from onnxruntime.training import ORTTrainer", "ORTTrainer", ort_trainer.ORTTrainer),
+        ("from onnxruntime.training import TrainStepInfo", "TrainStepInfo", ort_trainer.TrainStepInfo),
+        ("from onnxruntime.training.orttrainer import ORTTrainer", "ORTTrainer", ort_trainer.ORTTrainer),
+        ("from onnxruntime.training.orttrainer import optim", "optim.SGDConfig", optim.SGDConfig),
+        ("import onnxruntime.training as t", "t.optim.LambConfig", optim.LambConfig),
+        ("import onnxruntime", "onnxruntime.training.amp.LossScaler", amp.LossScaler),
+        ("from onnxruntime.training.amp.loss_scaler import *", "DynamicLossScaler", amp.DynamicLossScaler),
+        ("from onnxruntime.training.optim.config import AdamConfig", "AdamConfig", optim.AdamConfig),
+        ("from onnxruntime.training.optim import _LRScheduler", "_LRScheduler", optim._LRScheduler),
+        ("from onnxruntime.training import optim", "optim.lr_scheduler._LRScheduler", optim._LRScheduler),
+        ("import onnxruntime.capi.ort_trainer as ort", "ort.IODescription", older_api.IODescription),
+        ("from onnxruntime.capi import ort_trainer", "ort_trainer.ORTTrainer", older_api.ORTTrainer),
+        ("from onnxruntime.training import *", "ORTTrainer", ort_trainer.ORTTrainer),
+    ],
+)
+def test_old_imports_give_our_names(installed: None, statement: str, name: str, value: object) -> None:
+    names: dict[str, object] = {}
+    exec(statement, names)
+    assert eval(name, names) is value
+
+
+def test_options_of_both_paths_are_one_class(installed: None) -> None:
+    training = importlib.import_module("onnxruntime.training")
+    options = importlib.import_module("onnxruntime.training.orttrainer_options")
+    assert training.ORTTrainerOptions is options.ORTTrainerOptions
+    assert issubclass(training.ORTTrainerOptions, ort_trainer.ORTTrainerOptions)
+
+
+def test_strategies_of_casts(installed: None) -> None:
+    training = importlib.import_module("onnxruntime.training")
+    strategies = training.PropagateCastOpsStrategy
+    assert [int(getattr(strategies, name)) for name in ("NONE", "INSERT_AND_REDUCE", "FLOOD_FILL")] == [0, 1, 2]
+    casts = {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": strategies.FLOOD_FILL}}
+    options = training.ORTTrainerOptions({"graph_transformer": casts})
+    assert options.graph_transformer.propagate_cast_ops_config.strategy == "FLOOD_FILL"
+
+
+def test_sessions_are_registered_together() -> None:
+    compat.install()
+    onnxruntime = sys.modules["onnxruntime"]
+    try:
+        if hasattr(ort_trainer, "TrainingParameters"):
+            assert onnxruntime.TrainingSession is ort_trainer.TrainingSession
+            assert onnxruntime.TrainingParameters is ort_trainer.TrainingParameters
+        else:
+            assert not hasattr(onnxruntime, "TrainingSession")
+    finally:
+        compat.uninstall()
+    assert not hasattr(onnxruntime, "TrainingSession")
+
+
+def test_the_c_class_says_what_to_use_instead(installed: None) -> None:
+    state = importlib.import_module("onnxruntime.capi._pybind_state")
+    with pytest.raises(NotImplementedError, match="use ort_trainer.TrainingSession, whose constructor reads the model"):
+        state.TrainingSession()
+
+
+@pytest.mark.skipif(not HAS_TRAINING, reason="stock onnxruntime has no package of this name")
+def test_what_onnxruntime_training_has_besides_goes_on_working() -> None:
+    training = importlib.import_module("onnxruntime.training")
+    before = {
+        name: vars(training)[name] for name in ("artifacts", "is_ortmodule_available", "PropagateCastOpsStrategy")
+    }
+    theirs = training.optim.AdamConfig
+    fused = training.optim.FusedAdam
+    compat.install()
+    try:
+        assert {name: vars(training)[name] for name in before} == before
+        assert training.optim.FusedAdam is fused and training.optim.AdamConfig is optim.AdamConfig
+        assert importlib.import_module("onnxruntime.training.api").CheckpointState
+    finally:
+        compat.uninstall()
+    assert training.optim.AdamConfig is theirs and not hasattr(training, "ORTTrainer")
+
+
+def test_a_second_call_does_nothing_and_uninstall_undoes_all() -> None:
+    before = set(sys.modules)
+    compat.install()
+    module = sys.modules["onnxruntime.training.orttrainer"]
+    compat.install()
+    assert sys.modules["onnxruntime.training.orttrainer"] is module
+    compat.uninstall()
+    compat.uninstall()
+    left = {name for name in sys.modules if name.startswith("onnxruntime")}
+    assert "onnxruntime.training.orttrainer" not in left and "onnxruntime.capi.ort_trainer" not in left
+    assert HAS_TRAINING or not {name for name in left - before if "training" in name}
+    with pytest.raises(ImportError):
+        importlib.import_module("onnxruntime.capi.ort_trainer")
+
+
+def test_a_failing_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ort_trainer.compat import registry
+
+    monkeypatch.setitem(registry._NAMES, "onnxruntime.capi.ort_trainer.none", {"x": 1})
+    monkeypatch.setattr(registry, "_set", _fail_on_x(registry._set))
+    with pytest.raises(RuntimeError, match="stop"):
+        compat.install()
+    assert "onnxruntime.training.orttrainer" not in sys.modules
+
+
+def _fail_on_x(original: object) -> object:
+    def fail(module: object, name: str, value: object) -> None:
+        if name == "x":
+            raise RuntimeError("stop")
+        original(module, name, value)  # type: ignore[operator]
+
+    return fail

@@ -1,0 +1,70 @@
+"""Options as old scripts write and read them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import ort_trainer
+from ort_trainer.compat.options import ORTTrainerOptions
+
+
+def test_documented_spellings_mean_what_the_code_called_them() -> None:
+    given = {
+        "graph_transformer": {
+            "propagate_cast_ops_config": {"propagate_cast_ops_strategy": "FLOOD_FILL", "propagate_cast_ops_level": 1}
+        },
+        "attn_dropout_recompute": False,
+        "number_recompute_layers": 0,
+    }
+    text = repr(given)
+    options = ORTTrainerOptions(given)
+    assert repr(given) == text
+    assert options.to_dict() == ort_trainer.ORTTrainerOptions().to_dict()
+    assert options.is_given("graph_transformer.propagate_cast_ops_config.level")
+    assert options.is_given("graph_transformer.attn_dropout_recompute")
+
+
+def test_a_respelled_value_is_checked_like_any_other() -> None:
+    casts = {"propagate_cast_ops_config": {"propagate_cast_ops_level": -2}}
+    with pytest.raises(ValueError, match=r"propagate_cast_ops_config\.level: min value is -1"):
+        ORTTrainerOptions({"graph_transformer": casts})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"graph_transformer": {"gelu_recompute": False}, "gelu_recompute": False},
+            "gelu_recompute and graph_transformer.gelu_recompute are two spellings of one option: give one",
+        ),
+        (
+            {"graph_transformer": 3, "gelu_recompute": False},
+            "Invalid options: graph_transformer: must be of dict type (given: 3)",
+        ),
+        (
+            {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
+            "allow_layer_norm_mod_precision: is in the legacy documentation only",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"allow_layer_norm_mod_precision": False}}},
+            "PyTorch's autocast policy here, and layer norms are not among them: leave it out",
+        ),
+        ({"propagate_cast_ops_level": 1}, "propagate_cast_ops_level: unknown field"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ORTTrainerOptions(given)
+
+
+def test_attributes_that_old_scripts_read() -> None:
+    options = ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 3}})
+    assert options._validated_opts == options.to_dict()
+    assert options._validated_opts["batch"] == {"gradient_accumulation_steps": 3}
+    assert options._original_opts == {"batch": {"gradient_accumulation_steps": 3}}
+    assert ORTTrainerOptions()._original_opts == {}
+    with pytest.raises(TypeError, match="options must be a dict or None"):
+        ORTTrainerOptions(3)  # type: ignore[arg-type]
