@@ -5,6 +5,8 @@ from .errors import CheckpointError, ExportError
 from .options import ORTTrainerOptions
 from .step_info import TrainStepInfo
 from .trainer import ORTTrainer
+from .training_parameters import TrainingParameters
+from .training_session import TrainingSession
 
 __all__ = [
     "CheckpointError",
@@ -12,6 +14,8 @@ __all__ = [
     "ORTTrainer",
     "ORTTrainerOptions",
     "TrainStepInfo",
+    "TrainingParameters",
+    "TrainingSession",
     "amp",
     "optim",
 ]

@@ -62,6 +62,11 @@ def maximum_opset() -> int:
     return min(newest, onnx.defs.onnx_opset_version())
 
 
+def available_providers() -> list[str]:
+    """Returns the names of the execution providers of the installed ONNX Runtime."""
+    return list(onnxruntime.get_available_providers())
+
+
 def has_cuda() -> bool:
     """Returns whether both ONNX Runtime and PyTorch can use a CUDA device here."""
     return _PROVIDERS["cuda"] in onnxruntime.get_available_providers() and torch.cuda.is_available()

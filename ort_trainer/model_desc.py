@@ -141,8 +141,14 @@ class ModelDescription:
                 f"{entry.name}_{axis}" if isinstance(old, int) and old != new else old for axis, (old, new) in pairs
             ]
             inputs.append((entry.name, shape))
-        outputs = [(entry.name, list(entry.shape), entry.is_loss) for entry in self.outputs]
-        return ModelDescription({"inputs": inputs, "outputs": outputs}, self.inferred)
+        return ModelDescription({**self.to_dict(), "inputs": inputs}, self.inferred)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the description in the form in which it is given."""
+        return {
+            "inputs": [(entry.name, list(entry.shape)) for entry in self.inputs],
+            "outputs": [(entry.name, list(entry.shape), entry.is_loss) for entry in self.outputs],
+        }
 
     def __repr__(self) -> str:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"

@@ -24,7 +24,7 @@ from .frontend import (
 )
 from .graph import TrainingGraph
 from .model_desc import ModelDescription
-from .onnx_model import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx, load_onnx_model
+from .onnx_model import OnnxGraphBuilder, OnnxModel, OnnxStep, check_description, describe_onnx, load_onnx_model
 from .optim import _OptimizerConfig
 from .options import ORTTrainerOptions
 
@@ -111,7 +111,7 @@ def model_source(
     """
     if isinstance(model, nn.Module):
         return _TorchSource(model, loss_fn, optim_config, options)
-    if isinstance(model, (onnx.ModelProto, str, os.PathLike, bytes)):
+    if isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike)):
         return _OnnxSource(model, loss_fn, optim_config, options)
     raise TypeError(
         "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "
@@ -194,7 +194,7 @@ class _TorchSource(ModelSource):
 class _OnnxSource(ModelSource):
     def __init__(
         self,
-        model: onnx.ModelProto | str | os.PathLike[str] | bytes,
+        model: OnnxModel | onnx.ModelProto | str | os.PathLike[str],
         loss_fn: LossFunction | None,
         optim_config: _OptimizerConfig,
         options: ORTTrainerOptions,
@@ -206,7 +206,8 @@ class _OnnxSource(ModelSource):
                 "none: leave it out"
             )
         self.name = "the ONNX model"
-        self._model, self._loss_fn, self._options = load_onnx_model(model), loss_fn, options
+        self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
+        self._loss_fn, self._options = loss_fn, options
         self.parameters, self.buffers = self._model.parameters, self._model.buffers
         _check_names(list(self.parameters), optim_config, options)
         self.saved = {**self.parameters, **self.buffers}

@@ -23,6 +23,7 @@ from .graph.onnx_file import save_model
 from .graphs import StepGraphs
 from .model_desc import ModelDescription
 from .model_source import LOSSES, model_source
+from .onnx_model import OnnxModel
 from .optim import _LRScheduler, _OptimizerConfig
 from .options import ORTTrainerOptions
 from .session import StepSession
@@ -74,7 +75,7 @@ class ORTTrainer:
 
     def __init__(
         self,
-        model: nn.Module | onnx.ModelProto | str | os.PathLike[str],
+        model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
         model_desc: Mapping[str, Any] | str,
         optim_config: _OptimizerConfig,
         loss_fn: LossFunction | str | None = None,

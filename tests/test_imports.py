@@ -51,7 +51,22 @@ ALLOWED = {
     },
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": {"amp", "checkpoint", "model_desc", "optim"},
-    "__init__": {"amp", "optim", "errors", "options", "session", "step_info", "trainer"},
+    "flat_state": {"trainer"},
+    "io_binding": LEAVES,
+    "training_parameters": LEAVES,
+    "training_session": LEAVES
+    | {"flat_state", "io_binding", "onnx_model", "optim", "options", "trainer", "training_parameters"},
+    "__init__": {
+        "amp",
+        "optim",
+        "errors",
+        "options",
+        "session",
+        "step_info",
+        "trainer",
+        "training_parameters",
+        "training_session",
+    },
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

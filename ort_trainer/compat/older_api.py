@@ -17,8 +17,8 @@ import torch
 import ort_trainer
 
 from .. import amp, optim
+from ..flat_state import flat_state_dict, load_flat_state_dict
 from .checkpoint import Folder, load_from_folder, save_in_folder
-from .flat_state import flat_state_dict, load_flat_state_dict
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",

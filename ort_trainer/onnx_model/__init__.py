@@ -3,6 +3,7 @@
 from .build import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx
 from .gradient import GradientNode, constant_like, register_gradient
 from .load import OnnxModel, load_onnx_model
+from .nodes import torch_type
 
 __all__ = [
     "GradientNode",
@@ -14,4 +15,5 @@ __all__ = [
     "describe_onnx",
     "load_onnx_model",
     "register_gradient",
+    "torch_type",
 ]

@@ -83,16 +83,19 @@ def check_description(model: OnnxModel, description: ModelDescription, loss_fn: 
         raise ValueError(f"the loss's name {description.loss.name!r} is taken by a value of the ONNX model")
 
 
-def describe_onnx(model: OnnxModel, loss_fn: LossFunction | None, batch: Mapping[str, Any]) -> ModelDescription:
+def describe_onnx(
+    model: OnnxModel, loss_fn: LossFunction | None, batch: Mapping[str, Any], loss: str = ""
+) -> ModelDescription:
     """Returns the description that an ONNX model itself has: its inputs, outputs and their named dimensions.
 
     Args:
         model: The model.
         loss_fn: The loss function; then the label is the entry of the batch that is no input of the model.
         batch: A sample, which tells the shape of the label.
+        loss: Name of the output that is the loss; empty to find it.
 
     Raises:
-        ValueError: If it is not clear which output is the loss or which entry the label.
+        ValueError: If there is no such output, or it is not clear which output is the loss or which entry the label.
     """
     values = {value.name: value for value in (*model.proto.graph.input, *model.proto.graph.output)}
 
@@ -117,8 +120,10 @@ def describe_onnx(model: OnnxModel, loss_fn: LossFunction | None, batch: Mapping
         outputs = [("loss", [], True), *((name, shape(name)) for name in model.outputs)]
         return ModelDescription({"inputs": inputs, "outputs": outputs})
     scalars = [name for name in model.outputs if not shape(name) or shape(name) == [1]]
-    if "loss" in scalars:
-        scalars = ["loss"]
+    if loss and loss not in model.outputs:
+        raise ValueError(f"the loss {loss!r} is no output of the ONNX model: it has {list(model.outputs)}")
+    if loss or "loss" in scalars:
+        scalars = [loss or "loss"]
     if len(scalars) != 1:
         raise ValueError(
             f"model_desc='auto': it is not clear which output of the ONNX model is the loss. Its outputs are "
@@ -183,8 +188,8 @@ class OnnxGraphBuilder:
                 if isinstance(described, str) and size.dim_value:
                     if sizes[described] != size.dim_value:
                         raise ExportError(
-                            f"dimension {described!r} of input {entry.name!r} is {sizes[described]}, but the ONNX model "
-                            f"was exported for {size.dim_value} only"
+                            f"dimension {described!r} of input {entry.name!r} is {sizes[described]}, but the ONNX "
+                            f"model was exported for {size.dim_value} only"
                         )
                     fixed[described] = size.dim_value
         return fixed

@@ -69,7 +69,7 @@ class GraphRunner:
         self.graph = graph
         self._device = device
         self._state = {graph.state[name]: state[name] for name in graph.state}
-        self._session = InferenceSession(
+        self.inference_session = InferenceSession(
             ir.to_proto(graph.model).SerializeToString(),
             sess_options=options,
             providers=list(providers),
@@ -128,7 +128,7 @@ class GraphRunner:
             else:
                 results[name] = torch.empty(shape, dtype=dtypes[name], device=self._device)
                 self._bind_output(binding, name, results[name])
-        self._session.run_with_iobinding(binding)
+        self.inference_session.run_with_iobinding(binding)
         if len(results) < len(plan.outputs):
             found = dict(zip(self._bound_names(plan, destinations), binding.get_outputs(), strict=True))
             for name in plan.outputs:
@@ -141,7 +141,7 @@ class GraphRunner:
     ) -> _Plan:
         sizes = self.graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
         shapes = {spec.name: spec.shape for spec in self.graph.outputs}
-        binding = self._session.io_binding()
+        binding = self.inference_session.io_binding()
         for name, value in self._state.items():
             self._bind_input(binding, name, value)
         for name, value in destinations.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..engine import SessionOptions, providers_for, session_options
+from ..engine import InferenceSession, SessionOptions, providers_for, session_options
 from ..graph import TrainingGraph
 from ..optim import _OptimizerConfig
 from ..optim.update import OptimizerUpdate
@@ -95,6 +95,16 @@ class StepSession:
     def graphs(self, training: bool) -> list[TrainingGraph]:
         """Returns the graphs of a mode, in the order in which they were added."""
         return [runner.graph for runner in self._runners[training]]
+
+    @property
+    def inference_session(self) -> InferenceSession:
+        """The ONNX Runtime session of the first training graph.
+
+        Raises:
+            RuntimeError: If there is none yet.
+        """
+        self._first(True)
+        return self._runners[True][0].inference_session
 
     def graph_for(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> TrainingGraph | None:
         """Returns the graph that a step runs for a batch of these shapes (input name -> shape), or None."""

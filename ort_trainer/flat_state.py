@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ort_trainer import ORTTrainer
+from .trainer import ORTTrainer
 
 __all__ = ["flat_state_dict", "load_flat_state_dict"]
 
