@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from .amp import LossScaler
 from .engine import SessionOptions
 from .optim import _LRScheduler
@@ -25,6 +27,9 @@ class _OptionsValidator(
 ):
     def _normalize_coerce_enum_name(self, value: Any) -> Any:
         return getattr(value, "name", value)
+
+    def _normalize_coerce_dtype_name(self, value: Any) -> Any:
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 class _Options:
@@ -162,11 +167,22 @@ class ORTTrainerOptions(_Options):
 
 
 def _cross_check(document: Mapping[str, Any]) -> Iterator[str]:
+    utils = document["utils"]
+    if utils["max_grad_norm"] is not None and not utils["grad_norm_clip"]:
+        yield (
+            f"utils.max_grad_norm: {utils['max_grad_norm']} has no effect with utils.grad_norm_clip False; leave one "
+            "of them out"
+        )
     precision = document["mixed_precision"]
     if precision["loss_scaler"] is not None and not precision["enabled"]:
         yield (
             "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
             "or leave the loss scaler out"
+        )
+    if precision["dtype"] != "float16" and not precision["enabled"]:
+        yield (
+            f"mixed_precision.dtype: {precision['dtype']!r} has no effect without mixed precision; set "
+            "mixed_precision.enabled to True, or leave the dtype out"
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,7 @@ from .options import ORTTrainerOptions
 from .session import TrainingSession
 from .state import Layout, Restored, apply_to_session, collect, read, to_pytorch
 from .step_info import TrainStepInfo
+from .window import AccumulationWindow
 
 __all__ = ["ORTTrainer"]
 
@@ -45,6 +48,7 @@ _NOT_INITIALIZED = (
 )
 # Each graph for other sizes costs an export; a model that fixes a dimension must not export without end.
 _MAXIMUM_GRAPHS = 16
+_GRADIENT_WEIGHT = "gradient_weight"
 Copied = TypeVar("Copied", LossScaler, _LRScheduler)
 
 
@@ -63,7 +67,7 @@ class ORTTrainer:
             come in the order (loss,) + outputs of the model; the ones at the end may be left out. Or ``"auto"``: it is
             derived from the first batch and one forward pass. Then the first dimension of all inputs is dynamic, and
             every dimension of integer inputs; another dimension becomes so when a batch comes with another size.
-        optim_config: An ``SGDConfig``, ``AdamConfig`` or ``LambConfig``.
+        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss.
         options: Settings; None for the defaults.
 
@@ -91,7 +95,7 @@ class ORTTrainer:
             raise TypeError(f"model must be a torch.nn.Module, but a {type(model).__name__} was given{hint}")
         if not isinstance(optim_config, _OptimizerConfig):
             raise TypeError(
-                "optim_config must be an SGDConfig, AdamConfig or LambConfig from ort_trainer.optim, but "
+                "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig from ort_trainer.optim, but "
                 f"{optim_config!r} was given"
             )
         if loss_fn is not None and not callable(loss_fn):
@@ -115,6 +119,8 @@ class ORTTrainer:
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
             raise ValueError(f"model_desc must be a dict or 'auto', but {model_desc!r} was given")
+        self._window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
+        self._check_gradient_weight()
         # Copies, because they have state: options can serve several trainers.
         self._loss_scaler = self._make_loss_scaler()
         self._lr_scheduler = _own_copy(options.lr_scheduler, "lr_scheduler")
@@ -155,6 +161,23 @@ class ORTTrainer:
         return self._lr_scheduler
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per weight update; at first the option ``batch.gradient_accumulation_steps``.
+
+        It can be assigned between two windows, so right after an update or before the first step; a checkpoint keeps
+        what was assigned.
+
+        Raises:
+            RuntimeError: If it is assigned inside a window.
+            TypeError, ValueError: If the value is no int, or less than 1.
+        """
+        return self._window.size
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._window.size = steps
+
+    @property
     def session(self) -> TrainingSession | None:
         """The session that owns the tensors; None before the first step."""
         return self._session
@@ -175,7 +198,8 @@ class ORTTrainer:
 
         Args:
             *args: Inputs in the order of the model description, or one dict, list or tuple that holds them all.
-            **kwargs: Inputs by name.
+            **kwargs: Inputs by name. With ``batch.gradient_reduction`` "weighted" also ``gradient_weight``: a positive
+                number, by which this micro-batch counts in the mean of the window's gradients.
 
         Returns:
             The described outputs (or ``train_step_info.fetches``) as a list of new tensors; a bare tensor where it is
@@ -185,20 +209,24 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. Nothing has been counted or changed then.
             ExportError: In the first step, if the model can't be exported.
         """
+        window = self._window
+        weight = window.checked_weight(self._take_gradient_weight(kwargs))
         batch = self._bind(args, kwargs)
         names = self._fetches()
         session = self._prepare(batch, training=True)
         info = self._train_step_info
-        learning_rate = self._next_learning_rate()
+        rates = self._next_learning_rates()
         scaler = self._loss_scaler
         scale = scaler.loss_scale if scaler is not None else 1.0
-        outputs = session.train_step(list(batch.values()), loss_scale=scale, names=names)
+        factor = scale * window.factor(weight)
+        outputs = session.train_step(list(batch.values()), loss_scale=factor, names=names)
+        window.add(weight)
         info.step += 1
-        steps = self.options.batch.gradient_accumulation_steps
-        if info.step % steps == 0:
-            session.set_learning_rate(learning_rate)
-            info.all_finite = session.optimizer_step(divisor=steps * scale, check_finite=scaler is not None)
+        if window.complete:
+            session.set_learning_rate(*rates)
+            info.all_finite = session.optimizer_step(divisor=window.divisor * scale, check_finite=scaler is not None)
             session.lazy_reset_grad()
+            window.reset()
             try:
                 self._update_scale()
             finally:
@@ -225,6 +253,66 @@ class ORTTrainer:
         outputs = session.eval_step(inputs, names=names)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
+
+        Before the first step it is the value that training will begin with.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        canonical = self._parameter_name(name)
+        if self._session is not None:
+            return self._session.parameters[canonical].cpu().clone()
+        waiting = {} if self._pending is None else self._pending.tensors
+        return waiting.get(canonical, self._layout.tensors[canonical]).cpu().clone()
+
+    def set_parameter(self, name: str, value: Any) -> None:
+        """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
+
+        Raises:
+            RuntimeError: Before the first step: change the model itself then, or call :meth:`prepare` first.
+            TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
+        """
+        canonical = self._parameter_name(name)
+        session = self._begun("set_parameter")
+        session.parameters[canonical].copy_(_like(session.parameters[canonical], name, value))
+
+    def get_gradient(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
+
+        It is what an update right now would use, before clipping: without the loss scale, and reduced as
+        ``batch.gradient_reduction`` says. None where there is none: before the first step, right after an update, and
+        for parameters that are not trained or that the loss does not depend on.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        canonical = self._parameter_name(name)
+        gradients = {} if self._session is None else self._session.present_gradients()
+        if canonical not in gradients:
+            return None
+        return gradients[canonical].cpu() / self._gradient_divisor()
+
+    def set_gradient(self, name: str, value: Any) -> None:
+        """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
+
+        Raises:
+            RuntimeError: If no micro-batch of a window has been run, so that the next one would overwrite it.
+            TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
+        """
+        canonical = self._parameter_name(name)
+        if canonical not in self._trainable:
+            raise ValueError(f"{name!r} is not trained, so it has no gradient")
+        session = self._begun("set_gradient")
+        if not self._window.micro_batches:
+            raise RuntimeError(
+                "set_gradient works inside an accumulation window, after its first micro-batch and before the update: "
+                "now there are no gradients"
+            )
+        checked = _like(session.parameters[canonical], name, value)
+        session.restore_gradients({**session.present_gradients(), canonical: checked * self._gradient_divisor()})
+
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
 
@@ -232,9 +320,9 @@ class ORTTrainer:
             pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
                 tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
                 ``optimizer`` (per weight ``Moment_1``, ``Moment_2``; Adam ``Update_Count``; LAMB
-                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``gradients`` (inside an
-                accumulation window), ``random``, and ``loss_scaler`` and ``lr_scheduler`` where there are any. Update
-                counts are updates done plus 1, as they always were.
+                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the
+                accumulation window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` where
+                there are any. Update counts are updates done plus 1, as they always were.
 
         Returns:
             The state. Before the first step there is none: a warning is given, and the state that was loaded and waits
@@ -260,7 +348,7 @@ class ORTTrainer:
             RuntimeError: If names do not match and ``strict`` is True.
             TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
         """
-        restored = read(state_dict, self._layout, strict)
+        restored = read(state_dict, self._layout, self._window, strict)
         scaler = _with_state(self._loss_scaler, restored.loss_scaler, "loss_scaler")
         scheduler = _with_state(self._lr_scheduler, restored.lr_scheduler, "lr_scheduler")
         if self._session is not None:
@@ -268,6 +356,7 @@ class ORTTrainer:
         else:
             self._pending, self._pending_dict = restored.over(self._pending), state_dict
         self._loss_scaler, self._lr_scheduler = scaler, scheduler
+        self._window = restored.window or self._window
         info = self._train_step_info
         info.step = info.step if restored.step is None else restored.step
         if restored.optimization_step is not None:
@@ -393,12 +482,13 @@ class ORTTrainer:
 
     def _set_description(self, description: ModelDescription) -> None:
         check_signature(self._model, description, self.loss_fn)
+        precision = self.options.mixed_precision
         step = ExportedStep(
             model=self._model,
             description=description,
             loss_fn=self.loss_fn,
             trainable=frozenset(self._trainable),
-            autocast=torch.float16 if self.options.mixed_precision.enabled else None,
+            autocast=getattr(torch, precision.dtype) if precision.enabled else None,
             opset=self.options._internal_use.onnx_opset_version,
         )
         self._description = description
@@ -408,7 +498,9 @@ class ORTTrainer:
         precision = self.options.mixed_precision
         if not precision.enabled:
             return None
-        return _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler") or DynamicLossScaler()
+        given = _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler")
+        # bfloat16 has the exponents of fp32, so its gradients do not vanish.
+        return DynamicLossScaler() if given is None and precision.dtype == "float16" else given
 
     def _make_layout(self) -> Layout:
         named = [
@@ -424,7 +516,6 @@ class ORTTrainer:
             canonical=self._canonical,
             trainable=self._trainable,
             optimizer=self.optim_config.name,
-            accumulation_steps=self.options.batch.gradient_accumulation_steps,
             device=self._device,
         )
 
@@ -503,6 +594,7 @@ class ORTTrainer:
             {name: aliases[name] for name in self._trainable},
             self.optim_config,
             clip=options.utils.grad_norm_clip,
+            max_norm=options.utils.max_grad_norm,
             device=self._device,
             given_options=options.session_options,
             deterministic=options.debug.deterministic_compute,
@@ -572,26 +664,81 @@ class ORTTrainer:
                     f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
                 )
 
-    def _next_learning_rate(self) -> float:
+    def _check_gradient_weight(self) -> None:
+        """Raises where the model has an input by the name that weighted gradients take."""
+        taken = set(() if self._description is None else self._description.input_names)
+        taken |= set(inspect.signature(self._model.forward).parameters)
+        if self._window.reduction == "weighted" and _GRADIENT_WEIGHT in taken:
+            raise ValueError(
+                f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
+                "model has an input of that name: rename the input"
+            )
+
+    def _take_gradient_weight(self, kwargs: dict[str, Any]) -> Any:
+        if self._window.reduction == "weighted":
+            return kwargs.pop(_GRADIENT_WEIGHT, None)
+        known = set(() if self._description is None else self._description.input_names)
+        known |= set(inspect.signature(self._model.forward).parameters)
+        if _GRADIENT_WEIGHT in kwargs and _GRADIENT_WEIGHT not in known:
+            raise TypeError(
+                f"{_GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self._window.reduction!r}: set it to "
+                "'weighted'"
+            )
+        return None
+
+    def _next_learning_rates(self) -> list[float]:
+        """Returns one learning rate for all parameters, or one per group and one for the others."""
+        config = self.optim_config
         if self._lr_scheduler is None:
-            return self.optim_config.lr
+            return config.learning_rates
         upcoming = copy.copy(self._train_step_info)
         upcoming.step += 1
-        rates = self._lr_scheduler._step(upcoming)
-        first = rates[0] if isinstance(rates, (list, tuple)) and len(rates) else rates
+        given = self._lr_scheduler._step(upcoming)
+        name = type(self._lr_scheduler).__name__
         try:
-            return float(first)
+            rates = [float(rate) for rate in (given if isinstance(given, (list, tuple)) else [given])]
         except (TypeError, ValueError):
-            raise TypeError(
-                f"get_lr() of {type(self._lr_scheduler).__name__} must return a list with one number, but it returned "
-                f"{rates!r}"
-            ) from None
+            raise TypeError(f"get_lr() of {name} must return a list of numbers, but it returned {given!r}") from None
+        groups = len(config.learning_rates)
+        if len(rates) not in (1, groups):
+            raise ValueError(
+                f"get_lr() of {name} must return one learning rate"
+                + (f", or {groups}: one per parameter group and one for all others" if groups > 1 else "")
+                + f", but it returned {given!r}"
+            )
+        if len(rates) < groups and config.has_group_rates:
+            raise ValueError(
+                f"get_lr() of {name} returned one learning rate, {given!r}, but parameter groups have their own, which "
+                f"it would override: return {groups}, from train_step_info.optimizer_config.learning_rates, or leave "
+                "'lr' out of the groups"
+            )
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise ValueError(f"get_lr() of {name} must return finite numbers, at least 0, but it returned {given!r}")
+        return rates
+
+    def _gradient_divisor(self) -> float:
+        return self._window.divisor * (1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale)
+
+    def _parameter_name(self, name: str) -> str:
+        """Returns the first name of a parameter."""
+        names = {own for own, _ in self._model.named_parameters(remove_duplicate=False)}
+        if name not in names:
+            raise ValueError(f"{name!r} is no parameter of the model; it has {sorted(names)}")
+        return self._canonical[name]
 
     def _update_scale(self) -> None:
         if self._loss_scaler is not None:
             scale = self._loss_scaler.update(self._train_step_info)
             if scale is not None:
                 self._loss_scaler.loss_scale = scale
+
+    def _begun(self, method: str) -> TrainingSession:
+        if self._session is None:
+            raise RuntimeError(
+                f"training has not begun: call prepare(), train_step() or eval_step() before {method}(), or change the "
+                "model itself"
+            )
+        return self._session
 
     def _started(self, method: str) -> TrainingSession:
         if self._session is None:
@@ -604,14 +751,26 @@ class ORTTrainer:
         return collect(
             session,
             self._layout,
+            self._window,
             step=self._train_step_info.step,
             optimization_step=self._train_step_info.optimization_step,
-            mixed_precision=self._loss_scaler is not None,
+            mixed_precision=self.options.mixed_precision.enabled,
             loss_scaler=None if self._loss_scaler is None else self._loss_scaler.state_dict(),
             lr_scheduler=None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
             include_optimizer=include_optimizer,
             copy=copy_arrays,
         )
+
+
+def _like(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+    """Returns a tensor or array on the device of a parameter, after a check of its shape and dtype."""
+    given = to_tensor(name, value)
+    if given.shape != current.shape or given.dtype != current.dtype:
+        raise ValueError(
+            f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "
+            f"{given.dtype} were given"
+        )
+    return given.to(current.device)
 
 
 def _own_copy(given: Copied | None, option: str) -> Copied | None:

@@ -19,6 +19,7 @@ ALLOWED = {
     "engine": set(),
     "atomic": set(),
     "memory": set(),
+    "window": set(),
     "amp": {"step_info"},  # for annotations only
     "optim": {"step_info"},  # for annotations only
     "step_info": {"optim"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "graph": LEAVES,
     "frontend": LEAVES | {"graph", "model_desc"},
     "session": LEAVES | {"graph", "optim"},
-    "state": LEAVES | {"session", "optim"},
+    "state": LEAVES | {"session", "optim", "window"},
     "checkpoint": LEAVES,
     "trainer": LEAVES
     | {
@@ -43,6 +44,7 @@ ALLOWED = {
         "session",
         "state",
         "step_info",
+        "window",
     },
     "__init__": {"amp", "optim", "errors", "options", "session", "step_info", "trainer"},
 }

@@ -233,3 +233,61 @@ def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
     for name, value in trainer.state_dict(pytorch_format=True).items():
         parameter = reference.get_parameter(name)
         assert_close(parameter.detach() - value, parameter.grad, 2e-2, name)
+
+
+def bf16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
+    return {"mixed_precision": {"enabled": True, "dtype": torch.bfloat16, "loss_scaler": scaler}, **options}
+
+
+def test_bfloat16_numbers_are_those_of_autocast() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    trainer = mlp_trainer(bf16(utils={"grad_norm_clip": False}), model=model)
+    assert trainer.loss_scaler is None and trainer.options.mixed_precision.dtype == "bfloat16"
+    for x, y in mlp_batches(10):
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.bfloat16
+        assert_close(logits, prediction.detach(), 1e-2, "logits")
+        assert_close(loss, expected.detach(), 1e-3, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert not torch.equal(prediction.float(), reference(x)), "PyTorch did compute in bfloat16"
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert_close(value, reference.state_dict()[name], 1e-3, name)
+    state = trainer.state_dict()
+    assert state["trainer_options"]["mixed_precision"] is True and "loss_scaler" not in state
+
+
+def test_convolution_attention_and_norms_in_bfloat16() -> None:
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(amp.DynamicLossScaler(loss_scale=8.0)))
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=options)
+    assert trainer.loss_scaler is not None, "a scaler that is given is used"
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for _ in range(5):
+        # Inputs in bfloat16 go through, too.
+        x, y = torch.randn(4, 1, 8, 8).bfloat16(), torch.randint(0, 3, (4,))
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert logits.dtype == torch.bfloat16
+        assert_close(loss, expected.detach(), 1e-2, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    evaluated = trainer.eval_step(x, y)[0]
+    reference.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")

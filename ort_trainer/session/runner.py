@@ -109,11 +109,12 @@ class GraphRunner:
             if len(self._plans) > _MAXIMUM_PLANS:
                 del self._plans[next(iter(self._plans))]
         binding = plan.binding
-        for name, value in batch.items():
+        # Kept until the run is over: the binding holds addresses only. Graphs take bfloat16 as fp32.
+        given = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in batch.items()}
+        for name, value in given.items():
             self._bind_input(binding, name, value)
         if self.graph.loss_scale is not None and loss_scale is not None:
             self._bind_input(binding, self.graph.loss_scale.name, loss_scale)
-        # Kept until the run is over: the binding holds addresses only.
         drawn = [
             _draw(spec, shape, self._device, generator)
             for spec, shape in zip(self.graph.random, plan.random, strict=True)
@@ -126,7 +127,7 @@ class GraphRunner:
             if shape is None:
                 binding.bind_output(name, self._device.type, self._device.index or 0)
             else:
-                results[name] = torch.empty(shape, dtype=dtypes[name], device=self._device)
+                results[name] = torch.empty(shape, dtype=_bound_type(dtypes[name]), device=self._device)
                 self._bind_output(binding, name, results[name])
         self._session.run_with_iobinding(binding)
         if len(results) < len(plan.outputs):
@@ -134,7 +135,7 @@ class GraphRunner:
             for name in plan.outputs:
                 if name not in results:
                     results[name] = torch.from_numpy(found[name].numpy()).to(self._device)
-        return {name: results[name] for name in names}
+        return {name: results[name].to(dtypes[name]) for name in names}
 
     def _make_plan(
         self, batch: Mapping[str, torch.Tensor], names: Sequence[str], destinations: Mapping[str, torch.Tensor]
@@ -177,6 +178,10 @@ class GraphRunner:
             tuple(value.shape),
             address,
         )
+
+
+def _bound_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _has_double(graph: TrainingGraph) -> bool:
