@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -173,6 +174,10 @@ def _cross_check(document: Mapping[str, Any]) -> Iterator[str]:
             f"utils.max_grad_norm: {utils['max_grad_norm']} has no effect with utils.grad_norm_clip False; leave one "
             "of them out"
         )
+    paths: dict[Path, str] = {}
+    for key, path in document["debug"]["graph_save_paths"].items():
+        if path and paths.setdefault(Path(path).absolute(), key) != key:
+            yield f"debug.graph_save_paths.{key}: {path!r} is also {paths[Path(path).absolute()]}: give each its own"
     precision = document["mixed_precision"]
     if precision["loss_scaler"] is not None and not precision["enabled"]:
         yield (

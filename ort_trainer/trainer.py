@@ -30,6 +30,7 @@ from .frontend import (
 )
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
+from .graph_files import check_graph_paths, save_graphs
 from .memory import return_freed_memory
 from .model_desc import ModelDescription
 from .optim import _LRScheduler, _OptimizerConfig
@@ -111,6 +112,7 @@ class ORTTrainer:
         self._device = resolve_device(options.device.id, options.is_given("device.id"))
         self._canonical = canonical_names(model)
         self._trainable = self._find_trainable()
+        check_graph_paths(options.debug.graph_save_paths.to_dict())
         self._description: ModelDescription | None = None
         self._builder: GraphBuilder | None = None
         self._narrower: ModelDescription | None = None
@@ -635,6 +637,15 @@ class ORTTrainer:
                     shape = [sizes.get(size, 2) if isinstance(size, str) else size for size in entry.shape]
                     batch = {**batch, entry.name: torch.zeros(shape, dtype=self._sample[entry.name][1])}
         graph = self._build(batch, training)
+        if training and not graphs:
+            save_graphs(
+                self.options.debug.graph_save_paths.to_dict(),
+                graph,
+                session,
+                self.optim_config,
+                accumulate=self._window.size > 1,
+                check_finite=self._loss_scaler is not None,
+            )
         session.add_graph(graph)
         return_freed_memory()
         if self._loss_scaler is not None and graph.loss_scale is not None:

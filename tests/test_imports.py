@@ -29,6 +29,7 @@ ALLOWED = {
     "graph": LEAVES,
     "frontend": LEAVES | {"graph", "model_desc"},
     "session": LEAVES | {"graph", "optim"},
+    "graph_files": LEAVES | {"graph", "optim", "session"},
     "state": LEAVES | {"session", "optim", "window"},
     "checkpoint": LEAVES,
     "trainer": LEAVES
@@ -38,6 +39,7 @@ ALLOWED = {
         "checkpoint",
         "frontend",
         "graph",
+        "graph_files",
         "model_desc",
         "optim",
         "options",

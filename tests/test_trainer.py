@@ -133,7 +133,7 @@ class NoForwardName(nn.Module):
         ({"model": None}, TypeError, "model must be a torch.nn.Module, but a NoneType"),
         ({"model": onnx.ModelProto()}, TypeError, "ONNX models are not supported yet"),
         ({"model_desc": 3}, TypeError, "model_desc must be a dict"),
-        ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig or LambConfig"),
+        ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
         ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),

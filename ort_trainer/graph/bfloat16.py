@@ -42,13 +42,13 @@ def _infer_types(model: ir.Model) -> None:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
     for value in unknown:
         if types.get(value.name):
-            value.dtype = ir.DataType(types[value.name])
+            value.type = ir.TensorType(ir.DataType(types[value.name]))
 
 
 def _cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
     node = ir.node("Cast", [value], {"to": ir.AttrInt64("to", dtype)}, num_outputs=1, name=f"{name}_node")
     result = node.outputs[0]
-    result.name, result.dtype, result.shape = name, dtype, value.shape
+    result.name, result.type, result.shape = name, ir.TensorType(dtype), value.shape
     return node
 
 
@@ -59,7 +59,7 @@ def _widen_interface(graph: ir.Graph) -> None:
             ir.convenience.replace_all_uses_with(value, cast.outputs[0])
             cast.replace_input_with(0, value)
             graph.insert_before(graph[0], cast)
-            value.dtype = _WIDE
+            value.type = ir.TensorType(_WIDE)
     for index, value in enumerate(graph.outputs):
         if value.dtype == _NARROW:
             name = value.name
@@ -85,7 +85,7 @@ def _widen_nodes(graph: ir.Graph | ir.Function) -> None:
         for value in node.outputs:
             if value.dtype == _NARROW:
                 cast = _cast(value, _NARROW, f"{value.name}__rounded")
-                value.dtype = _WIDE
+                value.type = ir.TensorType(_WIDE)
                 ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
                 cast.replace_input_with(0, value)
                 graph.insert_after(node, cast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,12 @@ class OptimizerUpdate:
             found.setdefault(index, _Group(index, hyper, limit if clip else math.inf)).names.append(name)
         self._groups = list(found.values())
         self._clip = any(math.isfinite(group.limit) for group in self._groups)
+
+    @property
+    def groups(self) -> Iterator[tuple[int, dict[str, Any], float, list[str]]]:
+        """Index of the config's group, hyper-parameters, limit of the gradient norm and names of the parameters."""
+        for group in self._groups:
+            yield group.index, group.hyper, group.limit, group.names
 
     def step(
         self,

@@ -13,7 +13,7 @@ import torch
 from ..engine import InferenceSession, SessionOptions
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
 
-__all__ = ["GraphRunner"]
+__all__ = ["GraphRunner", "load"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -69,12 +69,7 @@ class GraphRunner:
         self.graph = graph
         self._device = device
         self._state = {graph.state[name]: state[name] for name in graph.state}
-        self._session = InferenceSession(
-            ir.to_proto(graph.model).SerializeToString(),
-            sess_options=options,
-            providers=list(providers),
-            disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
-        )
+        self._session = load(graph, providers, options)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._nothing = torch.zeros(1, device=device)
 
@@ -178,6 +173,18 @@ class GraphRunner:
             tuple(value.shape),
             address,
         )
+
+
+def load(
+    graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
+) -> InferenceSession:
+    """Returns an ONNX Runtime session of a graph."""
+    return InferenceSession(
+        ir.to_proto(graph.model).SerializeToString(),
+        sess_options=options,
+        providers=list(providers),
+        disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
+    )
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:

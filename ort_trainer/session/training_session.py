@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..engine import SessionOptions, providers_for, session_options
 from ..graph import TrainingGraph
 from ..optim import _OptimizerConfig
 from ..optim.update import OptimizerUpdate
-from .runner import GraphRunner
+from .runner import GraphRunner, load
 
 __all__ = ["TrainingSession"]
 
@@ -94,6 +95,14 @@ class TrainingSession:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.buffers[name])
         self._runners[graph.training].append(runner)
+
+    def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
+        """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
+        # The user's own options are never written to, and can't be copied: of them the level of optimization counts.
+        options = session_options(None, self._options.use_deterministic_compute)
+        options.graph_optimization_level = self._options.graph_optimization_level
+        options.optimized_model_filepath = str(path)
+        load(graph, self._providers, options)
 
     def graphs(self, training: bool) -> list[TrainingGraph]:
         """Returns the graphs of a mode, in the order in which they were added."""
