@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from .amp import LossScaler
 from .engine import SessionOptions
 from .optim import _LRScheduler
+from .option_checks import conflicts, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
 
 __all__ = ["ORTTrainerOptions"]
@@ -118,8 +118,8 @@ class ORTTrainerOptions(_Options):
     """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
 
     The settings are a nested dict; what is left out gets its default, and every value is then an attribute:
-    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. The README lists
-    all keys.
+    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. docs/options.md
+    lists all keys.
 
     Args:
         options: The settings, or None for all defaults. The dict is not changed and not kept.
@@ -142,11 +142,13 @@ class ORTTrainerOptions(_Options):
             options = {}
         if not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict or None, but a {type(options).__name__} was given: {options!r}")
+        options = respelled(options)
+        given = frozenset(_paths(options))
         validator = _OptionsValidator(_SCHEMA)
-        valid = validator.validate(dict(options))
+        valid = validator.validate(options)
         errors = [f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)]
         if valid:
-            errors = list(_cross_check(validator.document))
+            errors = list(conflicts(validator.document, given))
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document
@@ -160,35 +162,11 @@ class ORTTrainerOptions(_Options):
             )
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
         super().__init__(document, _SCHEMA)
-        object.__setattr__(self, "_given", frozenset(_paths(options)))
+        object.__setattr__(self, "_given", given)
 
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, be it at its default."""
         return path in self._given
-
-
-def _cross_check(document: Mapping[str, Any]) -> Iterator[str]:
-    utils = document["utils"]
-    if utils["max_grad_norm"] is not None and not utils["grad_norm_clip"]:
-        yield (
-            f"utils.max_grad_norm: {utils['max_grad_norm']} has no effect with utils.grad_norm_clip False; leave one "
-            "of them out"
-        )
-    paths: dict[Path, str] = {}
-    for key, path in document["debug"]["graph_save_paths"].items():
-        if path and paths.setdefault(Path(path).absolute(), key) != key:
-            yield f"debug.graph_save_paths.{key}: {path!r} is also {paths[Path(path).absolute()]}: give each its own"
-    precision = document["mixed_precision"]
-    if precision["loss_scaler"] is not None and not precision["enabled"]:
-        yield (
-            "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
-            "or leave the loss scaler out"
-        )
-    if precision["dtype"] != "float16" and not precision["enabled"]:
-        yield (
-            f"mixed_precision.dtype: {precision['dtype']!r} has no effect without mixed precision; set "
-            "mixed_precision.enabled to True, or leave the dtype out"
-        )
 
 
 def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -484,17 +484,18 @@ class ORTTrainer:
 
     def _set_description(self, description: ModelDescription) -> None:
         check_signature(self._model, description, self.loss_fn)
-        precision = self.options.mixed_precision
+        precision, internal = self.options.mixed_precision, self.options._internal_use
         step = ExportedStep(
             model=self._model,
             description=description,
             loss_fn=self.loss_fn,
             trainable=frozenset(self._trainable),
             autocast=getattr(torch, precision.dtype) if precision.enabled else None,
-            opset=self.options._internal_use.onnx_opset_version,
+            opset=internal.onnx_opset_version,
+            simplified=internal.enable_internal_postprocess,
         )
         self._description = description
-        self._builder = GraphBuilder(step, self.options._internal_use.extra_postprocess)
+        self._builder = GraphBuilder(step, internal.extra_postprocess, internal.enable_onnx_contrib_ops)
 
     def _make_loss_scaler(self) -> LossScaler | None:
         precision = self.options.mixed_precision

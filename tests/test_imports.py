@@ -24,7 +24,8 @@ ALLOWED = {
     "optim": {"step_info"},  # for annotations only
     "step_info": {"optim"},
     "model_desc": LEAVES,
-    "options": LEAVES | {"amp", "optim"},
+    "option_checks": set(),
+    "options": LEAVES | {"amp", "optim", "option_checks"},
     "batch": LEAVES | {"model_desc"},
     "graph": LEAVES,
     "frontend": LEAVES | {"graph", "model_desc"},

@@ -40,6 +40,7 @@ class ExportedStep:
         trainable: Canonical names of the parameters to train.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
+        simplified: Whether the graph is made smaller after its translation.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class ExportedStep:
     trainable: frozenset[str]
     autocast: torch.dtype | None = None
     opset: int = 18
+    simplified: bool = True
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
