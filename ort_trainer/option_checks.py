@@ -26,14 +26,14 @@ _EDGE = r"[^,:/-]+(-[^,:/-]+(/[^,:/-]+)*)?"
 _CUT = re.compile(rf"{_EDGE}(:{_EDGE})*")
 
 
-def respelled(options: Mapping[Any, Any]) -> dict[Any, Any]:
+def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns a copy of the user's dict in which every key has the name and place that the schema knows.
 
-    Raises:
-        ValueError: If an option is given under both of its names, with the list of all such.
+    Returns:
+        The copy, and what is wrong with the keys: options given under both of their names, and keys that are no str.
     """
-    result: dict[Any, Any] = _copied(options)
-    twice = []
+    result: dict[str, Any] = _copied(options)
+    wrong = [f"{path}: keys must be str, but {key!r} is one" for path, key in _strange_keys(options)]
     for other, own in _SPELLINGS.items():
         source, key = _section(result, other, make=False)
         if source is None or key not in source:
@@ -42,15 +42,23 @@ def respelled(options: Mapping[Any, Any]) -> dict[Any, Any]:
         if target is None:
             continue  # the section is no dict, which the schema will say
         if name in target:
-            twice.append(f"{other}: is another name of {own}, which is given too: leave one of them out")
+            wrong.append(f"{other}: is another name of {own}, which is given too: leave one of them out")
         target[name] = source.pop(key)
-    if twice:
-        raise ValueError("Invalid options: " + "; ".join(twice))
-    return result
+    return result, wrong
 
 
 def _copied(value: Any) -> Any:
-    return {key: _copied(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _copied(entry) for key, entry in value.items() if isinstance(key, str)}
+
+
+def _strange_keys(options: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if not isinstance(key, str):
+            yield f"{path}{key!r}", key
+        elif isinstance(value, Mapping):
+            yield from _strange_keys(value, f"{path}{key}.")
 
 
 def _section(options: dict[Any, Any], path: str, make: bool) -> tuple[dict[Any, Any] | None, str]:

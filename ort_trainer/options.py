@@ -142,13 +142,14 @@ class ORTTrainerOptions(_Options):
             options = {}
         if not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict or None, but a {type(options).__name__} was given: {options!r}")
-        options = respelled(options)
+        options, errors = respelled(options)
         given = frozenset(_paths(options))
         validator = _OptionsValidator(_SCHEMA)
         valid = validator.validate(options)
-        errors = [f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)]
+        for path, message in flatten_errors(validator.errors):
+            errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
-            errors = list(conflicts(validator.document, given))
+            errors += conflicts(validator.document, given)
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document

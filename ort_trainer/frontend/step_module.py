@@ -74,7 +74,12 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
     names = description.input_names
     if loss_fn is not None:
         try:
-            inspect.signature(loss_fn).bind(None, None)
+            signature = inspect.signature(loss_fn)
+        except ValueError:
+            signature = None  # some built-in functions have none, so it is left to the export
+        try:
+            if signature is not None:
+                signature.bind(None, None)
         except TypeError as error:
             raise TypeError(f"loss_fn must take two arguments, (prediction, label), but {loss_fn!r}: {error}") from None
         if isinstance(loss_fn, nn.Module):
