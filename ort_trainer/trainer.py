@@ -502,6 +502,8 @@ class ORTTrainer:
         if not precision.enabled:
             return None
         given = _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler")
+        if given is not None:
+            _check_loss_scaler(given)
         # bfloat16 has the exponents of fp32, so its gradients do not vanish.
         return DynamicLossScaler() if given is None and precision.dtype == "float16" else given
 
@@ -708,7 +710,7 @@ class ORTTrainer:
         given = self._lr_scheduler._step(upcoming)
         name = type(self._lr_scheduler).__name__
         try:
-            rates = [float(rate) for rate in (given if isinstance(given, (list, tuple)) else [given])]
+            rates = [float(rate) for rate in given]
         except (TypeError, ValueError):
             raise TypeError(f"get_lr() of {name} must return a list of numbers, but it returned {given!r}") from None
         groups = len(config.learning_rates)
@@ -792,6 +794,22 @@ def _own_copy(given: Copied | None, option: str) -> Copied | None:
         raise TypeError(
             f"the trainer works on a copy of {option}, and {type(given).__name__} can't be copied: give it a "
             f"__deepcopy__ ({error})"
+        ) from error
+
+
+def _check_loss_scaler(scaler: LossScaler) -> None:
+    """Checks what a user's own scaler needs, which would otherwise show after the first update only."""
+    name = type(scaler).__name__
+    if type(scaler).update is LossScaler.update:
+        raise TypeError(
+            f"mixed_precision.loss_scaler: {name} does not say how the scale changes: override update(), or keep the "
+            "scale constant with DynamicLossScaler(automatic_update=False, loss_scale=...)"
+        )
+    try:
+        scaler.loss_scale  # noqa: B018
+    except AttributeError as error:
+        raise TypeError(
+            f"mixed_precision.loss_scaler: {name} has no scale yet: call super().__init__(loss_scale) in its __init__"
         ) from error
 
 

@@ -105,6 +105,71 @@ def test_default_scaler_and_one_of_the_users_own() -> None:
     assert trainer.loss_scaler.loss_scale == pytest.approx(1000 * 0.9**3)
 
 
+def test_scalers_that_can_not_work_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match="LossScaler does not say how the scale changes: override update"):
+        mlp_trainer(fp16(amp.LossScaler(8.0)))
+
+    class Forgetful(amp.LossScaler):
+        def __init__(self) -> None:
+            pass
+
+        def update(self, train_step_info):
+            return 1.0
+
+    with pytest.raises(TypeError, match=r"Forgetful has no scale yet: call super\(\).__init__\(loss_scale\)"):
+        mlp_trainer(fp16(Forgetful()))
+
+    class Uncopied(amp.DynamicLossScaler):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("a socket")
+
+    with pytest.raises(TypeError, match="the trainer works on a copy of mixed_precision.loss_scaler.*a socket"):
+        mlp_trainer(fp16(Uncopied()))
+
+
+def test_what_a_scaler_of_the_users_own_gets_to_see_and_keep(tmp_path: Any) -> None:
+    class Counting(amp.LossScaler):
+        """Keeps state of its own, sees every update, and is reset by its user."""
+
+        def __init__(self) -> None:
+            super().__init__(4.0)
+            self.seen: list[tuple[int, int, bool]] = []
+
+        def update(self, train_step_info):
+            info = train_step_info
+            self.seen.append((info.step, info.optimization_step, info.all_finite))
+            return self.loss_scale * 2
+
+        def state_dict(self):
+            return {**super().state_dict(), "seen": self.seen}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.seen = [tuple(entry) for entry in state_dict["seen"]]
+
+    options = fp16(Counting(), batch={"gradient_accumulation_steps": 2})
+    trainer = mlp_trainer(options)
+    trainer.train_step_info.fetches = ["loss"]  # with fetches as without
+    for x, y in mlp_batches(5):
+        trainer.train_step(x, y)
+    assert trainer.loss_scaler.seen == [(2, 0, True), (4, 1, True)]
+    assert trainer.loss_scaler.loss_scale == 16.0 and trainer.train_step_info.optimization_step == 2
+    trainer.save_checkpoint(tmp_path / "own.ortckpt")
+    other = mlp_trainer(options)
+    other.load_checkpoint(tmp_path / "own.ortckpt")
+    assert other.loss_scaler.seen == trainer.loss_scaler.seen and other.loss_scaler.loss_scale == 16.0
+    other.loss_scaler.reset()
+    assert other.loss_scaler.loss_scale == 4.0
+
+    class Wrong(amp.LossScaler):
+        def update(self, train_step_info):
+            return -1.0
+
+    trainer = mlp_trainer(fp16(Wrong(4.0)))
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite, but -1.0"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
 def test_scaler_is_resumed() -> None:
     trainer = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
     batches = mlp_batches(8)

@@ -144,11 +144,11 @@ def test_schedules_that_do_not_fit_the_groups() -> None:
 def test_one_rate_serves_groups_without_their_own() -> None:
     class Own(optim._LRScheduler):
         def get_lr(self, train_step_info):
-            return 0.05
+            return 0.05  # a bare number is as good as a list of it
 
     make = torch.optim.AdamW
     config = optim.AdamConfig([{"params": FIRST, "lambda_coef": 0.1}], lr=1.0)
-    assert_same_training(
+    trainer = assert_same_training(
         MLP(),
         MLP_DESC,
         mlp_batches(3),
@@ -160,6 +160,7 @@ def test_one_rate_serves_groups_without_their_own() -> None:
         ),
         options={"lr_scheduler": Own()},
     )
+    assert trainer.lr_scheduler.get_last_lr() == [0.05] and trainer.state_dict()["lr_scheduler"] == {"last_lr": [0.05]}
 
 
 def test_adamw_is_torchs() -> None:

@@ -49,7 +49,7 @@ class _LRScheduler:
         Returns:
             A list with one rate for all parameters; or with one rate per parameter group of the config in their order,
             and last the one for all parameters that are in no group. Where a group has an ``lr`` of its own, one rate
-            for all would override it and is refused.
+            for all would override it and is refused. A bare number is one rate for all.
         """
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
 
@@ -58,7 +58,8 @@ class _LRScheduler:
         return list(self.__dict__.get("_last_lr", []))
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
-        self._last_lr = self.get_lr(train_step_info)
+        given = self.get_lr(train_step_info)
+        self._last_lr = list(given) if isinstance(given, (list, tuple)) else [given]
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
