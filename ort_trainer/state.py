@@ -198,13 +198,13 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         _read_optimizer(state_dict, layout, strict, restored)
     else:
         _warn_missing("optimizer")
+    for key in ("loss_scaler", "lr_scheduler"):
+        if key in state_dict:
+            setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
     _read_counters(state_dict, layout, window, strict, restored)
     if "random" in state_dict:
         restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
         _check_random_state(restored.random, layout.device)
-    for key in ("loss_scaler", "lr_scheduler"):
-        if key in state_dict:
-            setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
     return restored
 
 
@@ -367,7 +367,9 @@ def _read_window(
     else:  # the legacy layout, which knows the mean only
         size = size if has_gradients else window.size
         behind = (restored.step or 0) % window.size
+        scaler = restored.loss_scaler or {}
         saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
+        saved["scale"] = scaler.get("loss_scale", 1)
     behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
     if not has_gradients:
         if behind and restored.step is not None:
@@ -378,7 +380,7 @@ def _read_window(
                 stacklevel=5,
             )
             restored.step -= behind
-        saved |= {"micro_batches": 0, "weight": 0, "unit": 1}
+        saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
     elif saved.get("assigned_size") is None and size != window.size:
         raise ValueError(
             f"the state was taken in the middle of a window of {size} micro-batches, but the trainer has "

@@ -26,7 +26,7 @@ class TrainStepInfo:
         all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
         fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
         optimization_step: Number of completed weight updates; drives the schedules.
-        step: Number of completed ``train_step`` calls; drives gradient accumulation.
+        step: Number of completed ``train_step`` calls.
     """
 
     def __init__(

@@ -220,13 +220,13 @@ class ORTTrainer:
         rates = self._next_learning_rates()
         scaler = self._loss_scaler
         scale = scaler.loss_scale if scaler is not None else 1.0
-        factor = scale * window.factor(weight)
+        factor = window.factor(weight, scale)
         outputs = session.train_step(list(batch.values()), loss_scale=factor, names=names)
-        window.add(weight)
+        window.add(weight, scale)
         info.step += 1
         if window.complete:
             session.set_learning_rate(*rates)
-            info.all_finite = session.optimizer_step(divisor=window.divisor * scale, check_finite=scaler is not None)
+            info.all_finite = session.optimizer_step(divisor=window.divisor, check_finite=scaler is not None)
             session.lazy_reset_grad()
             window.reset()
             try:
@@ -294,7 +294,7 @@ class ORTTrainer:
         gradients = {} if self._session is None else self._session.present_gradients()
         if canonical not in gradients:
             return None
-        return gradients[canonical].cpu() / self._gradient_divisor()
+        return gradients[canonical].cpu() / self._window.divisor
 
     def set_gradient(self, name: str, value: Any) -> None:
         """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
@@ -313,7 +313,7 @@ class ORTTrainer:
                 "now there are no gradients"
             )
         checked = _like(session.parameters[canonical], name, value)
-        session.restore_gradients({**session.present_gradients(), canonical: checked * self._gradient_divisor()})
+        session.restore_gradients({**session.present_gradients(), canonical: checked * self._window.divisor})
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
@@ -678,11 +678,13 @@ class ORTTrainer:
                     f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
                 )
 
+    def _has_weight_input(self) -> bool:
+        """Returns whether the model has an input by the name that weighted gradients take."""
+        described = () if self._description is None else self._description.input_names
+        return _GRADIENT_WEIGHT in {*described, *inspect.signature(self._model.forward).parameters}
+
     def _check_gradient_weight(self) -> None:
-        """Raises where the model has an input by the name that weighted gradients take."""
-        taken = set(() if self._description is None else self._description.input_names)
-        taken |= set(inspect.signature(self._model.forward).parameters)
-        if self._window.reduction == "weighted" and _GRADIENT_WEIGHT in taken:
+        if self._window.reduction == "weighted" and self._has_weight_input():
             raise ValueError(
                 f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
                 "model has an input of that name: rename the input"
@@ -691,9 +693,7 @@ class ORTTrainer:
     def _take_gradient_weight(self, kwargs: dict[str, Any]) -> Any:
         if self._window.reduction == "weighted":
             return kwargs.pop(_GRADIENT_WEIGHT, None)
-        known = set(() if self._description is None else self._description.input_names)
-        known |= set(inspect.signature(self._model.forward).parameters)
-        if _GRADIENT_WEIGHT in kwargs and _GRADIENT_WEIGHT not in known:
+        if _GRADIENT_WEIGHT in kwargs and not self._has_weight_input():
             raise TypeError(
                 f"{_GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self._window.reduction!r}: set it to "
                 "'weighted'"
@@ -729,9 +729,6 @@ class ORTTrainer:
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(f"get_lr() of {name} must return finite numbers, at least 0, but it returned {given!r}")
         return rates
-
-    def _gradient_divisor(self) -> float:
-        return self._window.divisor * (1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale)
 
     def _parameter_name(self, name: str) -> str:
         """Returns the first name of a parameter."""

@@ -30,6 +30,7 @@ class AccumulationWindow:
         self._assigned = False
         self._weight = 0.0
         self._unit = 1.0
+        self._scale = 1.0
 
     @property
     def size(self) -> int:
@@ -78,17 +79,22 @@ class AccumulationWindow:
             )
         return float(weight)
 
-    def factor(self, weight: float) -> float:
+    def factor(self, weight: float, scale: float) -> float:
         """Returns what the loss of a coming micro-batch is multiplied by before the backward pass.
 
-        Weights are relative to the first of the window: counts of thousands would overflow fp16 gradients.
-        """
-        return weight / self._unit if self.micro_batches else 1.0
+        The gradients of a window are added up, so all have the loss scale of the first, also if the scaler's is
+        assigned in between. Weights are relative to the first: counts of thousands would overflow fp16 gradients.
 
-    def add(self, weight: float) -> None:
+        Args:
+            weight: Of the micro-batch.
+            scale: The loss scale of now.
+        """
+        return self._scale * weight / self._unit if self.micro_batches else scale
+
+    def add(self, weight: float, scale: float) -> None:
         """Counts a micro-batch that was added to the gradients."""
         if not self.micro_batches:
-            self._unit = weight
+            self._unit, self._scale = weight, scale
         self.micro_batches += 1
         self._weight += weight
 
@@ -99,16 +105,13 @@ class AccumulationWindow:
 
     @property
     def divisor(self) -> float:
-        """What the gradients so far are divided by, beside the loss scale."""
-        return {
-            "mean": float(self.micro_batches),
-            "sum": 1.0,
-            "weighted": self._weight / self._unit,
-        }[self.reduction]
+        """What the gradients so far are divided by, the loss scale in it."""
+        count = {"mean": self.micro_batches, "sum": 1, "weighted": self._weight / self._unit}[self.reduction]
+        return self._scale * count
 
     def reset(self) -> None:
         """Begins a new window."""
-        self.micro_batches, self._weight, self._unit = 0, 0.0, 1.0
+        self.micro_batches, self._weight, self._unit, self._scale = 0, 0.0, 1.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps: JSON values only. An assigned size is state; one of the options is not."""
@@ -117,6 +120,7 @@ class AccumulationWindow:
             "reduction": self.reduction,
             "weight": self._weight,
             "unit": self._unit,
+            "scale": self._scale,
             "assigned_size": self._size if self._assigned else None,
         }
 
@@ -131,9 +135,9 @@ class AccumulationWindow:
         for key, value, minimum in limits:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
                 raise ValueError(f"{key} must be an int, at least {minimum}, but it is {value!r}")
-        weight, unit = float(state_dict["weight"]), float(state_dict["unit"])
-        if not (0 <= weight < math.inf and 0 < unit < math.inf):
-            raise ValueError(f"weight {weight!r} and unit {unit!r} must be finite and not negative")
+        weight, unit, scale = (float(state_dict[key]) for key in ("weight", "unit", "scale"))
+        if not (0 <= weight < math.inf and 0 < unit < math.inf and 0 < scale < math.inf):
+            raise ValueError(f"weight {weight!r}, unit {unit!r} and scale {scale!r} must be finite and not negative")
         if count and state_dict["reduction"] != self.reduction:
             raise ValueError(
                 f"the state was taken in the middle of a window of reduction {state_dict['reduction']!r}, but the "
@@ -144,4 +148,4 @@ class AccumulationWindow:
             raise ValueError(f"{count} micro-batches are more than a window of {size or self._size} leaves open")
         if size is not None:
             self._size, self._assigned = int(size), True
-        self.micro_batches, self._weight, self._unit = int(count), weight, unit
+        self.micro_batches, self._weight, self._unit, self._scale = int(count), weight, unit, scale

@@ -356,3 +356,43 @@ def test_convolution_attention_and_norms_in_bfloat16() -> None:
     reference.eval()
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
+
+
+def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_path: Any) -> None:
+    class Constant(amp.LossScaler):
+        def update(self, train_step_info):
+            return self.loss_scale
+
+    options = bf16(Constant(8.0), batch={"gradient_accumulation_steps": 3})
+    model = MLP()
+    plain, changed = (mlp_trainer(options, optim.SGDConfig(lr=0.1), model) for _ in range(2))
+    for number, (x, y) in enumerate(mlp_batches(6)):
+        plain.train_step(x, y)
+        changed.train_step(x, y)
+        if number == 0:
+            changed.loss_scaler.loss_scale = 1024.0
+            torch.testing.assert_close(changed.get_gradient("fc1.bias"), plain.get_gradient("fc1.bias"))
+        if number == 1:
+            changed.save_checkpoint(tmp_path / "inside.ortckpt")
+            changed = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+            changed.load_checkpoint(tmp_path / "inside.ortckpt")
+            assert changed.loss_scaler.loss_scale == 1024.0
+    for name, value in plain.state_dict(pytorch_format=True).items():
+        assert_close(changed.state_dict(pytorch_format=True)[name], value, 1e-5, name)
+
+
+def test_bfloat16_as_it_was_translated() -> None:
+    """Without the passes that clean up, fewer values have a type of their own."""
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(_internal_use={"enable_internal_postprocess": False}))
+    model = ConvNet()
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
+    x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
+    loss, logits = trainer.train_step(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = model.train()(x)
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert torch.isfinite(loss)

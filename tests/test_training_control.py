@@ -364,7 +364,13 @@ def test_a_window_of_another_reduction_is_refused() -> None:
     other = mlp_trainer({"batch": {**batch, "gradient_reduction": "sum"}})
     with pytest.raises(ValueError, match="in the middle of a window of reduction 'mean', but the trainer has .*'sum'"):
         other.load_state_dict(state)
-    for edit in ({"micro_batches": -1}, {"micro_batches": 2}, {"weight": float("nan")}, {"assigned_size": 0}):
+    for edit in (
+        {"micro_batches": -1},
+        {"micro_batches": 2},
+        {"weight": float("nan")},
+        {"scale": 0},
+        {"assigned_size": 0},
+    ):
         with pytest.raises(ValueError, match=r"state_dict\[window\]"):
             mlp_trainer({"batch": batch}).load_state_dict({**state, "window": {**state["window"], **edit}})
     del state["gradients"]
@@ -487,3 +493,21 @@ def test_nothing_warns_about_a_whole_window() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mlp_trainer(config=optim.AdamConfig()).load_state_dict(state)
+
+
+def test_a_state_without_a_window_is_read_by_its_steps() -> None:
+    """As files have it that were written before windows had a state of their own."""
+    options = {"batch": {"gradient_accumulation_steps": 3}}
+    trainer = mlp_trainer(options)
+    batches = mlp_batches(6)
+    for x, y in batches[:5]:
+        trainer.train_step(x, y)
+    state = trainer.state_dict()
+    del state["window"]
+    other = mlp_trainer(options)
+    other.load_state_dict(state)
+    for one in (trainer, other):
+        one.train_step(*batches[5])
+        assert one.train_step_info.optimization_step == 2
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert torch.equal(other.state_dict(pytorch_format=True)[name], value)
