@@ -116,7 +116,8 @@ class OptimizerUpdate:
             lr = learning_rates[0 if len(learning_rates) == 1 else group.index]
             scale = self._scale(group, norm, divisor)
             if self._config.name == "SGDOptimizer":
-                self._sgd(names, gradients, lr, scale)
+                clipped = math.isfinite(group.limit)  # if not, the divisor goes into the rate, without another pass
+                self._sgd(names, gradients, lr if clipped else lr / divisor, scale if clipped else None)
             elif self._config.name == "AdamOptimizer":
                 for same_count in self._by_count(names, group.hyper):
                     self._adam(same_count, gradients, lr, scale, group.hyper)
