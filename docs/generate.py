@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is
-*not supported yet* is accepted at its default and refused otherwise; none is ever ignored.
+*not supported yet* is accepted at its default and refused otherwise; *one process only* means that a value is checked
+and those that need several processes are refused. None is ever ignored.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -43,7 +44,7 @@ def rows(schema: Mapping[str, Any]) -> Iterator[str]:
         limits = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
         limits += [f"`{rules['regex']}`".replace("|", "\\|")] if "regex" in rules else []
         limits += [", ".join(rules["allowed"])] if "allowed" in rules else []
-        state = "not supported yet" if rules.get("unsupported") else "works"
+        state = "not supported yet" if rules.get("unsupported") else rules["meta"].get("state", "works")
         kind = rules["type"] + (" or None" if rules.get("nullable") else "")
         meaning = rules["meta"]["doc"]
         yield f"| `{path}` | {kind} | `{rules['default']!r}` | {', '.join(limits)} | {state} | {meaning} |"

@@ -8,7 +8,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["atomic_path"]
+__all__ = ["atomic_path", "check_target"]
+
+
+def check_target(target: Path) -> None:
+    """Checks that a file can be put at a path.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist.
+        IsADirectoryError: If the target is a folder.
+    """
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"can't write {str(target)!r}: the folder {str(target.parent)!r} does not exist")
+    if target.is_dir():
+        raise IsADirectoryError(f"can't write {str(target)!r}: it is a folder")
 
 
 @contextlib.contextmanager
@@ -19,10 +32,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
         FileNotFoundError: If the folder does not exist.
         IsADirectoryError: If the target is a folder.
     """
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"can't write {str(target)!r}: the folder {str(target.parent)!r} does not exist")
-    if target.is_dir():
-        raise IsADirectoryError(f"can't write {str(target)!r}: it is a folder")
+    check_target(target)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     os.close(handle)
     temporary = Path(name)

@@ -59,6 +59,11 @@ class StepGraphs:
             )
         return self._description
 
+    def possible_inputs(self) -> set[str]:
+        """Returns the names that an input may have: those of the model, and of the description if there is one."""
+        described = () if self._description is None else self._description.input_names
+        return {*self._source.inputs, *described}
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], partly: bool = False) -> Batch:
         """Returns the arguments of a step as a checked batch; of a batch ``partly`` needed, inputs may be left out."""
         if self._description is None or self._description.inferred:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,7 @@ class ModelSource(ABC):
 
     Attributes:
         name: What messages call it.
+        inputs: Names of its inputs.
         parameters: All parameters by canonical name, trained or not, as the model has them.
         buffers: All buffers, likewise.
         canonical: Every name of a parameter or buffer -> the first name of the same tensor.
@@ -69,6 +71,7 @@ class ModelSource(ABC):
     """
 
     name: str
+    inputs: Sequence[str]
     parameters: Named
     buffers: Named
     canonical: Mapping[str, str]
@@ -134,7 +137,8 @@ def _check_names(names: Sequence[str], optim_config: _OptimizerConfig, options: 
 
 
 def _autocast(options: ORTTrainerOptions) -> torch.dtype | None:
-    return torch.float16 if options.mixed_precision.enabled else None
+    precision = options.mixed_precision
+    return getattr(torch, precision.dtype) if precision.enabled else None
 
 
 class _TorchSource(ModelSource):
@@ -146,6 +150,7 @@ class _TorchSource(ModelSource):
         options: ORTTrainerOptions,
     ) -> None:
         self.name = type(model).__name__
+        self.inputs = list(inspect.signature(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
         _check_names(list(named), optim_config, options)
@@ -180,15 +185,17 @@ class _TorchSource(ModelSource):
 
     def builder(self, description: ModelDescription) -> Builder:
         check_signature(self._model, description, self._loss_fn)
+        internal = self._options._internal_use
         step = ExportedStep(
             model=self._model,
             description=description,
             loss_fn=self._loss_fn,
             trainable=frozenset(self.trainable),
             autocast=_autocast(self._options),
-            opset=self._options._internal_use.onnx_opset_version,
+            opset=internal.onnx_opset_version,
+            simplified=internal.enable_internal_postprocess,
         )
-        return GraphBuilder(step, self._options._internal_use.extra_postprocess)
+        return GraphBuilder(step, internal.extra_postprocess, internal.enable_onnx_contrib_ops)
 
 
 class _OnnxSource(ModelSource):
@@ -200,14 +207,11 @@ class _OnnxSource(ModelSource):
         options: ORTTrainerOptions,
     ) -> None:
         training_bindings()  # raises where there are none
-        if options.debug.check_model_export:
-            raise ValueError(
-                "debug.check_model_export compares the exported graph with the PyTorch model, and an ONNX model has "
-                "none: leave it out"
-            )
+        _refuse_for_onnx(options)
         self.name = "the ONNX model"
         self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         self._loss_fn, self._options = loss_fn, options
+        self.inputs = self._model.inputs
         self.parameters, self.buffers = self._model.parameters, self._model.buffers
         _check_names(list(self.parameters), optim_config, options)
         self.saved = {**self.parameters, **self.buffers}
@@ -236,3 +240,33 @@ class _OnnxSource(ModelSource):
             symbolic_shapes=self._options.utils.run_symbolic_shape_infer,
         )
         return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess)
+
+
+def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
+    """Refuses the options that mean nothing where the model is an ONNX model."""
+    internal = options._internal_use
+    refused = {
+        "debug.check_model_export": (
+            options.debug.check_model_export,
+            "it compares the exported graph with the PyTorch model, and there is none",
+        ),
+        "mixed_precision.dtype": (
+            options.mixed_precision.enabled and options.mixed_precision.dtype != "float16",
+            "ONNX models are trained in float16 or fp32; a PyTorch model can be trained in bfloat16",
+        ),
+        "_internal_use.enable_internal_postprocess": (
+            not internal.enable_internal_postprocess,
+            "an ONNX model must be rewritten to be differentiated, so the rewrites can't be switched off",
+        ),
+        "_internal_use.enable_onnx_contrib_ops": (
+            not internal.enable_onnx_contrib_ops,
+            "ONNX Runtime differentiates with operators of its own",
+        ),
+        "_internal_use.onnx_opset_version": (
+            options.is_given("_internal_use.onnx_opset_version"),
+            "an ONNX model has its operator set already",
+        ),
+    }
+    for path, (wrong, reason) in refused.items():
+        if wrong:
+            raise ValueError(f"{path} is refused for an ONNX model: {reason}. Leave it out")

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from .amp import LossScaler
 from .engine import SessionOptions
 from .optim import _LRScheduler
+from .option_checks import conflicts, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
 
 __all__ = ["ORTTrainerOptions"]
@@ -25,6 +28,9 @@ class _OptionsValidator(
 ):
     def _normalize_coerce_enum_name(self, value: Any) -> Any:
         return getattr(value, "name", value)
+
+    def _normalize_coerce_dtype_name(self, value: Any) -> Any:
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 class _Options:
@@ -112,8 +118,8 @@ class ORTTrainerOptions(_Options):
     """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
 
     The settings are a nested dict; what is left out gets its default, and every value is then an attribute:
-    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. The README lists
-    all keys.
+    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. docs/options.md
+    lists all keys.
 
     Args:
         options: The settings, or None for all defaults. The dict is not changed and not kept.
@@ -136,11 +142,14 @@ class ORTTrainerOptions(_Options):
             options = {}
         if not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict or None, but a {type(options).__name__} was given: {options!r}")
+        options, errors = respelled(options)
+        given = frozenset(_paths(options))
         validator = _OptionsValidator(_SCHEMA)
-        valid = validator.validate(dict(options))
-        errors = [f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)]
+        valid = validator.validate(options)
+        for path, message in flatten_errors(validator.errors):
+            errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
-            errors = list(_cross_check(validator.document))
+            errors += conflicts(validator.document, given)
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document
@@ -154,20 +163,11 @@ class ORTTrainerOptions(_Options):
             )
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
         super().__init__(document, _SCHEMA)
-        object.__setattr__(self, "_given", frozenset(_paths(options)))
+        object.__setattr__(self, "_given", given)
 
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, be it at its default."""
         return path in self._given
-
-
-def _cross_check(document: Mapping[str, Any]) -> Iterator[str]:
-    precision = document["mixed_precision"]
-    if precision["loss_scaler"] is not None and not precision["enabled"]:
-        yield (
-            "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
-            "or leave the loss scaler out"
-        )
 
 
 def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:

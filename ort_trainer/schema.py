@@ -49,6 +49,10 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
         if value is not None and not callable(value):
             self._error(field, "Must be callable or None")
 
+    def _check_with_positive(self, field: str, value: Any) -> None:
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            self._error(field, "must be positive and finite")
+
     def _validate_unsupported(self, constraint: bool, field: str, value: Any) -> None:
         """The rule's arguments are validated against this schema: {'type': 'boolean'}"""
         default = self.schema[field].get("default")

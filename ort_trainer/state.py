@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from .optim.update import MOMENT_1, MOMENT_2
 from .session import StepSession
+from .window import AccumulationWindow
 
 __all__ = ["Layout", "Restored", "apply_to_session", "collect", "read", "to_pytorch"]
 
@@ -32,7 +34,6 @@ class Layout:
         canonical: Name -> the first name of the same tensor.
         trainable: Canonical names of the parameters that are trained.
         optimizer: Name of the optimizer, such as ``AdamOptimizer``.
-        accumulation_steps: Micro-batches per update.
         device: Where training runs.
     """
 
@@ -41,7 +42,6 @@ class Layout:
     canonical: Mapping[str, str]
     trainable: Sequence[str]
     optimizer: str
-    accumulation_steps: int
     device: torch.device
 
     @property
@@ -58,6 +58,7 @@ class Restored:
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] | None = None
+    window: AccumulationWindow | None = None
     random: torch.Tensor | None = None
     step: int | None = None
     optimization_step: int | None = None
@@ -80,6 +81,7 @@ class Restored:
 def collect(
     session: StepSession,
     layout: Layout,
+    window: AccumulationWindow,
     *,
     step: int,
     optimization_step: int,
@@ -94,6 +96,7 @@ def collect(
     Args:
         session: Owns the tensors.
         layout: Which of them there are.
+        window: The accumulation window.
         step: ``train_step`` calls.
         optimization_step: Weight updates.
         mixed_precision: Whether the trainer uses it.
@@ -119,9 +122,10 @@ def collect(
             "optimizer_name": layout.optimizer,
             "data_parallel_size": 1,
             "horizontal_parallel_size": 1,
-            "gradient_accumulation_steps": layout.accumulation_steps,
+            "gradient_accumulation_steps": window.size,
         },
         "train_step_info": {"optimization_step": optimization_step, "step": step},
+        "window": window.state_dict(),
         "random": array(session.generator.get_state()),
     }
     if layout.transient:
@@ -157,12 +161,13 @@ def to_pytorch(session: StepSession, layout: Layout) -> dict[str, torch.Tensor]:
     return {name: tensors[layout.canonical[name]].detach().cpu().clone() for name in layout.tensors}
 
 
-def read(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> Restored:
+def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool) -> Restored:
     """Checks a state dict of either format against a layout; changes nothing.
 
     Args:
         state_dict: What ``ORTTrainer.state_dict`` gave, in either format, or a PyTorch model's state dict.
         layout: What the trainer has.
+        window: Its accumulation window; it is not changed.
         strict: Whether names must match exactly; if not, only names that both have are restored.
 
     Returns:
@@ -193,13 +198,13 @@ def read(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> Restore
         _read_optimizer(state_dict, layout, strict, restored)
     else:
         _warn_missing("optimizer")
-    _read_counters(state_dict, layout, strict, restored)
-    if "random" in state_dict:
-        restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
-        _check_random_state(restored.random, layout.device)
     for key in ("loss_scaler", "lr_scheduler"):
         if key in state_dict:
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
+    _read_counters(state_dict, layout, window, strict, restored)
+    if "random" in state_dict:
+        restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
+        _check_random_state(restored.random, layout.device)
     return restored
 
 
@@ -330,7 +335,9 @@ def _update_count(value: Any, where: str) -> int:
     return int(tensor) - 1
 
 
-def _read_counters(state_dict: Mapping[str, Any], layout: Layout, strict: bool, restored: Restored) -> None:
+def _read_counters(
+    state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool, restored: Restored
+) -> None:
     if "train_step_info" not in state_dict:
         _warn_missing("train_step_info")
         return
@@ -338,37 +345,63 @@ def _read_counters(state_dict: Mapping[str, Any], layout: Layout, strict: bool, 
     _compare(["optimization_step", "step"], info, strict, "state_dict[train_step_info]")
     for key in ("optimization_step", "step"):
         if key in info:
-            count = info[key]
-            if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
-                raise ValueError(f"state_dict[train_step_info][{key}] must be an int, at least 0, but it is {count!r}")
-            setattr(restored, key, int(count))
+            setattr(restored, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
     given = dict(_mapping(state_dict, "gradients", "state_dict")) if "gradients" in state_dict else {}
-    restored.gradients = {}
-    if not given:
-        behind = (restored.step or 0) % layout.accumulation_steps
-        if restored.step is not None and behind:
-            warnings.warn(
-                f"the state was taken after {behind} of {layout.accumulation_steps} micro-batches of a window, without "
-                "their gradients: the window begins anew",
-                UserWarning,
-                stacklevel=4,
-            )
-            restored.step -= behind
-        return
-    options = state_dict.get("trainer_options", {})
-    steps = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
-    if steps != layout.accumulation_steps:
-        raise ValueError(
-            f"the state was taken in the middle of a window of {steps} micro-batches, but the trainer has "
-            f"batch.gradient_accumulation_steps = {layout.accumulation_steps}: use the same, or leave the key "
-            "'gradients' out of the state dict"
-        )
+    _read_window(state_dict, window, restored, bool(given))
     unexpected = [name for name in given if name not in layout.trainable]
     if unexpected and strict:
         raise RuntimeError(f"Unexpected keys: {unexpected} in state_dict[gradients]")
-    for name in layout.trainable:
-        if name in given:
-            restored.gradients[name] = _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
+    restored.gradients = {
+        name: _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
+        for name in layout.trainable
+        if name in given
+    }
+
+
+def _read_window(
+    state_dict: Mapping[str, Any], window: AccumulationWindow, restored: Restored, has_gradients: bool
+) -> None:
+    """Reads where in a window the state was taken; without its gradients a window begins anew."""
+    options = state_dict.get("trainer_options", {})
+    size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
+    if "window" in state_dict:
+        saved = dict(_mapping(state_dict, "window", "state_dict"))
+    else:  # the legacy layout, which knows the mean only
+        size = size if has_gradients else window.size
+        behind = (restored.step or 0) % window.size
+        scaler = restored.loss_scaler or {}
+        saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
+        saved["scale"] = scaler.get("loss_scale", 1)
+    behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
+    if not has_gradients:
+        if behind and restored.step is not None:
+            warnings.warn(
+                f"the state was taken after {behind} of {size} micro-batches of a window, without "
+                "their gradients: the window begins anew",
+                UserWarning,
+                stacklevel=5,
+            )
+            restored.step -= behind
+        saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
+    elif saved.get("assigned_size") is None and size != window.size:
+        raise ValueError(
+            f"the state was taken in the middle of a window of {size} micro-batches, but the trainer has "
+            f"batch.gradient_accumulation_steps = {window.size}: use the same, or leave the key 'gradients' out of the "
+            "state dict"
+        )
+    elif not behind:
+        raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batch")
+    restored.window = copying.copy(window)
+    try:
+        restored.window.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"state_dict[window] does not fit: {error}") from error
+
+
+def _count(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ValueError(f"{where} must be an int, at least 0, but it is {value!r}")
+    return int(value)
 
 
 def _check_random_state(state: torch.Tensor, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .optim import _OptimizerConfig
@@ -26,7 +26,7 @@ class TrainStepInfo:
         all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
         fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
         optimization_step: Number of completed weight updates; drives the schedules.
-        step: Number of completed ``train_step`` calls; drives gradient accumulation.
+        step: Number of completed ``train_step`` calls.
     """
 
     def __init__(
@@ -42,7 +42,11 @@ class TrainStepInfo:
         if not isinstance(all_finite, bool):
             raise TypeError(f"all_finite must be a bool, but {all_finite!r} was given")
         fetches = [] if fetches is None else fetches
-        if isinstance(fetches, str) or not all(isinstance(name, str) for name in fetches):
+        if (
+            isinstance(fetches, str)
+            or not isinstance(fetches, Collection)
+            or not all(isinstance(name, str) for name in fetches)
+        ):
             raise TypeError(f"fetches must be a list of output names, but {fetches!r} was given")
         self.optimizer_config = optimizer_config
         self.all_finite = all_finite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 
 from .amp import DynamicLossScaler, LossScaler
-from .batch import Batch
+from .batch import Batch, to_tensor
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .engine import resolve_device, warn_about_mixed_flavours
 from .frontend import LossFunction
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
+from .graph_files import check_graph_paths, save_graphs
 from .graphs import StepGraphs
 from .model_desc import ModelDescription
 from .model_source import LOSSES, model_source
@@ -29,6 +31,7 @@ from .options import ORTTrainerOptions
 from .session import StepSession
 from .state import Layout, Restored, apply_to_session, collect, read, to_pytorch
 from .step_info import TrainStepInfo
+from .window import AccumulationWindow
 
 __all__ = ["ORTTrainer"]
 
@@ -36,6 +39,7 @@ _NOT_INITIALIZED = (
     "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
     "calling ORTTrainer.state_dict()."
 )
+_GRADIENT_WEIGHT = "gradient_weight"
 Copied = TypeVar("Copied", LossScaler, _LRScheduler)
 
 
@@ -57,7 +61,7 @@ class ORTTrainer:
             come in the order (loss,) + outputs of the model; the ones at the end may be left out. Or ``"auto"``: it is
             derived from the first batch and one forward pass. Then the first dimension of all inputs is dynamic, and
             every dimension of integer inputs; another dimension becomes so when a batch comes with another size.
-        optim_config: An ``SGDConfig``, ``AdamConfig`` or ``LambConfig``.
+        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
             returns; of an ONNX model, its first output.
@@ -84,7 +88,7 @@ class ORTTrainer:
         warn_about_mixed_flavours()
         if not isinstance(optim_config, _OptimizerConfig):
             raise TypeError(
-                "optim_config must be an SGDConfig, AdamConfig or LambConfig from ort_trainer.optim, but "
+                "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig from ort_trainer.optim, but "
                 f"{optim_config!r} was given"
             )
         loss_fn = LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
@@ -102,7 +106,10 @@ class ORTTrainer:
         self.loss_fn = loss_fn
         self._device = resolve_device(options.device.id, options.is_given("device.id"))
         self._source = model_source(model, loss_fn, optim_config, options)
+        check_graph_paths(options.debug.graph_save_paths.to_dict())
         self._graphs = StepGraphs(self._source, model_desc, self._device)
+        self._window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
+        self._check_gradient_weight()
         # Copies, because they have state: options can serve several trainers.
         self._loss_scaler = self._make_loss_scaler()
         self._lr_scheduler = _own_copy(options.lr_scheduler, "lr_scheduler")
@@ -113,7 +120,6 @@ class ORTTrainer:
             canonical=self._source.canonical,
             trainable=self._source.trainable,
             optimizer=optim_config.name,
-            accumulation_steps=options.batch.gradient_accumulation_steps,
             device=self._device,
         )
         self._session: StepSession | None = None
@@ -146,6 +152,23 @@ class ORTTrainer:
         return self._lr_scheduler
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per weight update; at first the option ``batch.gradient_accumulation_steps``.
+
+        It can be assigned between two windows, so right after an update or before the first step; a checkpoint keeps
+        what was assigned.
+
+        Raises:
+            RuntimeError: If it is assigned inside a window.
+            TypeError, ValueError: If the value is no int, or less than 1.
+        """
+        return self._window.size
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._window.size = steps
+
+    @property
     def session(self) -> StepSession | None:
         """The session that owns the tensors; None before the first step."""
         return self._session
@@ -166,7 +189,8 @@ class ORTTrainer:
 
         Args:
             *args: Inputs in the order of the model description, or one dict, list or tuple that holds them all.
-            **kwargs: Inputs by name.
+            **kwargs: Inputs by name. With ``batch.gradient_reduction`` "weighted" also ``gradient_weight``: a positive
+                number, by which this micro-batch counts in the mean of the window's gradients.
 
         Returns:
             The described outputs (or ``train_step_info.fetches``) as a list of new tensors; a bare tensor where it is
@@ -176,20 +200,24 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. Nothing has been counted or changed then.
             ExportError: In the first step, if the model can't be exported.
         """
+        window = self._window
+        weight = window.checked_weight(self._take_gradient_weight(kwargs))
         batch = self._graphs.bind(args, kwargs)
         names = self._fetches()
         session = self._prepare(batch, training=True)
         info = self._train_step_info
-        learning_rate = self._next_learning_rate()
+        rates = self._next_learning_rates()
         scaler = self._loss_scaler
         scale = scaler.loss_scale if scaler is not None else 1.0
-        outputs = session.train_step(list(batch.values()), loss_scale=scale, names=names)
+        factor = window.factor(weight, scale)
+        outputs = session.train_step(list(batch.values()), loss_scale=factor, names=names)
+        window.add(weight, scale)
         info.step += 1
-        steps = self.options.batch.gradient_accumulation_steps
-        if info.step % steps == 0:
-            session.set_learning_rate(learning_rate)
-            info.all_finite = session.optimizer_step(divisor=steps * scale, check_finite=scaler is not None)
+        if window.complete:
+            session.set_learning_rate(*rates)
+            info.all_finite = session.optimizer_step(divisor=window.divisor, check_finite=scaler is not None)
             session.lazy_reset_grad()
+            window.reset()
             try:
                 self._update_scale()
             finally:
@@ -216,6 +244,66 @@ class ORTTrainer:
         outputs = session.eval_step(inputs, names=names)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
+
+        Before the first step it is the value that training will begin with.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        canonical = self._parameter_name(name)
+        if self._session is not None:
+            return self._session.parameters[canonical].cpu().clone()
+        waiting = {} if self._pending is None else self._pending.tensors
+        return waiting.get(canonical, self._layout.tensors[canonical]).cpu().clone()
+
+    def set_parameter(self, name: str, value: Any) -> None:
+        """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
+
+        Raises:
+            RuntimeError: Before the first step: change the model itself then, or call :meth:`prepare` first.
+            TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
+        """
+        canonical = self._parameter_name(name)
+        session = self._begun("set_parameter")
+        session.parameters[canonical].copy_(_like(session.parameters[canonical], name, value))
+
+    def get_gradient(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
+
+        It is what an update right now would use, before clipping: without the loss scale, and reduced as
+        ``batch.gradient_reduction`` says. None where there is none: before the first step, right after an update, and
+        for parameters that are not trained or that the loss does not depend on.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        canonical = self._parameter_name(name)
+        gradients = {} if self._session is None else self._session.present_gradients()
+        if canonical not in gradients:
+            return None
+        return gradients[canonical].cpu() / self._window.divisor
+
+    def set_gradient(self, name: str, value: Any) -> None:
+        """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
+
+        Raises:
+            RuntimeError: If no micro-batch of a window has been run, so that the next one would overwrite it.
+            TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
+        """
+        canonical = self._parameter_name(name)
+        if canonical not in self._source.trainable:
+            raise ValueError(f"{name!r} is not trained, so it has no gradient")
+        session = self._begun("set_gradient")
+        if not self._window.micro_batches:
+            raise RuntimeError(
+                "set_gradient works inside an accumulation window, after its first micro-batch and before the update: "
+                "now there are no gradients"
+            )
+        checked = _like(session.parameters[canonical], name, value)
+        session.restore_gradients({**session.present_gradients(), canonical: checked * self._window.divisor})
+
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
 
@@ -223,9 +311,9 @@ class ORTTrainer:
             pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
                 tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
                 ``optimizer`` (per weight ``Moment_1``, ``Moment_2``; Adam ``Update_Count``; LAMB
-                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``gradients`` (inside an
-                accumulation window), ``random``, and ``loss_scaler`` and ``lr_scheduler`` where there are any. Update
-                counts are updates done plus 1, as they always were.
+                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the
+                accumulation window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` where
+                there are any. Update counts are updates done plus 1, as they always were.
 
         Returns:
             The state. Before the first step there is none: a warning is given, and the state that was loaded and waits
@@ -251,7 +339,7 @@ class ORTTrainer:
             RuntimeError: If names do not match and ``strict`` is True.
             TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
         """
-        restored = read(state_dict, self._layout, strict)
+        restored = read(state_dict, self._layout, self._window, strict)
         scaler = _with_state(self._loss_scaler, restored.loss_scaler, "loss_scaler")
         scheduler = _with_state(self._lr_scheduler, restored.lr_scheduler, "lr_scheduler")
         if self._session is not None:
@@ -259,6 +347,7 @@ class ORTTrainer:
         else:
             self._pending, self._pending_dict = restored.over(self._pending), state_dict
         self._loss_scaler, self._lr_scheduler = scaler, scheduler
+        self._window = restored.window or self._window
         info = self._train_step_info
         info.step = info.step if restored.step is None else restored.step
         if restored.optimization_step is not None:
@@ -359,7 +448,11 @@ class ORTTrainer:
         precision = self.options.mixed_precision
         if not precision.enabled:
             return None
-        return _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler") or DynamicLossScaler()
+        given = _own_copy(precision.loss_scaler, "mixed_precision.loss_scaler")
+        if given is not None:
+            _check_loss_scaler(given)
+        # bfloat16 has the exponents of fp32, so its gradients do not vanish.
+        return DynamicLossScaler() if given is None and precision.dtype == "float16" else given
 
     def _fetches(self) -> list[str]:
         names = self.model_desc.output_names
@@ -400,6 +493,7 @@ class ORTTrainer:
             self._source.names_of_trainable(),
             self.optim_config,
             clip=options.utils.grad_norm_clip,
+            max_norm=options.utils.max_grad_norm,
             device=self._device,
             given_options=options.session_options,
             deterministic=options.debug.deterministic_compute,
@@ -421,31 +515,89 @@ class ORTTrainer:
         return value.detach().to(self._device, copy=True, memory_format=torch.contiguous_format)
 
     def _graph_for(self, session: StepSession, batch: Batch, training: bool) -> TrainingGraph:
+        first = training and not session.graphs(True)
         graph = self._graphs.graph_for(session, batch, training)
+        if first:
+            save_graphs(
+                self.options.debug.graph_save_paths.to_dict(),
+                graph,
+                session,
+                self.optim_config,
+                accumulate=self._window.size > 1,
+                check_finite=self._loss_scaler is not None,
+            )
         if self._loss_scaler is not None and graph.loss_scale is not None:
             self._loss_scaler.input_name = graph.loss_scale.name
         return graph
 
-    def _next_learning_rate(self) -> float:
+    def _check_gradient_weight(self) -> None:
+        if self._window.reduction == "weighted" and _GRADIENT_WEIGHT in self._graphs.possible_inputs():
+            raise ValueError(
+                f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
+                "model has an input of that name: rename the input"
+            )
+
+    def _take_gradient_weight(self, kwargs: dict[str, Any]) -> Any:
+        if self._window.reduction == "weighted":
+            return kwargs.pop(_GRADIENT_WEIGHT, None)
+        if _GRADIENT_WEIGHT in kwargs and _GRADIENT_WEIGHT not in self._graphs.possible_inputs():
+            raise TypeError(
+                f"{_GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self._window.reduction!r}: set it to "
+                "'weighted'"
+            )
+        return None
+
+    def _next_learning_rates(self) -> list[float]:
+        """Returns one learning rate for all parameters, or one per group and one for the others."""
+        config = self.optim_config
         if self._lr_scheduler is None:
-            return self.optim_config.lr
+            return config.learning_rates
         upcoming = copy.copy(self._train_step_info)
         upcoming.step += 1
-        rates = self._lr_scheduler._step(upcoming)
-        first = rates[0] if isinstance(rates, (list, tuple)) and len(rates) else rates
+        given = self._lr_scheduler._step(upcoming)
+        name = type(self._lr_scheduler).__name__
         try:
-            return float(first)
+            rates = [float(rate) for rate in given]
         except (TypeError, ValueError):
-            raise TypeError(
-                f"get_lr() of {type(self._lr_scheduler).__name__} must return a list with one number, but it returned "
-                f"{rates!r}"
-            ) from None
+            raise TypeError(f"get_lr() of {name} must return a list of numbers, but it returned {given!r}") from None
+        groups = len(config.learning_rates)
+        if len(rates) not in (1, groups):
+            raise ValueError(
+                f"get_lr() of {name} must return one learning rate"
+                + (f", or {groups}: one per parameter group and one for all others" if groups > 1 else "")
+                + f", but it returned {given!r}"
+            )
+        if len(rates) < groups and config.has_group_rates:
+            raise ValueError(
+                f"get_lr() of {name} returned one learning rate, {given!r}, but parameter groups have their own, which "
+                f"it would override: return {groups}, from train_step_info.optimizer_config.learning_rates, or leave "
+                "'lr' out of the groups"
+            )
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise ValueError(f"get_lr() of {name} must return finite numbers, at least 0, but it returned {given!r}")
+        return rates
+
+    def _parameter_name(self, name: str) -> str:
+        """Returns the first name of a parameter."""
+        source = self._source
+        if source.canonical.get(name) not in source.parameters:
+            names = sorted(own for own, first in source.canonical.items() if first in source.parameters)
+            raise ValueError(f"{name!r} is no parameter of the model; it has {names}")
+        return source.canonical[name]
 
     def _update_scale(self) -> None:
         if self._loss_scaler is not None:
             scale = self._loss_scaler.update(self._train_step_info)
             if scale is not None:
                 self._loss_scaler.loss_scale = scale
+
+    def _begun(self, method: str) -> StepSession:
+        if self._session is None:
+            raise RuntimeError(
+                f"training has not begun: call prepare(), train_step() or eval_step() before {method}(), or change the "
+                "model itself"
+            )
+        return self._session
 
     def _started(self, method: str) -> StepSession:
         if self._session is None:
@@ -458,14 +610,26 @@ class ORTTrainer:
         return collect(
             session,
             self._layout,
+            self._window,
             step=self._train_step_info.step,
             optimization_step=self._train_step_info.optimization_step,
-            mixed_precision=self._loss_scaler is not None,
+            mixed_precision=self.options.mixed_precision.enabled,
             loss_scaler=None if self._loss_scaler is None else self._loss_scaler.state_dict(),
             lr_scheduler=None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
             include_optimizer=include_optimizer,
             copy=copy_arrays,
         )
+
+
+def _like(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+    """Returns a tensor or array on the device of a parameter, after a check of its shape and dtype."""
+    given = to_tensor(name, value)
+    if given.shape != current.shape or given.dtype != current.dtype:
+        raise ValueError(
+            f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "
+            f"{given.dtype} were given"
+        )
+    return given.to(current.device)
 
 
 def _own_copy(given: Copied | None, option: str) -> Copied | None:
@@ -475,6 +639,22 @@ def _own_copy(given: Copied | None, option: str) -> Copied | None:
         raise TypeError(
             f"the trainer works on a copy of {option}, and {type(given).__name__} can't be copied: give it a "
             f"__deepcopy__ ({error})"
+        ) from error
+
+
+def _check_loss_scaler(scaler: LossScaler) -> None:
+    """Checks what a user's own scaler needs, which would otherwise show after the first update only."""
+    name = type(scaler).__name__
+    if type(scaler).update is LossScaler.update:
+        raise TypeError(
+            f"mixed_precision.loss_scaler: {name} does not say how the scale changes: override update(), or keep the "
+            "scale constant with DynamicLossScaler(automatic_update=False, loss_scale=...)"
+        )
+    try:
+        scaler.loss_scale  # noqa: B018
+    except AttributeError as error:
+        raise TypeError(
+            f"mixed_precision.loss_scaler: {name} has no scale yet: call super().__init__(loss_scale) in its __init__"
         ) from error
 
 

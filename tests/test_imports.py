@@ -19,11 +19,13 @@ ALLOWED = {
     "engine": set(),
     "atomic": set(),
     "memory": set(),
+    "window": set(),
     "amp": {"step_info"},  # for annotations only
     "optim": {"step_info"},  # for annotations only
     "step_info": {"optim"},
     "model_desc": LEAVES,
-    "options": LEAVES | {"amp", "optim"},
+    "option_checks": set(),
+    "options": LEAVES | {"amp", "optim", "option_checks"},
     "batch": LEAVES | {"model_desc"},
     "graph": LEAVES,
     "frontend": LEAVES | {"graph", "model_desc"},
@@ -31,7 +33,8 @@ ALLOWED = {
     "model_source": LEAVES | {"frontend", "graph", "model_desc", "onnx_model", "optim", "options"},
     "graphs": LEAVES | {"batch", "graph", "model_desc", "model_source", "session"},
     "session": LEAVES | {"graph", "optim"},
-    "state": LEAVES | {"session", "optim"},
+    "graph_files": LEAVES | {"graph", "optim", "session"},
+    "state": LEAVES | {"session", "optim", "window"},
     "checkpoint": LEAVES,
     "trainer": LEAVES
     | {
@@ -41,6 +44,7 @@ ALLOWED = {
         "frontend",
         "graph",
         "graphs",
+        "graph_files",
         "model_desc",
         "model_source",
         "optim",
@@ -48,9 +52,10 @@ ALLOWED = {
         "session",
         "state",
         "step_info",
+        "window",
     },
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": {"amp", "checkpoint", "model_desc", "optim"},
+    "compat": {"amp", "checkpoint", "flat_state", "model_desc", "optim"},
     "flat_state": {"trainer"},
     "io_binding": LEAVES,
     "training_parameters": LEAVES,

@@ -105,6 +105,71 @@ def test_default_scaler_and_one_of_the_users_own() -> None:
     assert trainer.loss_scaler.loss_scale == pytest.approx(1000 * 0.9**3)
 
 
+def test_scalers_that_can_not_work_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match="LossScaler does not say how the scale changes: override update"):
+        mlp_trainer(fp16(amp.LossScaler(8.0)))
+
+    class Forgetful(amp.LossScaler):
+        def __init__(self) -> None:
+            pass
+
+        def update(self, train_step_info):
+            return 1.0
+
+    with pytest.raises(TypeError, match=r"Forgetful has no scale yet: call super\(\).__init__\(loss_scale\)"):
+        mlp_trainer(fp16(Forgetful()))
+
+    class Uncopied(amp.DynamicLossScaler):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("a socket")
+
+    with pytest.raises(TypeError, match="the trainer works on a copy of mixed_precision.loss_scaler.*a socket"):
+        mlp_trainer(fp16(Uncopied()))
+
+
+def test_what_a_scaler_of_the_users_own_gets_to_see_and_keep(tmp_path: Any) -> None:
+    class Counting(amp.LossScaler):
+        """Keeps state of its own, sees every update, and is reset by its user."""
+
+        def __init__(self) -> None:
+            super().__init__(4.0)
+            self.seen: list[tuple[int, int, bool]] = []
+
+        def update(self, train_step_info):
+            info = train_step_info
+            self.seen.append((info.step, info.optimization_step, info.all_finite))
+            return self.loss_scale * 2
+
+        def state_dict(self):
+            return {**super().state_dict(), "seen": self.seen}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.seen = [tuple(entry) for entry in state_dict["seen"]]
+
+    options = fp16(Counting(), batch={"gradient_accumulation_steps": 2})
+    trainer = mlp_trainer(options)
+    trainer.train_step_info.fetches = ["loss"]  # with fetches as without
+    for x, y in mlp_batches(5):
+        trainer.train_step(x, y)
+    assert trainer.loss_scaler.seen == [(2, 0, True), (4, 1, True)]
+    assert trainer.loss_scaler.loss_scale == 16.0 and trainer.train_step_info.optimization_step == 2
+    trainer.save_checkpoint(tmp_path / "own.ortckpt")
+    other = mlp_trainer(options)
+    other.load_checkpoint(tmp_path / "own.ortckpt")
+    assert other.loss_scaler.seen == trainer.loss_scaler.seen and other.loss_scaler.loss_scale == 16.0
+    other.loss_scaler.reset()
+    assert other.loss_scaler.loss_scale == 4.0
+
+    class Wrong(amp.LossScaler):
+        def update(self, train_step_info):
+            return -1.0
+
+    trainer = mlp_trainer(fp16(Wrong(4.0)))
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite, but -1.0"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
 def test_scaler_is_resumed() -> None:
     trainer = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
     batches = mlp_batches(8)
@@ -233,3 +298,101 @@ def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
     for name, value in trainer.state_dict(pytorch_format=True).items():
         parameter = reference.get_parameter(name)
         assert_close(parameter.detach() - value, parameter.grad, 2e-2, name)
+
+
+def bf16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
+    return {"mixed_precision": {"enabled": True, "dtype": torch.bfloat16, "loss_scaler": scaler}, **options}
+
+
+def test_bfloat16_numbers_are_those_of_autocast() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    trainer = mlp_trainer(bf16(utils={"grad_norm_clip": False}), model=model)
+    assert trainer.loss_scaler is None and trainer.options.mixed_precision.dtype == "bfloat16"
+    for x, y in mlp_batches(10):
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.bfloat16
+        assert_close(logits, prediction.detach(), 1e-2, "logits")
+        assert_close(loss, expected.detach(), 1e-3, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert not torch.equal(prediction.float(), reference(x)), "PyTorch did compute in bfloat16"
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert_close(value, reference.state_dict()[name], 1e-3, name)
+    state = trainer.state_dict()
+    assert state["trainer_options"]["mixed_precision"] is True and "loss_scaler" not in state
+
+
+def test_convolution_attention_and_norms_in_bfloat16() -> None:
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(amp.DynamicLossScaler(loss_scale=8.0)))
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=options)
+    assert trainer.loss_scaler is not None, "a scaler that is given is used"
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for _ in range(5):
+        # Inputs in bfloat16 go through, too.
+        x, y = torch.randn(4, 1, 8, 8).bfloat16(), torch.randint(0, 3, (4,))
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert logits.dtype == torch.bfloat16
+        assert_close(loss, expected.detach(), 1e-2, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    evaluated = trainer.eval_step(x, y)[0]
+    reference.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
+
+
+def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_path: Any) -> None:
+    class Constant(amp.LossScaler):
+        def update(self, train_step_info):
+            return self.loss_scale
+
+    options = bf16(Constant(8.0), batch={"gradient_accumulation_steps": 3})
+    model = MLP()
+    plain, changed = (mlp_trainer(options, optim.SGDConfig(lr=0.1), model) for _ in range(2))
+    for number, (x, y) in enumerate(mlp_batches(6)):
+        plain.train_step(x, y)
+        changed.train_step(x, y)
+        if number == 0:
+            changed.loss_scaler.loss_scale = 1024.0
+            torch.testing.assert_close(changed.get_gradient("fc1.bias"), plain.get_gradient("fc1.bias"))
+        if number == 1:
+            changed.save_checkpoint(tmp_path / "inside.ortckpt")
+            changed = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+            changed.load_checkpoint(tmp_path / "inside.ortckpt")
+            assert changed.loss_scaler.loss_scale == 1024.0
+    for name, value in plain.state_dict(pytorch_format=True).items():
+        assert_close(changed.state_dict(pytorch_format=True)[name], value, 1e-5, name)
+
+
+def test_bfloat16_as_it_was_translated() -> None:
+    """Without the passes that clean up, fewer values have a type of their own."""
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(_internal_use={"enable_internal_postprocess": False}))
+    model = ConvNet()
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
+    x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
+    loss, logits = trainer.train_step(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = model.train()(x)
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert torch.isfinite(loss)

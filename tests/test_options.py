@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import re
 
 import onnxruntime
 import pytest
@@ -69,6 +70,12 @@ def test_immutable() -> None:
         ({"batch": {"gradient_accumulation_steps": 1.5}}, "batch.gradient_accumulation_steps: must be of integer"),
         ({"batch": []}, "batch: must be of dict type"),
         ({"device": {"id": "gpu:9"}}, "device.id: value does not match"),
+        ({"mixed_precision": {"dtype": "float8"}}, "mixed_precision.dtype: unallowed value float8"),
+        ({"mixed_precision": {"dtype": "bfloat16"}}, "mixed_precision.dtype: 'bfloat16' has no effect without"),
+        ({"utils": {"max_grad_norm": 0}}, "utils.max_grad_norm: must be positive and finite"),
+        ({"utils": {"max_grad_norm": float("inf")}}, "utils.max_grad_norm: must be positive and finite"),
+        ({"utils": {"max_grad_norm": 1.0, "grad_norm_clip": False}}, "utils.max_grad_norm: 1.0 has no effect with"),
+        ({"batch": {"gradient_reduction": "max"}}, "batch.gradient_reduction: unallowed value max"),
         ({"device": {"mem_limit": -1}}, "device.mem_limit: min value is 0"),
         ({"utils": {"frozen_weights": [3]}}, "utils.frozen_weights.0: must be of string type .*3, int"),
         ({"lr_scheduler": 3}, "lr_scheduler: must be of lr_scheduler type"),
@@ -110,9 +117,6 @@ def _unsupported(schema: dict, path: tuple[str, ...] = ()) -> list[tuple[tuple[s
     return found
 
 
-_OTHER = {"integer": 1, "boolean": None, "string": "other", "list": ["a"], "dict": {"a": 1}}
-
-
 @pytest.mark.parametrize(
     ("path", "rules"),
     _unsupported(load_schema("trainer_options")),
@@ -120,13 +124,7 @@ _OTHER = {"integer": 1, "boolean": None, "string": "other", "list": ["a"], "dict
 )
 def test_what_is_not_supported_is_refused(path: tuple[str, ...], rules: dict) -> None:
     default = rules["default"]
-    other = {"boolean": not default, "integer": 2 if default != 2 else 3}.get(rules["type"], _OTHER[rules["type"]])
-    if path[-1] == "strategy":
-        other = "NONE"
-    if path[-1] == "sliced_schema":
-        other = {"a": [1]}
-    if path[-1] == "stage":
-        other = 1
+    other = {"boolean": not default, "integer": 2, "list": ["a"], "string": "NONE"}[rules["type"]]
     for value, fails in ((other, True), (default, False)):
         options: dict = {}
         inner = options
@@ -138,6 +136,107 @@ def test_what_is_not_supported_is_refused(path: tuple[str, ...], rules: dict) ->
                 ORTTrainerOptions(options)
         else:
             ORTTrainerOptions(options)
+
+
+def pipeline(stages: int = 3, world_size: int = 3, **options) -> dict:
+    values = {"pipeline_parallel_size": stages, "pipeline_cut_info_string": "a:b-c/d,e", **options}
+    return {"world_size": world_size, "pipeline_parallel": values}
+
+
+SLICED = {"sliced_schema": {"x": [4, 8]}, "sliced_axes": {"x": 0}, "sliced_tensor_names": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("distributed", "messages"),
+    [
+        ({"world_rank": 1}, ["world_rank: 1 must be below distributed.world_size, 1"]),
+        ({"local_rank": 2, "world_size": 2}, ["local_rank: 2 must be below distributed.world_size, 2"]),
+        ({"data_parallel_size": 2}, ["data_parallel_size: 2, times horizontal_parallel_size 1, times pipeline_paral"]),
+        (
+            {"world_size": 4, "data_parallel_size": 2, "horizontal_parallel_size": 1},
+            ["must be distributed.world_size, 4"],
+        ),
+        ({"horizontal_parallel_size": 2}, ["world_size: 1 can't be divided by horizontal_parallel_size 2"]),
+        ({"deepspeed_zero_optimization": {"stage": 1}}, ["stage: 1 divides the optimizer's state .* there is 1"]),
+        (
+            {"world_size": 2, "horizontal_parallel_size": 2, "deepspeed_zero_optimization": {"stage": 1}},
+            ["stage: 1 divides the optimizer's state .* there is 1"],
+        ),
+        ({"deepspeed_zero_optimization": {"stage": 2}}, ["stage: max value is 1"]),
+        ({"enable_adasum": True}, ["enable_adasum: has no effect in one process"]),
+        ({"allreduce_post_accumulation": True}, ["allreduce_post_accumulation: has no effect in one process"]),
+        (
+            {"pipeline_parallel": {"num_pipeline_micro_batches": 2}},
+            ["num_pipeline_micro_batches: has no effect without"],
+        ),
+        ({"pipeline_parallel": {"pipeline_cut_info_string": "a"}}, ["pipeline_cut_info_string: has no effect without"]),
+        ({"pipeline_parallel": SLICED}, [f"{key}: has no effect without a pipeline" for key in SLICED]),
+        (pipeline(pipeline_cut_info_string="a,b-"), [r"pipeline_cut_info_string: \['b-'\] are no cuts"]),
+        (pipeline(pipeline_cut_info_string="a/b,c"), [r"\['a/b'\] are no cuts"]),
+        (pipeline(stages=2, world_size=2), ["2 stages need 1 cuts, but it has 2"]),
+        (pipeline(pipeline_cut_info_string=""), ["3 stages need 2 cuts, but it has 0"]),
+        (pipeline(**{**SLICED, "sliced_tensor_names": []}), [r"sliced_tensor_names: \['x'\] are missing"]),
+        (
+            pipeline(**{**SLICED, "sliced_axes": {"x": 2}}),
+            ["sliced_axes.x: 2 is no axis of a tensor with 2 dimensions"],
+        ),
+        (pipeline(**{**SLICED, "sliced_schema": {"x": [0, 1]}}), ["sliced_schema.x: sizes must be at least 1"]),
+        (pipeline(**{**SLICED, "sliced_tensor_names": ["x", "x"]}), ["sliced_tensor_names: a name is in it twice"]),
+    ],
+)
+def test_distributed_settings_that_do_not_fit(distributed: dict, messages: list[str]) -> None:
+    with pytest.raises(ValueError, match="^Invalid options: ") as caught:
+        ORTTrainerOptions({"distributed": distributed})
+    for message in messages:
+        assert re.search(message, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "distributed",
+    [
+        {"world_size": 2},
+        {"world_size": 4, "world_rank": 3, "local_rank": 1, "data_parallel_size": 4, "enable_adasum": True},
+        {
+            "world_size": 4,
+            "data_parallel_size": 2,
+            "deepspeed_zero_optimization": {"stage": 1},
+            "horizontal_parallel_size": 2,
+        },
+        pipeline(),
+        pipeline(**SLICED, num_pipeline_micro_batches=4),
+        {**pipeline(), "world_size": 6, "allreduce_post_accumulation": True},
+    ],
+)
+def test_what_fits_is_refused_for_its_size_alone(distributed: dict) -> None:
+    size = distributed["world_size"]
+    message = f"^Invalid options: distributed.world_size: training in {size} processes is not supported yet; [^:]*$"
+    with pytest.raises(ValueError, match=message):
+        ORTTrainerOptions({"distributed": distributed})
+
+
+def test_distributed_settings_of_one_process() -> None:
+    one = {"world_size": 1, "data_parallel_size": 1, "pipeline_parallel": {"num_pipeline_micro_batches": 1}}
+    assert ORTTrainerOptions({"distributed": one}) == ORTTrainerOptions()
+
+
+def test_the_documentations_spellings() -> None:
+    session = onnxruntime.SessionOptions()
+    options = ORTTrainerOptions(
+        {
+            "graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": 1}},
+            "attn_dropout_recompute": False,
+            "_internal_use": {"provider_options": {"CPUExecutionProvider": {}}, "session_options": session},
+        }
+    )
+    assert options.session_options is session and list(options.provider_options) == ["CPUExecutionProvider"]
+    with pytest.raises(ValueError, match=r"propagate_cast_ops_config.level: must be of integer type \(given: 'a', str"):
+        ORTTrainerOptions({"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": "a"}}})
+    with pytest.raises(
+        ValueError, match="gelu_recompute: is another name of graph_transformer.gelu_recompute, which is"
+    ):
+        ORTTrainerOptions({"gelu_recompute": False, "graph_transformer": {"gelu_recompute": False}})
+    with pytest.raises(ValueError, match="graph_transformer: must be of dict type"):
+        ORTTrainerOptions({"gelu_recompute": False, "graph_transformer": 3})
 
 
 def test_cast_strategy_is_known_by_its_enum() -> None:

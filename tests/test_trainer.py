@@ -133,7 +133,7 @@ class NoForwardName(nn.Module):
         ({"model": None}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a NoneType"),
         ({"model": object()}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a object"),
         ({"model_desc": 3}, TypeError, "model_desc must be a dict"),
-        ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig or LambConfig"),
+        ({"optim_config": {}}, TypeError, "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
         ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),
@@ -439,3 +439,51 @@ def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) ->
     ):
         trainer.train_step(torch.randn(3, 8), torch.tensor([1]))
     assert trainer.train_step_info.step == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_internal_postprocess_the_graph_is_larger_and_computes_the_same(training: bool) -> None:
+    sizes, results = [], []
+    model = Block()
+    for enabled in (True, False):
+        options = {"_internal_use": {"enable_internal_postprocess": enabled}, "utils": {"grad_norm_clip": False}}
+        trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+        step = trainer.train_step if training else trainer.eval_step
+        results.append([step(X, Y)[1] for _ in range(3)])
+        sizes.append(len(trainer.session.graphs(training)[0].model.graph))
+    assert sizes[0] < sizes[1]
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+class Block(nn.Module):
+    """Enough for the exporter to leave something to simplify."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.norm(self.fc(x)))[:, None]
+        return self.attention(hidden, hidden, hidden)[0][:, 0, :3]
+
+
+def test_contrib_ops_are_refused_where_they_are_not_wanted() -> None:
+    def fuse(model):
+        (node,) = [n for n in model.graph.node if n.op_type == "Tanh"][:1]
+        node.op_type, node.domain = "Gelu", "com.microsoft"
+        model.opset_import.add(domain="com.microsoft", version=1)
+
+    x, y = mlp_batches(1)[0]
+    trainer = mlp_trainer({"_internal_use": {"extra_postprocess": fuse}})
+    wanted = trainer.eval_step(x, y)[0]
+    refused = mlp_trainer({"_internal_use": {"extra_postprocess": fuse, "enable_onnx_contrib_ops": False}})
+    with pytest.raises(
+        ValueError, match=r"enable_onnx_contrib_ops is False, but the graph has \['com.microsoft::Gelu'\]"
+    ):
+        refused.eval_step(x, y)
+    assert refused.session is None
+    plain = mlp_trainer({"_internal_use": {"enable_onnx_contrib_ops": False}})
+    assert not torch.equal(plain.eval_step(x, y)[0], wanted)

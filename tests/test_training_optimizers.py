@@ -159,6 +159,6 @@ def test_a_schedule_that_returns_nonsense() -> None:
             return ["fast"]
 
     trainer = mlp_trainer({"lr_scheduler": Wrong()})
-    with pytest.raises(TypeError, match="get_lr\\(\\) of Wrong must return a list with one number"):
+    with pytest.raises(TypeError, match="get_lr\\(\\) of Wrong must return a list of numbers"):
         trainer.train_step(*mlp_batches(1)[0])
     assert trainer.train_step_info.step == 0

@@ -18,6 +18,7 @@ from .step_module import ExportedStep, StepModule, borrowed
 
 __all__ = ["GraphBuilder"]
 
+_STANDARD = ("", "ai.onnx")
 _log = logging.getLogger(__name__)
 
 
@@ -28,10 +29,12 @@ class GraphBuilder:
     Attributes:
         step: What to export.
         postprocess: The user's own pass over the ONNX model, or None.
+        contrib_ops: Whether that may add operators that are not standard ONNX.
     """
 
     step: ExportedStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+    contrib_ops: bool = True
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
@@ -55,7 +58,11 @@ class GraphBuilder:
         for symbol, size in graph.fixed.items():
             where = reasons.get(symbol, "")
             _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
-        return graph if self.postprocess is None else postprocessed(graph, self.postprocess)
+        if self.postprocess is not None:
+            graph = postprocessed(graph, self.postprocess)
+        if not self.contrib_ops:
+            _refuse_contrib_ops(graph)
+        return graph
 
     def _export(self, batch: Mapping[str, torch.Tensor], training: bool) -> tuple[TrainingGraph, dict[str, str]]:
         from .export import export  # the exporter's own imports take seconds and 100 MB
@@ -73,6 +80,16 @@ class GraphBuilder:
             finally:
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+def _refuse_contrib_ops(graph: TrainingGraph) -> None:
+    """The option ``_internal_use.enable_onnx_contrib_ops`` False."""
+    found = {f"{node.domain}::{node.op_type}" for node in graph.model.graph.all_nodes() if node.domain not in _STANDARD}
+    if found:
+        raise ValueError(
+            f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(found)}, which is not standard "
+            "ONNX: leave them out of _internal_use.extra_postprocess, or set it to True"
+        )
 
 
 def _encode(graph: TrainingGraph, reasons: Mapping[str, str]) -> bytes:

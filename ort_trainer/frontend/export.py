@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+import onnx_ir as ir
 import torch
 
 from ..errors import ExportError
 from ..graph import Dim, TensorSpec, TrainingGraph
+from ..graph.bfloat16 import widen_bfloat16
 from ..graph.dims import holds, symbols_of
 from ..model_desc import ModelDescription
 from .capture import Capture, capture
@@ -110,7 +112,9 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
         for node, entry in batch
     )
-    model = to_onnx(found.module, inputs, results, found.constants, step.opset)
+    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified)
+    if any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph.all_nodes() for value in node.outputs):
+        widen_bfloat16(model, arithmetic=found.outputs[0].meta["val"].device.type == "cpu")
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
     return TrainingGraph(

@@ -40,6 +40,7 @@ class ExportedStep:
         trainable: Canonical names of the parameters to train.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
+        simplified: Whether the graph is made smaller after its translation.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class ExportedStep:
     trainable: frozenset[str]
     autocast: torch.dtype | None = None
     opset: int = 18
+    simplified: bool = True
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
@@ -72,7 +74,12 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
     names = description.input_names
     if loss_fn is not None:
         try:
-            inspect.signature(loss_fn).bind(None, None)
+            signature = inspect.signature(loss_fn)
+        except ValueError:
+            signature = None  # some built-in functions have none, so it is left to the export
+        try:
+            if signature is not None:
+                signature.bind(None, None)
         except TypeError as error:
             raise TypeError(f"loss_fn must take two arguments, (prediction, label), but {loss_fn!r}: {error}") from None
         if isinstance(loss_fn, nn.Module):

@@ -38,6 +38,7 @@ def to_onnx(
     results: Named,
     constants: Mapping[torch.fx.Node, torch.Tensor],
     opset: int,
+    thoroughly: bool = True,
 ) -> ir.Model:
     """Translates a captured graph.
 
@@ -48,6 +49,7 @@ def to_onnx(
         results: Nodes with the names of the model's outputs, in order.
         constants: Placeholders that become constants of the model.
         opset: ONNX operator set.
+        thoroughly: Whether to make the model smaller.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     model = translate(module, [node for node, _ in results])
@@ -60,7 +62,7 @@ def to_onnx(
             model.graph.register_initializer(values[node])
     # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
     common_passes.OutputFixPass()(model)
-    simplify(model)
+    simplify(model, thoroughly)
     convert_opset(model, opset)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     return model

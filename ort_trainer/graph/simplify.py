@@ -36,14 +36,30 @@ _RULES = (
 )
 
 
-def simplify(model: ir.Model) -> None:
+def simplify(model: ir.Model, thoroughly: bool = True) -> None:
     """Simplifies a freshly translated model in place; what it computes stays the same.
 
     The weights are inputs of the model, so none can be folded into a constant.
+
+    Args:
+        model: The model.
+        thoroughly: False only brings it into the form that everything after this expects: no functions, and each value
+            with a name of its own.
     """
     common_passes.InlinePass()(model)
-    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
     _tell_dropouts_apart(model.graph)
+    if not thoroughly:
+        ir.passes.Sequential(
+            common_passes.RemoveUnusedNodesPass(),
+            common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+            common_passes.RemoveUnusedOpsetsPass(),
+            common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common_passes.LiftSubgraphInitializersToMainGraphPass(),
+            common_passes.OutputFixPass(),
+            common_passes.NameFixPass(),
+        )(model)
+        return
+    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
     ir.passes.Sequential(
         RewritePass(_RULES),
         common_passes.RemoveUnusedNodesPass(),

@@ -1,6 +1,6 @@
 """Optimizer configs, learning-rate schedules, and the weight update itself."""
 
-from .config import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from .config import AdamConfig, AdamWConfig, LambConfig, SGDConfig, _OptimizerConfig
 from .lr_scheduler import (
     ConstantWarmupLRScheduler,
     CosineWarmupLRScheduler,
@@ -11,6 +11,7 @@ from .lr_scheduler import (
 
 __all__ = [
     "AdamConfig",
+    "AdamWConfig",
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
     "LambConfig",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar
 
-__all__ = ["AdamConfig", "LambConfig", "SGDConfig"]
+__all__ = ["AdamConfig", "AdamWConfig", "LambConfig", "SGDConfig"]
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -20,7 +20,7 @@ def _number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name!r} must be a number, but {value!r} ({type(value).__name__}) was given")
     number = float(value)
-    if math.isnan(number) or number < minimum or number >= below or (finite and math.isinf(number)):
+    if math.isnan(number) or number < minimum or (number >= below < math.inf) or (finite and math.isinf(number)):
         limit = "" if math.isinf(below) else f" and below {below:g}"
         raise ValueError(f"{name!r} must be at least {minimum:g}{limit}, but {value!r} was given")
     return number
@@ -38,7 +38,8 @@ class _OptimizerConfig:
     Args:
         name: ``AdamOptimizer``, ``LambOptimizer`` or ``SGDOptimizer``.
         params: Parameter groups: dicts with a list of parameter names under ``params`` and the hyper-parameters in
-            which the group differs from the defaults. They are copied, never changed.
+            which the group differs from the defaults, ``lr`` among them. They are copied, never changed. All
+            parameters that no group names make the default group, which is the last.
         defaults: Hyper-parameters of all parameters that no group overrides, ``lr`` among them.
     """
 
@@ -67,6 +68,35 @@ class _OptimizerConfig:
         self._lr = _number("lr", value)
 
     @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of every parameter group, and last that of the default group, :attr:`lr`.
+
+        A group without an ``lr`` of its own has the config's. Assign a list of the same length to change them all
+        between steps; a group follows :attr:`lr` until it is assigned another value.
+        """
+        return [*(group.get("lr", self._lr) for group in self._params), self._lr]
+
+    @learning_rates.setter
+    def learning_rates(self, values: Sequence[float]) -> None:
+        if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
+            raise TypeError(f"'learning_rates' must be a list of numbers, but {values!r} was given")
+        if len(values) != len(self._params) + 1:
+            raise ValueError(
+                f"'learning_rates' must have {len(self._params) + 1} values, one per parameter group and one for all "
+                f"other parameters, but {values!r} was given"
+            )
+        *own, default = [_number("lr", value) for value in values]
+        self._lr = default
+        for group, value in zip(self._params, own, strict=True):
+            if "lr" in group or value != default:
+                group["lr"] = value
+
+    @property
+    def has_group_rates(self) -> bool:
+        """Whether any parameter group has a learning rate of its own."""
+        return any("lr" in group for group in self._params)
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """The default hyper-parameters, ``lr`` among them, as a new dict."""
         return {"lr": self._lr, **self._defaults}
@@ -86,16 +116,21 @@ class _OptimizerConfig:
         values = ", ".join(f"{key}={value!r}" for key, value in self.defaults.items())
         return f"{type(self).__name__}(params={self._params!r}, {values})"
 
-    def hyper_parameters_of(self, *names: str) -> dict[str, Any]:
-        """Returns the hyper-parameters of one parameter, without ``lr``.
+    def group_of(self, *names: str) -> int:
+        """Returns the index of a parameter's group; the default group comes after all others.
 
         Args:
             *names: The parameter's name; a tied parameter has several.
         """
-        for group in self._params:
+        for index, group in enumerate(self._params):
             if any(name in group["params"] for name in names):
-                return {**self._defaults, **{key: value for key, value in group.items() if key != "params"}}
-        return dict(self._defaults)
+                return index
+        return len(self._params)
+
+    def hyper_parameters(self, group: int) -> dict[str, Any]:
+        """Returns the hyper-parameters of a group by its index, without ``lr``."""
+        own = self._params[group] if group < len(self._params) else {}
+        return {**self._defaults, **{key: value for key, value in own.items() if key not in ("params", "lr")}}
 
     def _checked_groups(self, groups: Any) -> list[dict[str, Any]]:
         if isinstance(groups, (str, Mapping)) or not isinstance(groups, Sequence):
@@ -118,22 +153,24 @@ class _OptimizerConfig:
 
     def _checked_overrides(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
         overrides = {}
-        for key, value in group.items():
+        allowed = sorted(["lr", *self._defaults])
+        for key, value in self._own_names(group).items():
             if key == "params":
                 continue
-            if key == "lr":
-                raise ValueError("'lr' is not supported inside params: all groups share the config's learning rate")
             # The legacy class renamed lambda_coef to lambda in the caller's groups, so both are met in scripts.
             known = "lambda_coef" if key == "lambda" else key
-            if known not in self._defaults:
+            if known not in allowed:
                 raise ValueError(
-                    f"parameter group {index} sets {key!r}, which {type(self).__name__} does not have: "
-                    f"it has {sorted(self._defaults)}"
+                    f"parameter group {index} sets {key!r}, which {type(self).__name__} does not have: it has {allowed}"
                 )
-            overrides[known] = self._checked(known, value)
+            overrides[known] = _number("lr", value) if known == "lr" else self._checked(known, value)
         if not overrides:
-            raise ValueError(f"parameter group {index} must set at least one of {sorted(self._defaults)}")
+            raise ValueError(f"parameter group {index} must set at least one of {allowed}")
         return overrides
+
+    def _own_names(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a group with this package's names of the hyper-parameters, where a config takes others."""
+        return group
 
     def _checked(self, key: str, value: Any) -> Any:
         return _number(key, value)
@@ -162,14 +199,12 @@ class SGDConfig(_OptimizerConfig):
     """Plain gradient descent: ``w -= lr * g``.
 
     Args:
-        params: Must be empty: SGD has no hyper-parameter that could differ between groups.
+        params: Parameter groups by name, each with an ``lr``: SGD has no other hyper-parameter.
         lr: Learning rate, at least 0.
     """
 
     def __init__(self, params: ParameterGroups = (), lr: float = 0.001) -> None:
-        if len(params):
-            raise ValueError("'params' must be an empty list for SGD optimizer")
-        super().__init__("SGDOptimizer", [], {"lr": lr})
+        super().__init__("SGDOptimizer", params, {"lr": lr})
 
 
 class AdamConfig(_AdaptiveConfig):
@@ -184,7 +219,7 @@ class AdamConfig(_AdaptiveConfig):
       the AdamW that Hugging Face Transformers had.
 
     Args:
-        params: Parameter groups by name, each with any of the hyper-parameters below but ``lr``.
+        params: Parameter groups by name, each with any of the hyper-parameters below.
         lr: Learning rate, at least 0.
         alpha: Decay of the first moment, in [0, 1).
         beta: Decay of the second moment, in [0, 1).
@@ -233,6 +268,68 @@ class AdamConfig(_AdaptiveConfig):
         return self.DecayMode(value)
 
 
+class AdamWConfig(AdamConfig):
+    """``torch.optim.AdamW``, with its argument names and defaults.
+
+    The same rule as :class:`AdamConfig` in mode ``BEFORE_WEIGHT_UPDATE``, and checkpoints of both are interchangeable.
+    Gradients are not clipped unless a limit is given, here or in ``utils.max_grad_norm``: torch's optimizer does not
+    clip either.
+
+    Args:
+        params: Parameter groups by name, each with any of the hyper-parameters below.
+        lr: Learning rate, at least 0.
+        betas: Decay of the first and of the second moment, each in [0, 1).
+        eps: Added to the denominator, at least 0.
+        weight_decay: Weight decay, at least 0.
+        max_norm_clip: Limit of the global gradient norm, above 0; used while ``utils.grad_norm_clip`` is on.
+    """
+
+    _NAMES: ClassVar[dict[str, str]] = {"eps": "epsilon", "weight_decay": "lambda_coef"}
+
+    def __init__(
+        self,
+        params: ParameterGroups = (),
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm_clip: float = math.inf,
+    ) -> None:
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm_clip": max_norm_clip}
+        super().__init__(params, lr, **self._own_names(given))
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the first and of the second moment."""
+        return (self.alpha, self.beta)
+
+    @property
+    def eps(self) -> float:
+        """What is added to the denominator."""
+        return float(self.epsilon)
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay."""
+        return float(self.lambda_coef)
+
+    def _own_names(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")
+        own: dict[str, Any] = {}
+        for key, value in group.items():
+            if key not in allowed:
+                raise ValueError(f"AdamWConfig does not have {key!r}: a parameter group has {list(allowed)}")
+            if key == "betas":
+                if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+                    raise TypeError(f"'betas' must be two numbers, but {value!r} was given")
+                own["alpha"], own["beta"] = (_number("betas", beta, below=1.0) for beta in value)
+            elif key in self._NAMES:
+                own[self._NAMES[key]] = _number(key, value)
+            else:
+                own[key] = value
+        return own
+
+
 class LambConfig(_AdaptiveConfig):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2).
 
@@ -240,7 +337,7 @@ class LambConfig(_AdaptiveConfig):
     ``r = clamp(norm(w) / norm(d), ratio_min, ratio_max)`` (1 where either norm is 0), ``w -= lr r d``, per tensor.
 
     Args:
-        params: Parameter groups by name, each with any of the hyper-parameters below but ``lr``.
+        params: Parameter groups by name, each with any of the hyper-parameters below.
         lr: Learning rate, at least 0.
         alpha: Decay of the first moment, in [0, 1).
         beta: Decay of the second moment, in [0, 1).
@@ -280,7 +377,7 @@ class LambConfig(_AdaptiveConfig):
 
     def _checked(self, key: str, value: Any) -> Any:
         if key in ("ratio_min", "ratio_max"):
-            return _number(key, value, minimum=-math.inf, finite=False, below=math.nan)
+            return _number(key, value, minimum=-math.inf, finite=False)
         return super()._checked(key, value)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:

@@ -31,16 +31,25 @@ def _real(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 class _LRScheduler:
-    """Base class of schedules. Subclass it for one of your own and override :meth:`get_lr`."""
+    """Base class of schedules. Subclass it for one of your own and override :meth:`get_lr`.
+
+    A subclass need not call ``super().__init__()``.
+    """
 
     def __init__(self) -> None:
         self._last_lr: list[float] = []
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """Returns the learning rate of the coming update, as the only element of a list.
+        """Returns the learning rate of the coming update.
 
         Args:
-            train_step_info: ``optimization_step`` is the number of completed updates, ``optimizer_config.lr`` the base.
+            train_step_info: ``optimization_step`` is the number of completed updates, ``optimizer_config.lr`` the base,
+                ``optimizer_config.learning_rates`` the bases of all parameter groups.
+
+        Returns:
+            A list with one rate for all parameters; or with one rate per parameter group of the config in their order,
+            and last the one for all parameters that are in no group. Where a group has an ``lr`` of its own, one rate
+            for all would override it and is refused. A bare number is one rate for all.
         """
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
 
@@ -49,7 +58,8 @@ class _LRScheduler:
         return list(self.__dict__.get("_last_lr", []))
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
-        self._last_lr = self.get_lr(train_step_info)
+        given = self.get_lr(train_step_info)
+        self._last_lr = list(given) if isinstance(given, (list, tuple)) else [given]
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,12 +89,15 @@ class _WarmupLRScheduler(_LRScheduler):
         self._warmup_steps = self.warmup * total_steps
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """Returns the learning rate of the coming update, as the only element of a list."""
-        base = train_step_info.optimizer_config.lr
-        step = train_step_info.optimization_step
+        """Returns the learning rate of the coming update in a list; where groups have their own, that of each."""
+        config = train_step_info.optimizer_config
+        bases = config.learning_rates if config.has_group_rates else [config.lr]
+        return [self._rate(train_step_info.optimization_step, base) for base in bases]
+
+    def _rate(self, step: int, base: float) -> float:
         if step < self._warmup_steps:
-            return [base * step / max(1.0, self._warmup_steps)]
-        return [base * self._factor(step, base)]
+            return base * step / max(1.0, self._warmup_steps)
+        return base * self._factor(step, base)
 
     def _progress(self, step: int) -> float:
         """Returns how much of the time after warm-up has gone: 0 to 1, and 1 from total_steps on."""

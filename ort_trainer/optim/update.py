@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +30,11 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class _Group:
-    """Parameters that share all hyper-parameters, with their state in the same order."""
+    """Parameters of one group of the config, with their hyper-parameters and the limit of the gradient norm."""
 
+    index: int
     hyper: dict[str, Any]
+    limit: float
     names: list[str] = field(default_factory=list)
 
 
@@ -41,8 +44,9 @@ class OptimizerUpdate:
     Args:
         config: Which rule, with which hyper-parameters. The learning rate is an argument of :meth:`step`.
         parameters: Trainable parameters by name; :meth:`step` changes them in place.
-        hyper_parameters: The hyper-parameters of each, by the same names.
+        groups: Index of the config's group of each, by the same names.
         clip: Whether gradients are clipped to ``max_norm_clip``.
+        max_norm: A limit of the gradient norm instead of the config's, for SGD too; None for the config's.
 
     Attributes:
         moments: Parameter name -> ``Moment_1`` and ``Moment_2``, of the parameter's shape; empty for SGD.
@@ -53,12 +57,12 @@ class OptimizerUpdate:
         self,
         config: _OptimizerConfig,
         parameters: Mapping[str, torch.Tensor],
-        hyper_parameters: Mapping[str, Mapping[str, Any]],
+        groups: Mapping[str, int],
         clip: bool = True,
+        max_norm: float | None = None,
     ) -> None:
         self._config = config
         self._parameters = dict(parameters)
-        self._clip = clip and config.name != "SGDOptimizer"
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.counts: dict[str, torch.Tensor] = {}
         if config.name != "SGDOptimizer":
@@ -68,21 +72,34 @@ class OptimizerUpdate:
                     for key in (MOMENT_1, MOMENT_2)
                 }
                 self.counts[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        groups: dict[tuple[Any, ...], _Group] = {}
+        found: dict[int, _Group] = {}
         for name in self._parameters:
-            hyper = dict(hyper_parameters[name])
-            groups.setdefault(tuple(sorted(hyper.items())), _Group(hyper)).names.append(name)
-        self._groups = list(groups.values())
+            index = groups[name]
+            hyper = config.hyper_parameters(index)
+            limit = hyper.get("max_norm_clip", math.inf) if max_norm is None else max_norm
+            found.setdefault(index, _Group(index, hyper, limit if clip else math.inf)).names.append(name)
+        self._groups = list(found.values())
+        self._clip = any(math.isfinite(group.limit) for group in self._groups)
+
+    @property
+    def groups(self) -> Iterator[tuple[int, dict[str, Any], float, list[str]]]:
+        """Index of the config's group, hyper-parameters, limit of the gradient norm and names of the parameters."""
+        for group in self._groups:
+            yield group.index, group.hyper, group.limit, group.names
 
     def step(
-        self, gradients: Mapping[str, torch.Tensor], lr: float, divisor: float = 1.0, check_finite: bool = False
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        learning_rates: Sequence[float],
+        divisor: float = 1.0,
+        check_finite: bool = False,
     ) -> bool:
         """Updates the weights once.
 
         Args:
             gradients: Gradient of every parameter that has one; the others are left alone, as PyTorch does. They are
                 scratch memory afterwards.
-            lr: Learning rate of this update.
+            learning_rates: One for all groups, or one for each group of the config in order and the default group.
             divisor: What the gradients are divided by first: loss scale times micro-batches.
             check_finite: Whether to skip the whole update if any gradient is not finite.
 
@@ -96,9 +113,11 @@ class OptimizerUpdate:
             names = [name for name in group.names if name in gradients]
             if not names:
                 continue
+            lr = learning_rates[0 if len(learning_rates) == 1 else group.index]
             scale = self._scale(group, norm, divisor)
             if self._config.name == "SGDOptimizer":
-                self._sgd(names, gradients, lr, divisor)
+                clipped = math.isfinite(group.limit)  # if not, the divisor goes into the rate, without another pass
+                self._sgd(names, gradients, lr if clipped else lr / divisor, scale if clipped else None)
             elif self._config.name == "AdamOptimizer":
                 for same_count in self._by_count(names, group.hyper):
                     self._adam(same_count, gradients, lr, scale, group.hyper)
@@ -112,8 +131,8 @@ class OptimizerUpdate:
 
         Clipping divides by ``norm / limit`` where the global norm is above the group's limit.
         """
-        if self._clip and norm is not None:
-            excess: torch.Tensor = norm / group.hyper["max_norm_clip"]
+        if math.isfinite(group.limit) and norm is not None:
+            excess: torch.Tensor = norm / group.limit
             return divisor * excess.clamp(min=1.0)
         if divisor == 1.0:
             return None
@@ -128,9 +147,14 @@ class OptimizerUpdate:
             return [names]
         return [list(same) for _, same in itertools.groupby(sorted(names, key=self._count), key=self._count)]
 
-    def _sgd(self, names: list[str], gradients: Mapping[str, torch.Tensor], lr: float, divisor: float) -> None:
+    def _sgd(
+        self, names: list[str], gradients: Mapping[str, torch.Tensor], lr: float, scale: torch.Tensor | None
+    ) -> None:
         weights = [self._parameters[name] for name in names]
-        torch._foreach_add_(weights, [gradients[name] for name in names], alpha=-lr / divisor)
+        found = [gradients[name] for name in names]
+        if scale is not None:
+            torch._foreach_div_(found, scale)
+        torch._foreach_add_(weights, found, alpha=-lr)
 
     def _adam(
         self,

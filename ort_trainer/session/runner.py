@@ -13,7 +13,7 @@ import torch
 from ..engine import InferenceSession, SessionOptions
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
 
-__all__ = ["GraphRunner"]
+__all__ = ["GraphRunner", "load"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -69,12 +69,7 @@ class GraphRunner:
         self.graph = graph
         self._device = device
         self._state = {graph.state[name]: state[name] for name in graph.state}
-        self.inference_session = InferenceSession(
-            ir.to_proto(graph.model).SerializeToString(),
-            sess_options=options,
-            providers=list(providers),
-            disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
-        )
+        self.inference_session = load(graph, providers, options)
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._nothing = torch.zeros(1, device=device)
 
@@ -109,11 +104,12 @@ class GraphRunner:
             if len(self._plans) > _MAXIMUM_PLANS:
                 del self._plans[next(iter(self._plans))]
         binding = plan.binding
-        for name, value in batch.items():
+        # Kept until the run is over: the binding holds addresses only. Graphs take bfloat16 as fp32.
+        given = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in batch.items()}
+        for name, value in given.items():
             self._bind_input(binding, name, value)
         if self.graph.loss_scale is not None and loss_scale is not None:
             self._bind_input(binding, self.graph.loss_scale.name, loss_scale)
-        # Kept until the run is over: the binding holds addresses only.
         drawn = [
             _draw(spec, shape, self._device, generator)
             for spec, shape in zip(self.graph.random, plan.random, strict=True)
@@ -126,7 +122,7 @@ class GraphRunner:
             if shape is None:
                 binding.bind_output(name, self._device.type, self._device.index or 0)
             else:
-                results[name] = torch.empty(shape, dtype=dtypes[name], device=self._device)
+                results[name] = torch.empty(shape, dtype=_bound_type(dtypes[name]), device=self._device)
                 self._bind_output(binding, name, results[name])
         self.inference_session.run_with_iobinding(binding)
         if len(results) < len(plan.outputs):
@@ -134,7 +130,7 @@ class GraphRunner:
             for name in plan.outputs:
                 if name not in results:
                     results[name] = torch.from_numpy(found[name].numpy()).to(self._device)
-        return {name: results[name] for name in names}
+        return {name: results[name].to(dtypes[name]) for name in names}
 
     def _make_plan(
         self, batch: Mapping[str, torch.Tensor], names: Sequence[str], destinations: Mapping[str, torch.Tensor]
@@ -177,6 +173,22 @@ class GraphRunner:
             tuple(value.shape),
             address,
         )
+
+
+def load(
+    graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
+) -> InferenceSession:
+    """Returns an ONNX Runtime session of a graph."""
+    return InferenceSession(
+        ir.to_proto(graph.model).SerializeToString(),
+        sess_options=options,
+        providers=list(providers),
+        disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
+    )
+
+
+def _bound_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _has_double(graph: TrainingGraph) -> bool:

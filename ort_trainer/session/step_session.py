@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..engine import InferenceSession, SessionOptions, providers_for, session_op
 from ..graph import TrainingGraph
 from ..optim import _OptimizerConfig
 from ..optim.update import OptimizerUpdate
-from .runner import GraphRunner
+from .runner import GraphRunner, load
 
 __all__ = ["StepSession"]
 
@@ -30,8 +31,9 @@ class StepSession:
         parameters: All parameters by name, trained or not. The session keeps these very tensors and changes them.
         buffers: All buffers by name, likewise.
         trainable: Names of the parameters to train, each with all the names by which a parameter group may call it.
-        optimizer_config: The update rule; its ``lr`` is the initial learning rate.
+        optimizer_config: The update rule; its learning rates are the initial ones.
         clip: Whether gradients are clipped to the config's ``max_norm_clip``.
+        max_norm: A limit of the gradient norm instead of the config's; None for the config's.
         device: Where everything is.
         given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
         deterministic: Whether to ask ONNX Runtime for deterministic kernels.
@@ -48,6 +50,7 @@ class StepSession:
         optimizer_config: _OptimizerConfig,
         *,
         clip: bool = True,
+        max_norm: float | None = None,
         device: str | torch.device = "cpu",
         given_options: SessionOptions | None = None,
         deterministic: bool = False,
@@ -69,12 +72,13 @@ class StepSession:
         self._runners: dict[bool, list[GraphRunner]] = {True: [], False: []}
         self._found: dict[tuple[Any, ...], GraphRunner] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
-        self._learning_rate = optimizer_config.lr
+        self._learning_rates: Sequence[float] = optimizer_config.learning_rates
         self.optimizer = OptimizerUpdate(
             optimizer_config,
             {name: self.parameters[name] for name in trainable},
-            {name: optimizer_config.hyper_parameters_of(*names) for name, names in trainable.items()},
+            {name: optimizer_config.group_of(*names) for name, names in trainable.items()},
             clip=clip,
+            max_norm=max_norm,
         )
 
     def add_graph(self, graph: TrainingGraph) -> None:
@@ -91,6 +95,14 @@ class StepSession:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.buffers[name])
         self._runners[graph.training].append(runner)
+
+    def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
+        """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
+        # The user's own options are never written to, and can't be copied: of them the level of optimization counts.
+        options = session_options(None, self._options.use_deterministic_compute)
+        options.graph_optimization_level = self._options.graph_optimization_level
+        options.optimized_model_filepath = str(path)
+        load(graph, self._providers, options)
 
     def graphs(self, training: bool) -> list[TrainingGraph]:
         """Returns the graphs of a mode, in the order in which they were added."""
@@ -206,15 +218,15 @@ class StepSession:
         gradients = self.present_gradients()
         if self._reset:
             raise RuntimeError("there are no gradients to apply: call train_step before optimizer_step")
-        return self.optimizer.step(gradients, self._learning_rate, divisor, check_finite)
+        return self.optimizer.step(gradients, self._learning_rates, divisor, check_finite)
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the learning rate of the coming updates."""
-        self._learning_rate = float(learning_rate)
+    def set_learning_rate(self, *learning_rates: float) -> None:
+        """Sets the learning rate of the coming updates: one for all parameters, or one per group and the default."""
+        self._learning_rates = [float(rate) for rate in learning_rates]
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming updates."""
-        return self._learning_rate
+        """Returns the learning rate of the coming updates; of several, that of parameters that are in no group."""
+        return self._learning_rates[-1]
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset, by parameter name; empty right after one."""

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from ort_trainer.optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from ort_trainer.optim import AdamConfig, AdamWConfig, LambConfig, SGDConfig, _OptimizerConfig
 
 
 def test_defaults() -> None:
@@ -42,11 +42,11 @@ def test_groups_are_completed_and_the_callers_are_not_touched() -> None:
         config = AdamConfig(groups, lr=0.1, epsilon=1e-6)
         assert groups == before
     assert config.params[0]["params"] == ["a", "b"] and config.params[0]["epsilon"] == 1e-6
-    assert config.hyper_parameters_of("b")["alpha"] == 0.5
-    assert config.hyper_parameters_of("c")["weight_decay_mode"] is AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
-    assert config.hyper_parameters_of("d") == {k: v for k, v in config.defaults.items() if k != "lr"}
-    assert config.hyper_parameters_of("other", "a")["lambda_coef"] == 0.1
-    assert AdamConfig([{"params": ["a"], "lambda": 0.2}]).hyper_parameters_of("a")["lambda_coef"] == 0.2
+    assert config.hyper_parameters(config.group_of("b"))["alpha"] == 0.5
+    assert config.hyper_parameters(1)["weight_decay_mode"] is AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
+    assert config.hyper_parameters(config.group_of("d")) == {k: v for k, v in config.defaults.items() if k != "lr"}
+    assert config.group_of("other", "a") == 0 and config.hyper_parameters(0)["lambda_coef"] == 0.1
+    assert AdamConfig([{"params": ["a"], "lambda": 0.2}]).hyper_parameters(0)["lambda_coef"] == 0.2
 
 
 def test_numbers_of_all_kinds_are_welcome() -> None:
@@ -61,11 +61,7 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: SGDConfig([{"params": ["a"], "lr": 1.0}]),
-            ValueError,
-            "'params' must be an empty list for SGD optimizer",
-        ),
+        (lambda: SGDConfig([{"params": ["a"], "alpha": 1.0}]), ValueError, r"sets 'alpha', which SGDConfig .*\['lr'\]"),
         (lambda: AdamConfig(lr=-1), ValueError, "'lr' must be at least 0, but -1"),
         (lambda: AdamConfig(lr="a"), TypeError, "'lr' must be a number, but 'a'"),
         (lambda: AdamConfig(lr=True), TypeError, "'lr' must be a number"),
@@ -86,7 +82,12 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
         (lambda: AdamConfig([{"params": "abc", "alpha": 0.1}]), TypeError, "'params' of group 0 must be a list"),
         (lambda: AdamConfig([{"params": [3], "alpha": 0.1}]), TypeError, "must hold parameter names"),
         (lambda: AdamConfig([{"params": ["a"]}]), ValueError, "parameter group 0 must set at least one of"),
-        (lambda: AdamConfig([{"params": ["a"], "lr": 1.0}]), ValueError, "'lr' is not supported inside params"),
+        (lambda: AdamConfig([{"params": ["a"], "lr": -1.0}]), ValueError, "'lr' must be at least 0, but -1.0"),
+        (lambda: AdamWConfig(betas=0.9), TypeError, "'betas' must be two numbers, but 0.9"),
+        (lambda: AdamWConfig(betas=(0.9, 1.0)), ValueError, "'betas' must be at least 0 and below 1"),
+        (lambda: AdamWConfig(eps=-1), ValueError, "'eps' must be at least 0"),
+        (lambda: AdamWConfig(weight_decay="a"), TypeError, "'weight_decay' must be a number"),
+        (lambda: AdamWConfig([{"params": ["a"], "alpha": 0.1}]), ValueError, "AdamWConfig does not have 'alpha'"),
         (lambda: AdamConfig([{"params": ["a"], "ratio_min": 1.0}]), ValueError, "sets 'ratio_min', which AdamConfig"),
         (
             lambda: AdamConfig([{"params": ["a"], "alpha": 0.1}, {"params": ["a"], "alpha": 0.2}]),

@@ -20,7 +20,7 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def make(config, weights: dict[str, torch.Tensor], clip: bool) -> OptimizerUpdate:
-    return OptimizerUpdate(config, weights, {name: config.hyper_parameters_of(name) for name in weights}, clip=clip)
+    return OptimizerUpdate(config, weights, {name: config.group_of(name) for name in weights}, clip=clip)
 
 
 def run_both(config, optimizer_of, clip: float | None, divisor: float = 1.0) -> None:
@@ -35,7 +35,7 @@ def run_both(config, optimizer_of, clip: float | None, divisor: float = 1.0) -> 
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(reference.values(), clip)
         optimizer.step()
-        assert update.step({name: g * divisor for name, g in gradients.items()}, config.lr, divisor)
+        assert update.step({name: g * divisor for name, g in gradients.items()}, [config.lr], divisor)
     for name, value in weights.items():
         torch.testing.assert_close(value, reference[name].detach(), rtol=1e-5, atol=1e-6)
 
@@ -94,7 +94,7 @@ def test_adam_modes_against_the_formulas(corrected: bool, mode: AdamConfig.Decay
             else:
                 z = w - 0.05 * math.sqrt(c2) / c1 * m[name] / (np.sqrt(v[name]) + 1e-2)
                 expected[name] = z - 0.05 * 0.1 * z
-        update.step(gradients, 0.05)
+        update.step(gradients, [0.05])
     for name, value in weights.items():
         np.testing.assert_allclose(value.numpy(), expected[name], rtol=1e-5, atol=1e-6)
         assert float(update.counts[name]) == 20
@@ -131,7 +131,7 @@ def test_lamb_against_the_paper(clip: float | None, corrected: bool, ratios: tup
             norms = np.linalg.norm(w), np.linalg.norm(d)
             r = min(max(norms[0] / norms[1], ratios[0]), ratios[1]) if all(norms) else 1.0
             expected[name] = w - 0.05 * r * d
-        update.step({name: g * 8 for name, g in gradients.items()}, 0.05, divisor=8.0)
+        update.step({name: g * 8 for name, g in gradients.items()}, [0.05], divisor=8.0)
     for name, value in weights.items():
         np.testing.assert_allclose(value.numpy(), expected[name], rtol=2e-5, atol=2e-6)
 
@@ -143,7 +143,7 @@ def test_clipping_limits_differ_per_group() -> None:
     gradients = tensors(1)
     norm = float(global_norm(gradients.values()))
     before = {name: g.clone() for name, g in gradients.items()}
-    update.step(gradients, 0.0)
+    update.step(gradients, [0.0])
     first = {name: update.moments[name]["Moment_1"] for name in weights}
     torch.testing.assert_close(first["a"], 0.1 * before["a"] * 0.1 / norm)
     torch.testing.assert_close(first["b"], 0.1 * before["b"])
@@ -154,17 +154,17 @@ def test_clipping_limits_differ_per_group() -> None:
 def test_a_step_that_is_not_finite_changes_nothing(config, bad: float) -> None:
     weights = tensors(0)
     update = make(config, weights, clip=True)
-    update.step(tensors(1), 0.1, check_finite=True)
+    update.step(tensors(1), [0.1], check_finite=True)
     before = {name: value.clone() for name, value in weights.items()}
     moments = {name: {k: m.clone() for k, m in entry.items()} for name, entry in update.moments.items()}
     counts = {name: float(count) for name, count in update.counts.items()}
     gradients = tensors(2)
     gradients["a"][2, 3] = bad
-    assert update.step(gradients, 0.1, check_finite=True) is False
+    assert update.step(gradients, [0.1], check_finite=True) is False
     assert all(torch.equal(weights[name], value) for name, value in before.items())
     assert all(torch.equal(update.moments[n][k], m) for n, entry in moments.items() for k, m in entry.items())
     assert {name: float(count) for name, count in update.counts.items()} == counts
-    assert update.step(tensors(2), 0.1, check_finite=True) is True
+    assert update.step(tensors(2), [0.1], check_finite=True) is True
 
 
 @pytest.mark.parametrize("config", [SGDConfig(), AdamConfig(lambda_coef=0.1), LambConfig()], ids=lambda c: c.name)
@@ -172,7 +172,7 @@ def test_a_parameter_without_gradient_is_left_alone(config) -> None:
     weights = tensors(0)
     before = weights["b"].clone()
     update = make(config, weights, clip=True)
-    update.step({name: g for name, g in tensors(1).items() if name != "b"}, 0.1)
+    update.step({name: g for name, g in tensors(1).items() if name != "b"}, [0.1])
     assert torch.equal(weights["b"], before)
     assert not update.counts or float(update.counts["b"]) == 0
 
@@ -187,5 +187,5 @@ def test_double_precision() -> None:
         gradient = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * (step + 1)
         reference.grad = gradient.clone()
         optimizer.step()
-        update.step({"a": gradient}, 0.1)
+        update.step({"a": gradient}, [0.1])
     torch.testing.assert_close(weights["a"], reference.detach(), rtol=1e-12, atol=0)

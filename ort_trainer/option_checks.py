@@ -1,0 +1,192 @@
+"""What the schema of the options can't say: which settings fit together, and which key is another spelling of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["conflicts", "respelled"]
+
+_CASTS = "graph_transformer.propagate_cast_ops_config"
+# The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
+_SPELLINGS = {
+    f"{_CASTS}.propagate_cast_ops_strategy": f"{_CASTS}.strategy",
+    f"{_CASTS}.propagate_cast_ops_level": f"{_CASTS}.level",
+    f"{_CASTS}.propagate_cast_ops_allow": f"{_CASTS}.allow",
+    "attn_dropout_recompute": "graph_transformer.attn_dropout_recompute",
+    "gelu_recompute": "graph_transformer.gelu_recompute",
+    "transformer_layer_recompute": "graph_transformer.transformer_layer_recompute",
+    "number_recompute_layers": "graph_transformer.number_recompute_layers",
+    "_internal_use.provider_options": "provider_options",
+    "_internal_use.session_options": "session_options",
+}
+_EDGE = r"[^,:/-]+(-[^,:/-]+(/[^,:/-]+)*)?"
+_CUT = re.compile(rf"{_EDGE}(:{_EDGE})*")
+
+
+def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns a copy of the user's dict in which every key has the name and place that the schema knows.
+
+    Returns:
+        The copy, and what is wrong with the keys: options given under both of their names, and keys that are no str.
+    """
+    result: dict[str, Any] = _copied(options)
+    wrong = [f"{path}: keys must be str, but {key!r} is one" for path, key in _strange_keys(options)]
+    for other, own in _SPELLINGS.items():
+        source, key = _section(result, other, make=False)
+        if source is None or key not in source:
+            continue
+        target, name = _section(result, own, make=True)
+        if target is None:
+            continue  # the section is no dict, which the schema will say
+        if name in target:
+            wrong.append(f"{other}: is another name of {own}, which is given too: leave one of them out")
+        target[name] = source.pop(key)
+    return result, wrong
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _copied(entry) for key, entry in value.items() if isinstance(key, str)}
+
+
+def _strange_keys(options: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if not isinstance(key, str):
+            yield f"{path}{key!r}", key
+        elif isinstance(value, Mapping):
+            yield from _strange_keys(value, f"{path}{key}.")
+
+
+def _section(options: dict[Any, Any], path: str, make: bool) -> tuple[dict[Any, Any] | None, str]:
+    *sections, key = path.split(".")
+    here: Any = options
+    for name in sections:
+        here = here.setdefault(name, {}) if make else here.get(name)
+        if not isinstance(here, dict):
+            return None, key
+    return here, key
+
+
+def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+    """Yields what is wrong with a document whose values are all valid by themselves, each with its dotted path.
+
+    Args:
+        document: The complete options.
+        given: Dotted paths of the options that the user gave.
+    """
+    yield from _clipping(document["utils"])
+    yield from _paths(document["debug"]["graph_save_paths"])
+    yield from _precision(document["mixed_precision"])
+    yield from _processes(document["distributed"], "distributed.data_parallel_size" in given)
+    yield from _pipeline(document["distributed"]["pipeline_parallel"])
+
+
+def _clipping(utils: Mapping[str, Any]) -> Iterator[str]:
+    if utils["max_grad_norm"] is not None and not utils["grad_norm_clip"]:
+        yield (
+            f"utils.max_grad_norm: {utils['max_grad_norm']} has no effect with utils.grad_norm_clip False; leave one "
+            "of them out"
+        )
+
+
+def _paths(paths: Mapping[str, str]) -> Iterator[str]:
+    first: dict[Path, str] = {}
+    for key, path in paths.items():
+        other = first.setdefault(Path(path).absolute(), key) if path else key
+        if other != key:
+            yield f"debug.graph_save_paths.{key}: {path!r} is also {other}: give each its own"
+
+
+def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
+    if precision["enabled"]:
+        return
+    if precision["loss_scaler"] is not None:
+        yield (
+            "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
+            "or leave the loss scaler out"
+        )
+    if precision["dtype"] != "float16":
+        yield (
+            f"mixed_precision.dtype: {precision['dtype']!r} has no effect without mixed precision; set "
+            "mixed_precision.enabled to True, or leave the dtype out"
+        )
+
+
+def _processes(distributed: Mapping[str, Any], data_given: bool) -> Iterator[str]:
+    world = distributed["world_size"]
+    for key in ("world_rank", "local_rank"):
+        if distributed[key] >= world:
+            yield f"distributed.{key}: {distributed[key]} must be below distributed.world_size, {world}"
+    data = distributed["data_parallel_size"]
+    horizontal = distributed["horizontal_parallel_size"]
+    stages = distributed["pipeline_parallel"]["pipeline_parallel_size"]
+    if data_given and data * horizontal * stages != world:
+        yield (
+            f"distributed.data_parallel_size: {data}, times horizontal_parallel_size {horizontal}, times "
+            f"pipeline_parallel_size {stages}, must be distributed.world_size, {world}; leave it out to have it derived"
+        )
+    elif not data_given and world % (horizontal * stages):
+        yield (
+            f"distributed.world_size: {world} can't be divided by horizontal_parallel_size {horizontal} times "
+            f"pipeline_parallel_size {stages}"
+        )
+    elif not data_given:
+        data = world // (horizontal * stages)
+    stage = distributed["deepspeed_zero_optimization"]["stage"]
+    if stage and data == 1:
+        yield (
+            f"distributed.deepspeed_zero_optimization.stage: {stage} divides the optimizer's state among the processes "
+            "that share the data, of which there is 1; set it to 0"
+        )
+    for key in ("allreduce_post_accumulation", "enable_adasum"):
+        if distributed[key] and world == 1:
+            yield f"distributed.{key}: has no effect in one process (distributed.world_size is 1); leave it out"
+    if world > 1:
+        yield (
+            f"distributed.world_size: training in {world} processes is not supported yet; train in one, with "
+            "world_size left out, and batch.gradient_accumulation_steps for larger batches"
+        )
+
+
+def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
+    path = "distributed.pipeline_parallel"
+    stages = pipeline["pipeline_parallel_size"]
+    cuts = pipeline["pipeline_cut_info_string"]
+    sliced = {key: pipeline[f"sliced_{key}"] for key in ("schema", "axes", "tensor_names")}
+    if stages == 1:
+        used = [
+            key for key, value in pipeline.items() if key != "pipeline_parallel_size" and value not in (1, "", {}, [])
+        ]
+        for key in used:
+            yield f"{path}.{key}: has no effect without a pipeline ({path}.pipeline_parallel_size is 1); leave it out"
+        return
+    wrong = [cut for cut in cuts.split(",") if not _CUT.fullmatch(cut)] if cuts else []
+    if wrong:
+        yield (
+            f"{path}.pipeline_cut_info_string: {wrong} are no cuts: a cut is one or more edges 'producer' or "
+            "'producer-consumer/consumer/...' with ':' between them, and ',' between cuts"
+        )
+    count = len(cuts.split(",")) if cuts else 0
+    if count != stages - 1:
+        yield f"{path}.pipeline_cut_info_string: {stages} stages need {stages - 1} cuts, but it has {count}"
+    names = {name for value in sliced.values() for name in value}
+    for key, value in sliced.items():
+        missing = sorted(names - set(value))
+        if missing:
+            yield (
+                f"{path}.sliced_{key}: {missing} are missing, which are in another of sliced_schema, sliced_axes and "
+                "sliced_tensor_names"
+            )
+    for name, axis in sliced["axes"].items():
+        rank = len(sliced["schema"].get(name, ()))
+        if name in sliced["schema"] and not -rank <= axis < rank:
+            yield f"{path}.sliced_axes.{name}: {axis} is no axis of a tensor with {rank} dimensions"
+    for name, shape in sliced["schema"].items():
+        if any(size < 1 for size in shape):
+            yield f"{path}.sliced_schema.{name}: sizes must be at least 1, but {list(shape)} was given"
+    if len(set(sliced["tensor_names"])) < len(sliced["tensor_names"]):
+        yield f"{path}.sliced_tensor_names: a name is in it twice"
