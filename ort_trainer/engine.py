@@ -188,3 +188,8 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
     return found
+
+
+def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
+    """Returns a numpy array as an ``onnxruntime.OrtValue`` on a device."""
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array, device_type, device_id)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
+
+from .engine import make_ort_value
 
 __all__ = ["IOBinding"]
 
@@ -139,7 +140,7 @@ def to_torch(ortvalue: Any) -> torch.Tensor:
 
 def to_ort_value(value: torch.Tensor) -> Any:
     """Returns a tensor as an OrtValue."""
-    return onnxruntime.OrtValue.ortvalue_from_numpy(value.cpu().numpy(), value.device.type, value.device.index or 0)
+    return make_ort_value(value.cpu().numpy(), value.device.type, value.device.index or 0)
 
 
 def _synchronize(tensors: Any) -> None:

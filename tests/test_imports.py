@@ -47,6 +47,7 @@ ALLOWED = {
         "graph_files",
         "model_desc",
         "model_source",
+        "onnx_model",
         "optim",
         "options",
         "session",

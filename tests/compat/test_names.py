@@ -44,6 +44,8 @@ def resolve(name: str) -> Any:
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for count, part in enumerate(parts[1:], start=2):
+        if part in getattr(found, "__dataclass_fields__", ()):  # a field has no class attribute if its default is made
+            return found.__dataclass_fields__[part]
         found = sys.modules.get(".".join(parts[:count])) or getattr(found, part)
     return inspect.signature(found).parameters[parameter] if parameter else found
 

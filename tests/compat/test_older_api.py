@@ -257,10 +257,10 @@ def test_attributes_of_weights_become_parameter_groups() -> None:
 
     config = older(optimizer="LambOptimizer", map_optimizer_attributes=attributes).trainer.optim_config
     assert isinstance(config, optim.LambConfig)
-    assert config.hyper_parameters_of("fc1.bias")["lambda_coef"] == 0.0
-    found = config.hyper_parameters_of("fc1.weight")
+    assert config.hyper_parameters(config.group_of("fc1.bias"))["lambda_coef"] == 0.0
+    found = config.hyper_parameters(config.group_of("fc1.weight"))
     assert (found["lambda_coef"], found["do_bias_correction"], found["alpha"]) == (0.5, True, 0.8)
-    assert config.hyper_parameters_of("fc2.weight") == optim.LambConfig().hyper_parameters_of("fc2.weight")
+    assert config.hyper_parameters(config.group_of("fc2.weight")) == optim.LambConfig().hyper_parameters(0)
     assert isinstance(older().trainer.optim_config, optim.SGDConfig)
 
 

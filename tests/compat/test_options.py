@@ -63,7 +63,7 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
 def test_attributes_that_old_scripts_read() -> None:
     options = ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 3}})
     assert options._validated_opts == options.to_dict()
-    assert options._validated_opts["batch"] == {"gradient_accumulation_steps": 3}
+    assert options._validated_opts["batch"]["gradient_accumulation_steps"] == 3
     assert options._original_opts == {"batch": {"gradient_accumulation_steps": 3}}
     assert ORTTrainerOptions()._original_opts == {}
     with pytest.raises(TypeError, match="options must be a dict or None"):
