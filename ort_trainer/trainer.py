@@ -21,6 +21,7 @@ from .frontend import (
     ExportedStep,
     GraphBuilder,
     LossFunction,
+    RecomputeOptions,
     canonical_names,
     check_signature,
     describe,
@@ -400,6 +401,7 @@ class ORTTrainer:
             trainable=frozenset(self._trainable),
             autocast=torch.float16 if self.options.mixed_precision.enabled else None,
             opset=self.options._internal_use.onnx_opset_version,
+            recompute=_recompute_options(self.options),
         )
         self._description = description
         self._builder = GraphBuilder(step, self.options._internal_use.extra_postprocess)
@@ -612,6 +614,17 @@ class ORTTrainer:
             include_optimizer=include_optimizer,
             copy=copy_arrays,
         )
+
+
+def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+    chosen = options.graph_transformer
+    return RecomputeOptions(
+        attention_dropout=chosen.attn_dropout_recompute,
+        gelu=chosen.gelu_recompute,
+        layers=chosen.transformer_layer_recompute,
+        layer_count=chosen.number_recompute_layers,
+        cheap=options.utils.memory_efficient_gradient,
+    )
 
 
 def _own_copy(given: Copied | None, option: str) -> Copied | None:

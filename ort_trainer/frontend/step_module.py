@@ -19,6 +19,7 @@ from .source import forward_line
 __all__ = [
     "ExportedStep",
     "LossFunction",
+    "RecomputeOptions",
     "StepModule",
     "borrowed",
     "canonical_names",
@@ -27,6 +28,25 @@ __all__ = [
 ]
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeOptions:
+    """What is recomputed in the backward pass.
+
+    Attributes:
+        attention_dropout: The dropout on attention weights.
+        gelu: GELU activations.
+        layers: Whole layers.
+        layer_count: How many layers, from the first on; 0 is all but the last.
+        cheap: Every value that can be had from kept ones by elementwise operations.
+    """
+
+    attention_dropout: bool = False
+    gelu: bool = False
+    layers: bool = False
+    layer_count: int = 0
+    cheap: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +60,7 @@ class ExportedStep:
         trainable: Canonical names of the parameters to train.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
+        recompute: What the backward pass computes anew.
     """
 
     model: nn.Module
@@ -48,6 +69,7 @@ class ExportedStep:
     trainable: frozenset[str]
     autocast: torch.dtype | None = None
     opset: int = 18
+    recompute: RecomputeOptions = RecomputeOptions()
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
