@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -281,32 +282,37 @@ def _gelus(graph: _Graph) -> dict[Node, Any]:
 
 
 def _cheap_regions(graph: _Graph) -> list[_Region]:
-    """Returns what can be recomputed elementwise from values that are kept anyway, or from fewer bytes."""
-    kept = graph.read_by_backward(graph.candidates)
-    dropped: set[Node] = set()
-    for node in sorted(kept, key=graph.position.__getitem__, reverse=True):
+    """Returns what is best recomputed by elementwise operations: a minimum cut chooses the values to keep.
+
+    Every value is an edge as heavy as its bytes, between where values come from that can't be recomputed cheaply, or are
+    there anyway, and the backward pass; what the lightest cut goes through is kept.
+    """
+    flow = networkx.DiGraph()
+    endless = math.inf
+    for node in graph.candidates:
+        # Of an operator with several results, each is kept or not.
+        weight = _bytes(node) if _is_tensor(node) else endless
+        flow.add_edge((node, "in"), (node, "out"), capacity=weight)
         if not _is_cheap(node):
-            continue
-        chain, sources = _chain_to(node, kept - {node}, graph)
-        if sum(_bytes(source) for source in sources - kept) < _bytes(node):
-            kept = kept - {node} | sources
-            dropped |= chain
-    return _connected(dropped, graph)
+            flow.add_edge("source", (node, "in"), capacity=endless)
+        for given in node.all_input_nodes:
+            if _tensors(given) and given.op == "call_function":
+                flow.add_edge((given, "out"), (node, "in"), capacity=endless)
+    read = graph.read_by_backward(graph.candidates)
+    for node in read:
+        flow.add_edge((node, "out"), "sink", capacity=endless)
+    if not read or "source" not in flow:
+        return []
+    _, (_, behind) = networkx.minimum_cut(flow, "source", "sink")
+    recomputed = {node for node in graph.candidates if (node, "in") in behind}
+    needed = _ancestors(read & recomputed, recomputed)
+    # What is computed from the weights alone is merged again, as nothing tells the copy apart.
+    return [region for region in _connected(needed, graph) if _reads_activations(region.nodes, graph)]
 
 
-def _chain_to(node: Node, kept: set[Node], graph: _Graph) -> tuple[set[Node], set[Node]]:
-    """Returns the elementwise nodes that a value is computed by, and the values that they begin with."""
-    chain, sources, todo = {node}, set(), [node]
-    while todo:
-        for given in todo.pop().all_input_nodes:
-            if given in graph.free or given in chain or not _tensors(given):
-                continue
-            if given in kept or not _is_cheap(given) or given.op != "call_function":
-                sources.add(given)
-            else:
-                chain.add(given)
-                todo.append(given)
-    return chain, {source for source in sources if source.op != "placeholder"}
+def _reads_activations(nodes: set[Node], graph: _Graph) -> bool:
+    given = {source for node in nodes for source in node.all_input_nodes} - nodes
+    return any(_is_tensor(source) and source not in graph.free for source in given)
 
 
 def _connected(nodes: set[Node], graph: _Graph) -> list[_Region]:
