@@ -102,8 +102,15 @@ class _Graph:
 def apply_recompute(
     options: RecomputeOptions, found: Capture, random: Mapping[Node, RandomInput], model: nn.Module
 ) -> None:
-    """Changes a joint graph so that the backward pass recomputes what the options, and the model itself by
-    ``torch.utils.checkpoint``, ask for.
+    """Changes a joint graph so that its backward pass recomputes what was asked for.
+
+    That is what the options name, and what the model itself wraps in ``torch.utils.checkpoint``.
+
+    Args:
+        options: The options.
+        found: The captured graph.
+        random: Placeholders of random numbers.
+        model: The user's model, which says what its layers are.
 
     Raises:
         ExportError: If an option asks for something that the model does not have.
