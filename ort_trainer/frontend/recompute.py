@@ -136,11 +136,11 @@ def apply_recompute(
     if options.gelu:
         for node, key in _gelus(graph).items():
             take(("gelu", key), node, False)
-    # What only gradients need and nobody has claimed goes with what it is computed from.
+    # What only gradients need and nobody has claimed goes with the activation that it is computed from.
     for node in graph.candidates:
         if node not in graph.forward and node not in taken:
             for source in node.all_input_nodes:
-                if source in taken:
+                if source in taken and not taken[source].keep_results:
                     taken[node] = taken[source]
                     taken[node].nodes.add(node)
     if regions or options.cheap:
@@ -272,7 +272,11 @@ def _is_softmax(node: Node) -> bool:
 
 
 def _gelus(graph: _Graph) -> dict[Node, Any]:
-    """Returns the nodes of GELU activations, each with the activation: PyTorch's operator, or a module of that name."""
+    """Returns the nodes of GELU activations, each with its activation: PyTorch's operator, or a module of that name.
+
+    What hands the result on to the next product belongs to it, dropout as well: it is the product's input that
+    gradients need.
+    """
     found: dict[Node, Any] = {}
     for node in graph.candidates:
         modules = [key for key, (_, kind) in _module_stack(node).items() if "gelu" in _class_name(kind).lower()]
@@ -280,6 +284,10 @@ def _gelus(graph: _Graph) -> dict[Node, Any]:
             found[node] = modules[-1]
         elif str(node.meta.get("original_aten")) in _GELU:  # a copy of the operator, so its name tells
             found[node] = node.meta.get("seq_nr")
+        elif node.target in _PASSED or (node.target is aten.mul.Tensor and graph.random & {*node.all_input_nodes}):
+            source = next((source for source in node.all_input_nodes if source in found), None)
+            if source is not None:
+                found[node] = found[source]
     if not found:
         raise ExportError(
             "graph_transformer.gelu_recompute: the training graph has no GELU, neither torch.nn.functional.gelu nor a "
