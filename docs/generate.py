@@ -13,7 +13,7 @@ TARGET = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is
-*not supported yet* is accepted at its default and refused otherwise; none is ever ignored.
+*not supported yet*, or has *only the default*, is accepted at its default and refused otherwise; none is ever ignored.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -27,10 +27,14 @@ def rows(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
         if "schema" in rules and rules["type"] == "dict":
             yield from rows(rules["schema"], here)
             continue
+        if "rename" in rules:
+            yield f"| `{here}` | | | | works | {rules['meta']['doc']} |"
+            continue
         limits = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
         limits += [f"`{rules['regex']}`".replace("|", "\\|")] if "regex" in rules else []
         limits += [", ".join(rules["allowed"])] if "allowed" in rules else []
-        state = "not supported yet" if rules.get("unsupported") else "works"
+        state = "only the default" if "only_default" in rules else "works"
+        state = "not supported yet" if rules.get("unsupported") else state
         kind = rules["type"] + (" or None" if rules.get("nullable") else "")
         meaning = rules["meta"]["doc"]
         yield f"| `{here}` | {kind} | `{rules['default']!r}` | {', '.join(limits)} | {state} | {meaning} |"

@@ -140,7 +140,7 @@ class ORTTrainerOptions(_Options):
         valid = validator.validate(dict(options))
         errors = [f"{path}: {message}{_describe(options, path)}" for path, message in flatten_errors(validator.errors)]
         if valid:
-            errors = list(_cross_check(validator.document))
+            errors = [*_named_twice(options), *_cross_check(validator.document)]
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document
@@ -161,12 +161,29 @@ class ORTTrainerOptions(_Options):
         return path in self._given
 
 
+def _named_twice(options: Mapping[str, Any]) -> Iterator[str]:
+    """The documentation and the code of the legacy options had different names for the same keys: one at a time."""
+    config = options.get("graph_transformer", {}).get("propagate_cast_ops_config", {})
+    for name in ("strategy", "level", "allow"):
+        if name in config and f"propagate_cast_ops_{name}" in config:
+            yield (
+                f"graph_transformer.propagate_cast_ops_config: {name!r} and 'propagate_cast_ops_{name}' are two names "
+                "of one setting: leave one out"
+            )
+
+
 def _cross_check(document: Mapping[str, Any]) -> Iterator[str]:
     precision = document["mixed_precision"]
     if precision["loss_scaler"] is not None and not precision["enabled"]:
         yield (
             "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
             "or leave the loss scaler out"
+        )
+    recompute = document["graph_transformer"]
+    if recompute["number_recompute_layers"] and not recompute["transformer_layer_recompute"]:
+        yield (
+            "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute; set "
+            "graph_transformer.transformer_layer_recompute to True, or leave the number out"
         )
 
 

@@ -55,6 +55,12 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
         if constraint and value != default:
             self._error(field, f"is not supported yet: leave it out or at its default, {default!r}")
 
+    def _validate_only_default(self, reason: str, field: str, value: Any) -> None:
+        """The rule's arguments are validated against this schema: {'type': 'string'}"""
+        default = self.schema[field].get("default")
+        if value != default:
+            self._error(field, f"can't be changed from {default!r}: {reason}")
+
 
 def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yields every (dotted path, message) of a cerberus error tree, in the tree's order."""

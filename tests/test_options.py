@@ -79,6 +79,64 @@ def test_immutable() -> None:
         ({"_internal_use": {"extra_postprocess": 3}}, "_internal_use.extra_postprocess: Must be callable or None"),
         ({"_internal_use": {"onnx_opset_version": 11}}, "_internal_use.onnx_opset_version: min value is 12"),
         ({"_internal_use": {"onnx_opset_version": 99}}, "_internal_use.onnx_opset_version: max value"),
+        (
+            {"graph_transformer": {"attn_dropout_recompute": 1}},
+            "graph_transformer.attn_dropout_recompute: must be of boolean type .*1, int",
+        ),
+        ({"graph_transformer": {"gelu_recompute": "yes"}}, "graph_transformer.gelu_recompute: must be of boolean type"),
+        (
+            {"graph_transformer": {"transformer_layer_recompute": 2}},
+            "graph_transformer.transformer_layer_recompute: must be of boolean type",
+        ),
+        (
+            {"graph_transformer": {"number_recompute_layers": -1}},
+            "graph_transformer.number_recompute_layers: min value is 0",
+        ),
+        (
+            {"graph_transformer": {"number_recompute_layers": True, "transformer_layer_recompute": True}},
+            "graph_transformer.number_recompute_layers: must be of integer type",
+        ),
+        (
+            {"graph_transformer": {"number_recompute_layers": 2}},
+            "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute",
+        ),
+        ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be of boolean type"),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "NONE"}}},
+            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL': casts stand where .*autocast",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "flood"}}},
+            "propagate_cast_ops_config.strategy: unallowed value flood",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": "INSERT_AND_REDUCE"}}},
+            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL'",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"level": 2}}},
+            "propagate_cast_ops_config.level: can't be changed from 1",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": -2}}},
+            "propagate_cast_ops_config.level: .*min value is -1",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"allow": ["Add"]}}},
+            "propagate_cast_ops_config.allow: can't be changed from \\[\\]",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_allow": [1]}}},
+            "propagate_cast_ops_config.allow",
+        ),
+        (
+            {"graph_transformer": {"propagate_cast_ops_config": {"level": 1, "propagate_cast_ops_level": 1}}},
+            "'level' and 'propagate_cast_ops_level' are two names of one setting",
+        ),
+        (
+            {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
+            "graph_transformer.allow_layer_norm_mod_precision: can't be changed from False: layer norm",
+        ),
         ({"nonsense": 1}, "nonsense: unknown field"),
         ({"debug": {"nonsense": 1}}, "debug.nonsense: unknown field"),
     ],
@@ -121,8 +179,6 @@ _OTHER = {"integer": 1, "boolean": None, "string": "other", "list": ["a"], "dict
 def test_what_is_not_supported_is_refused(path: tuple[str, ...], rules: dict) -> None:
     default = rules["default"]
     other = {"boolean": not default, "integer": 2 if default != 2 else 3}.get(rules["type"], _OTHER[rules["type"]])
-    if path[-1] == "strategy":
-        other = "NONE"
     if path[-1] == "sliced_schema":
         other = {"a": [1]}
     if path[-1] == "stage":
@@ -142,7 +198,9 @@ def test_what_is_not_supported_is_refused(path: tuple[str, ...], rules: dict) ->
 
 def test_cast_strategy_is_known_by_its_enum() -> None:
     strategy = enum.Enum("PropagateCastOpsStrategy", ["FLOOD_FILL"]).FLOOD_FILL  # as onnxruntime.training has it
-    ORTTrainerOptions({"graph_transformer": {"propagate_cast_ops_config": {"strategy": strategy}}})
+    for name in ("strategy", "propagate_cast_ops_strategy"):
+        options = ORTTrainerOptions({"graph_transformer": {"propagate_cast_ops_config": {name: strategy}}})
+        assert options == ORTTrainerOptions()
 
 
 @pytest.mark.parametrize("opset", [12, 13, 14])

@@ -19,7 +19,7 @@ from onnxscript.values import Op, Opset
 __all__ = ["AFTER", "lower_after", "translate_after"]
 
 _DOMAIN = "ort_trainer"
-_library = torch.library.Library(_DOMAIN, "DEF")
+_library: Any = torch.library.Library(_DOMAIN, "DEF")  # type: ignore[no-untyped-call]
 _library.define("after(Tensor value, Tensor[] others) -> Tensor")
 _library.impl("after", lambda value, others: value.clone(), "CompositeExplicitAutograd")
 
@@ -39,12 +39,13 @@ _SCHEMA = onnx.defs.OpSchema(
     type_constraints=[("T", _ANY, ""), ("U", _ANY, "")],
     attributes=[onnx.defs.OpSchema.Attribute("rank", onnx.defs.OpSchema.AttrType.INT, required=True)],
 )
-_after = Op(Opset(_DOMAIN, 1), "After", _SCHEMA)
+_after: Any = Op(Opset(_DOMAIN, 1), "After", _SCHEMA)
 
 
 def translate_after(value: TensorType, others: Sequence[TensorType]) -> TensorType:
     """Writes the operator as it is, with the rank of the value."""
-    return _after(value, *others, rank=len(value.shape))
+    result: TensorType = _after(value, *others, rank=len(value.shape))  # type: ignore[arg-type]
+    return result
 
 
 def lower_after(model: ir.Model) -> None:

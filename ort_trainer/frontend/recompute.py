@@ -92,7 +92,9 @@ class _Graph:
         self.random = frozenset(random)
         # Always there: reading them again keeps nothing that would go away.
         self.free = {*found.state, *found.constants, *random}
-        self.candidates = [n for n in self.position if n.op == "call_function" and n not in self.backward and _tensors(n)]
+        self.candidates = [
+            n for n in self.position if n.op == "call_function" and n not in self.backward and _tensors(n)
+        ]
 
     def read_by_backward(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns those of some nodes that have to be kept for the backward pass."""
@@ -125,17 +127,17 @@ def apply_recompute(
             taken[node].nodes.add(node)
 
     if options.layers:
-        for node, key in _layers(graph, model, options.layer_count).items():
-            take(("layer", key), node, True)
+        for node, layer in _layers(graph, model, options.layer_count).items():
+            take(("layer", layer), node, True)
     for node in graph.candidates:
         if (number := (node.meta.get("custom") or {}).get(CHECKPOINT)) is not None:
             take(("checkpoint", number), node, True)
     if options.attention_dropout:
-        for node, key in _attention_dropouts(graph, random).items():
-            take(("attention dropout", key), node, False)
+        for node, dropout in _attention_dropouts(graph, random).items():
+            take(("attention dropout", dropout), node, False)
     if options.gelu:
-        for node, key in _gelus(graph).items():
-            take(("gelu", key), node, False)
+        for node, activation in _gelus(graph).items():
+            take(("gelu", activation), node, False)
     # What only gradients need and nobody has claimed goes with the activation that it is computed from.
     for node in graph.candidates:
         if node not in graph.forward and node not in taken:
@@ -299,8 +301,8 @@ def _gelus(graph: _Graph) -> dict[Node, Any]:
 def _cheap_regions(graph: _Graph) -> list[_Region]:
     """Returns what is best recomputed by elementwise operations: a minimum cut chooses the values to keep.
 
-    Every value is an edge as heavy as its bytes, between where values come from that can't be recomputed cheaply, or are
-    there anyway, and the backward pass; what the lightest cut goes through is kept.
+    Every value is an edge as heavy as its bytes. The edges lead from the values that are no elementwise results to the
+    backward pass, and what the lightest cut goes through is kept.
     """
     flow = networkx.DiGraph()
     endless = math.inf

@@ -101,8 +101,8 @@ def operators(trainer: ORTTrainer) -> Counter[str]:
 def kept_bytes(trainer: ORTTrainer) -> int:
     """The bytes of what the forward pass leaves to the backward pass, as ONNX Runtime computes it.
 
-    To the backward pass belongs whatever depends on the loss scale. Inputs of the graph and what is computed from weights
-    alone do not count, a reshaped value counts once.
+    To the backward pass belongs whatever depends on the loss scale. Inputs of the graph and what is computed from
+    weights alone do not count, a reshaped value counts once.
     """
     assert trainer.session is not None
     graph = trainer.session.graphs(training=True)[0]
