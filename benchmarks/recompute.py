@@ -2,7 +2,8 @@
 
 Each setting trains the same transformer encoder in a process of its own. "Memory of a step" is the process' peak over
 the steps less what it held before the first (weights, the loaded graph); the peak is read from /proc, so this runs on
-Linux. The losses must be those without recomputation.
+Linux. Time is that of the processor, all threads together, which a busy machine changes least. The losses must be those
+without recomputation.
 
     python benchmarks/recompute.py
     python benchmarks/recompute.py --layers 12 --batch 8 --length 256
@@ -69,9 +70,9 @@ def train(setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     before = _memory("VmRSS")
     losses, times = [], []
     for _ in range(arguments.steps):
-        start = time.perf_counter()
+        start = time.process_time()
         losses.append(trainer.train_step(*batch).item())
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return {"losses": losses, "time": statistics.median(times[1:]), "memory": _memory("VmHWM") - before}
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     names = ("torch", "onnxruntime-training", "onnxruntime")
     print(f"Python {platform.python_version()}, {', '.join(map(_version, names))}; {os.cpu_count()} cores")
     print(f"{arguments.layers} layers of width {arguments.width}, batches of {arguments.batch} x {arguments.length}\n")
-    print("| setting | memory of a step, MB | against off | median step, ms | against off |")
+    print("| setting | memory of a step, MB | against off | processor time of a step, ms | against off |")
     print("|---|---|---|---|---|")
     off: dict[str, Any] = {}
     for setting in SETTINGS:
