@@ -263,3 +263,11 @@ def test_a_single_layer_is_none(layers: int, message: str | None) -> None:
         return
     with pytest.raises(ExportError, match=message):
         trainer.prepare(mlp_batches(1)[0])
+
+
+def test_with_mixed_precision() -> None:
+    """Casts of the weights are computed once; what is recomputed has the precision that it had."""
+    mixed = {"mixed_precision": {"enabled": True}}
+    plain, recomputed = (train({**mixed, **options})[1] for options in ({}, OPTIONS["all"]))
+    for ours, theirs in zip(recomputed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
