@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ort_trainer.compat.options import NEVER_WORKED, SPELLINGS
+from ort_trainer.option_checks import SPELLINGS
 from ort_trainer.schema import load_schema
 
 HERE = Path(__file__).parent
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is
-*not supported yet* is accepted at its default and refused otherwise; *one process only* means that a value is checked
-and those that need several processes are refused. None is ever ignored.
+*one process only* is checked, and refused where it asks for several processes; one with *only the default* is refused
+otherwise. None is ever ignored.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -44,7 +44,7 @@ def rows(schema: Mapping[str, Any]) -> Iterator[str]:
         limits = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
         limits += [f"`{rules['regex']}`".replace("|", "\\|")] if "regex" in rules else []
         limits += [", ".join(rules["allowed"])] if "allowed" in rules else []
-        state = "not supported yet" if rules.get("unsupported") else rules["meta"].get("state", "works")
+        state = rules["meta"].get("state", "only the default" if "only_default" in rules else "works")
         kind = rules["type"] + (" or None" if rules.get("nullable") else "")
         meaning = rules["meta"]["doc"]
         yield f"| `{path}` | {kind} | `{rules['default']!r}` | {', '.join(limits)} | {state} | {meaning} |"
@@ -52,20 +52,16 @@ def rows(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
     """Yields a row of docs/names.md for every option, and for every other spelling of one."""
-    states = {
-        path: f"refused: not supported yet; leave it at `{rules['default']!r}`" if rules.get("unsupported") else "works"
-        for path, rules in leaves(schema)
-    }
-    for path, state in states.items():
-        yield f"| `{path}` | `{path}` | {state} |"
-    for spelling, path in SPELLINGS.items():
-        if spelling not in states:
-            state = states[path]
-            differs = "works, differs: this spelling only after `compat.install()`" if state == "works" else state
-            yield f"| `{spelling}` | `{path}` | {differs} |"
-    for path in NEVER_WORKED:
-        if path not in states:
-            yield f"| `{path}` | | refused: the legacy code refused it too; fp16 follows PyTorch's autocast policy |"
+    states = {}
+    for path, rules in leaves(schema):
+        if "only_default" in rules:
+            states[path] = f"works, differs: only the default, `{rules['default']!r}`; {rules['only_default']}"
+        elif rules["meta"].get("state"):
+            states[path] = "works, differs: checked, and refused where it asks for several processes"
+        else:
+            states[path] = "works"
+    for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:
+        yield f"| `{spelling}` | `{path}` | {states[path]} |"
 
 
 def main() -> None:

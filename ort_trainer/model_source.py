@@ -18,6 +18,7 @@ from .frontend import (
     ExportedStep,
     GraphBuilder,
     LossFunction,
+    RecomputeOptions,
     canonical_names,
     check_signature,
     describe,
@@ -54,6 +55,17 @@ class Builder(Protocol):
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:
         """Returns what the model itself computes in evaluation mode."""
         ...
+
+
+def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+    chosen = options.graph_transformer
+    return RecomputeOptions(
+        attention_dropout=chosen.attn_dropout_recompute,
+        gelu=chosen.gelu_recompute,
+        layers=chosen.transformer_layer_recompute,
+        layer_count=chosen.number_recompute_layers,
+        cheap=options.utils.memory_efficient_gradient,
+    )
 
 
 class ModelSource(ABC):
@@ -154,7 +166,7 @@ class _TorchSource(ModelSource):
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
         _check_names(list(named), optim_config, options)
-        self._check_opset()
+        self._check_options()
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.canonical = canonical_names(model)
@@ -169,7 +181,12 @@ class _TorchSource(ModelSource):
         self.saved = {name: tensors[name] for name in saved}
         self.transient = {name: value for name, value in tensors.items() if name not in self.saved}
 
-    def _check_opset(self) -> None:
+    def _check_options(self) -> None:
+        if self._options.utils.run_symbolic_shape_infer:
+            raise ValueError(
+                "utils.run_symbolic_shape_infer is refused for a PyTorch model: it is exported with symbolic shapes, "
+                "and nothing is left to infer. Leave it out; it works for ONNX models"
+            )
         opset = self._options._internal_use.onnx_opset_version
         if opset > maximum_opset():
             raise ValueError(
@@ -194,6 +211,7 @@ class _TorchSource(ModelSource):
             autocast=_autocast(self._options),
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
+            recompute=_recompute_options(self._options),
         )
         return GraphBuilder(step, internal.extra_postprocess, internal.enable_onnx_contrib_ops)
 
@@ -261,6 +279,17 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
         "_internal_use.enable_onnx_contrib_ops": (
             not internal.enable_onnx_contrib_ops,
             "ONNX Runtime differentiates with operators of its own",
+        ),
+        **{
+            f"graph_transformer.{name}": (
+                value is True,
+                "recomputation works on the graph of a PyTorch model. Give the model as one",
+            )
+            for name, value in options.graph_transformer.to_dict().items()
+        },
+        "utils.memory_efficient_gradient": (
+            options.utils.memory_efficient_gradient,
+            "recomputation works on the graph of a PyTorch model. Give the model as one",
         ),
         "_internal_use.onnx_opset_version": (
             options.is_given("_internal_use.onnx_opset_version"),

@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["conflicts", "respelled"]
+__all__ = ["SPELLINGS", "conflicts", "respelled"]
 
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
-_SPELLINGS = {
+SPELLINGS = {
     f"{_CASTS}.propagate_cast_ops_strategy": f"{_CASTS}.strategy",
     f"{_CASTS}.propagate_cast_ops_level": f"{_CASTS}.level",
     f"{_CASTS}.propagate_cast_ops_allow": f"{_CASTS}.allow",
+    f"{_CASTS}.allow_layer_norm_mod_precision": "graph_transformer.allow_layer_norm_mod_precision",
     "attn_dropout_recompute": "graph_transformer.attn_dropout_recompute",
     "gelu_recompute": "graph_transformer.gelu_recompute",
     "transformer_layer_recompute": "graph_transformer.transformer_layer_recompute",
@@ -34,7 +35,7 @@ def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     result: dict[str, Any] = _copied(options)
     wrong = [f"{path}: keys must be str, but {key!r} is one" for path, key in _strange_keys(options)]
-    for other, own in _SPELLINGS.items():
+    for other, own in SPELLINGS.items():
         source, key = _section(result, other, make=False)
         if source is None or key not in source:
             continue
@@ -81,6 +82,7 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
     yield from _clipping(document["utils"])
     yield from _paths(document["debug"]["graph_save_paths"])
     yield from _precision(document["mixed_precision"])
+    yield from _recomputation(document["graph_transformer"])
     yield from _processes(document["distributed"], "distributed.data_parallel_size" in given)
     yield from _pipeline(document["distributed"]["pipeline_parallel"])
 
@@ -113,6 +115,14 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"mixed_precision.dtype: {precision['dtype']!r} has no effect without mixed precision; set "
             "mixed_precision.enabled to True, or leave the dtype out"
+        )
+
+
+def _recomputation(chosen: Mapping[str, Any]) -> Iterator[str]:
+    if chosen["number_recompute_layers"] and not chosen["transformer_layer_recompute"]:
+        yield (
+            "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute; set "
+            "graph_transformer.transformer_layer_recompute to True, or leave the number out"
         )
 
 

@@ -53,11 +53,11 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
             self._error(field, "must be positive and finite")
 
-    def _validate_unsupported(self, constraint: bool, field: str, value: Any) -> None:
-        """The rule's arguments are validated against this schema: {'type': 'boolean'}"""
+    def _validate_only_default(self, reason: str, field: str, value: Any) -> None:
+        """The rule's arguments are validated against this schema: {'type': 'string'}"""
         default = self.schema[field].get("default")
-        if constraint and value != default:
-            self._error(field, f"is not supported yet: leave it out or at its default, {default!r}")
+        if value != default:
+            self._error(field, f"can't be changed from {default!r}: {reason}")
 
 
 def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:

@@ -80,6 +80,10 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "graph_transformer.propagate_cast_ops_config.strategy": [(1, "of string type"), ("ALL", "unallowed value ALL")],
     "graph_transformer.propagate_cast_ops_config.level": [("1", "must be of integer type"), (-2, "min value is -1")],
     "graph_transformer.propagate_cast_ops_config.allow": [("Add", "must be of list type")],
+    "graph_transformer.allow_layer_norm_mod_precision": [
+        (1, "must be of boolean type"),
+        (True, "be changed from False"),
+    ],
     "utils.frozen_weights": [("fc1.weight", "must be of list type")],
     "utils.grad_norm_clip": [(1.0, "must be of boolean type")],
     "utils.max_grad_norm": [("1", "must be of number type"), (-1.0, "must be positive and finite")],

@@ -2,12 +2,13 @@
 
 from .builder import GraphBuilder
 from .describe import describe, name_sample
-from .step_module import ExportedStep, LossFunction, canonical_names, check_signature
+from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
 __all__ = [
     "ExportedStep",
     "GraphBuilder",
     "LossFunction",
+    "RecomputeOptions",
     "canonical_names",
     "check_signature",
     "describe",

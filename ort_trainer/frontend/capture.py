@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import ExportError
@@ -43,7 +46,10 @@ from .step_module import StepModule
 from .symbols import SymbolTable
 from .view_ops import squeezed_sizes
 
-__all__ = ["Capture", "capture"]
+__all__ = ["CHECKPOINT", "Capture", "capture"]
+
+CHECKPOINT = "ort_trainer_checkpoint"
+"""Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
 
 
 @dataclass
@@ -103,7 +109,7 @@ def capture(
         stack.enter_context(_right_recurrence())
         stack.enter_context(exportable_functions())
         stack.enter_context(autocast)
-        with _watch_autograd() as custom_backward, watch_size_one() as special:
+        with _watch_autograd() as custom_backward, watch_size_one() as special, _marked_checkpoints():
             program = _export(module, tuple(sample), dims)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
         names = program.graph_signature.user_inputs
@@ -243,6 +249,23 @@ def _watch_autograd() -> Iterator[list[str]]:
         mock.patch.object(torch.Tensor, "register_hook", watched_hook),
     ):
         yield found
+
+
+@contextlib.contextmanager
+def _marked_checkpoints() -> Iterator[None]:
+    """Marks what ``torch.utils.checkpoint`` encloses, which would leave no trace: a capture has no saved tensors."""
+    enclosed = checkpointing._checkpoint_without_reentrant_generator
+    numbers = itertools.count()
+
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
+            yield from enclosed(*args, **kwargs)
+
+    with (
+        fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
+        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
+    ):
+        yield
 
 
 @contextlib.contextmanager

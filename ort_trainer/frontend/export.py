@@ -16,6 +16,7 @@ from ..model_desc import ModelDescription
 from .capture import Capture, capture
 from .quiet import quiet
 from .random_inputs import lift_random_numbers
+from .recompute import apply_recompute
 from .source import forward_line
 from .step_module import ExportedStep, StepModule, borrowed, canonical_names
 from .to_onnx import Names, set_shapes, to_onnx
@@ -88,6 +89,8 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
     outputs = _outputs(step.description, found)
     random = lift_random_numbers(found.module.graph, found.symbols) if training else {}
     random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
+    if training:
+        apply_recompute(step.recompute, found, random, step.model)
     state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}
     # A gradient without elements changes nothing, and has no memory that could be bound.

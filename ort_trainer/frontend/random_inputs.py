@@ -28,6 +28,7 @@ class _Lifter:
         self._graph = graph
         self._symbols = symbols
         self.inputs: dict[torch.fx.Node, RandomInput] = {}
+        self.origin: dict[str, Any] = {}
 
     def draw(
         self, node: torch.fx.Node, like: torch.Tensor, kind: str, parameters: tuple[float, ...] = ()
@@ -49,6 +50,7 @@ class _Lifter:
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Inserts an operator at the current place, with its fake result."""
         node = self._graph.call_function(operator, args, kwargs)
+        node.meta.update(self.origin)
         fakes = torch.fx.map_arg(args, lambda n: n.meta["val"]), torch.fx.map_arg(kwargs, lambda n: n.meta["val"])
         node.meta["val"] = operator(*fakes[0], **fakes[1])
         return node
@@ -193,6 +195,8 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
         if node.op != "call_function":
             continue
         if node.target in _HANDLERS:
+            # Where it comes from, by module and line, is true of its replacement too.
+            lifter.origin = dict(node.meta)
             with _fake_mode_of(node):
                 _HANDLERS[node.target](lifter, node)
             # A random operator has a side effect to PyTorch, so that dead code elimination would keep it.

@@ -19,6 +19,7 @@ from .source import forward_line
 __all__ = [
     "ExportedStep",
     "LossFunction",
+    "RecomputeOptions",
     "StepModule",
     "borrowed",
     "canonical_names",
@@ -27,6 +28,25 @@ __all__ = [
 ]
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeOptions:
+    """What is recomputed in the backward pass.
+
+    Attributes:
+        attention_dropout: The dropout on attention weights.
+        gelu: GELU activations.
+        layers: Whole layers.
+        layer_count: How many layers, from the first on; 0 is all but the last.
+        cheap: Every value that can be had from kept ones by elementwise operations.
+    """
+
+    attention_dropout: bool = False
+    gelu: bool = False
+    layers: bool = False
+    layer_count: int = 0
+    cheap: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +61,7 @@ class ExportedStep:
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
+        recompute: What the backward pass computes anew.
     """
 
     model: nn.Module
@@ -50,6 +71,7 @@ class ExportedStep:
     autocast: torch.dtype | None = None
     opset: int = 18
     simplified: bool = True
+    recompute: RecomputeOptions = RecomputeOptions()
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""

@@ -10,6 +10,7 @@ import torch
 
 from ..graph import TensorSpec
 from ..graph.simplify import convert_opset, simplify
+from .after import lower_after
 from .onnx_registry import translate
 
 __all__ = ["Names", "to_onnx"]
@@ -63,6 +64,7 @@ def to_onnx(
     # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
     common_passes.OutputFixPass()(model)
     simplify(model, thoroughly)
+    lower_after(model)
     convert_opset(model, opset)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     return model

@@ -10,6 +10,8 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.onnx_types import TensorType
 
+from .after import AFTER, translate_after
+
 __all__ = ["TRANSLATIONS"]
 
 aten = torch.ops.aten
@@ -85,6 +87,7 @@ def max_pool_with_indices(
 
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    AFTER: translate_after,
     aten.sym_numel.default: sym_numel,
     operator.floordiv: floordiv,
     prims.view_of.default: identity,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import pytest
 
 import ort_trainer
@@ -31,33 +28,6 @@ def test_a_respelled_value_is_checked_like_any_other() -> None:
     casts = {"propagate_cast_ops_config": {"propagate_cast_ops_level": -2}}
     with pytest.raises(ValueError, match=r"propagate_cast_ops_config\.level: min value is -1"):
         ORTTrainerOptions({"graph_transformer": casts})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"graph_transformer": {"gelu_recompute": False}, "gelu_recompute": False},
-            "gelu_recompute and graph_transformer.gelu_recompute are two spellings of one option: give one",
-        ),
-        (
-            {"graph_transformer": 3, "gelu_recompute": False},
-            "Invalid options: graph_transformer: must be of dict type (given: 3)",
-        ),
-        (
-            {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
-            "allow_layer_norm_mod_precision: is in the legacy documentation only",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"allow_layer_norm_mod_precision": False}}},
-            "PyTorch's autocast policy here, and layer norms are not among them: leave it out",
-        ),
-        ({"propagate_cast_ops_level": 1}, "propagate_cast_ops_level: unknown field"),
-    ],
-)
-def test_what_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ORTTrainerOptions(given)
 
 
 def test_attributes_that_old_scripts_read() -> None:

@@ -1,0 +1,125 @@
+"""What the options that recompute forward values in the backward pass save in memory and cost in time.
+
+Each setting trains the same transformer encoder in a process of its own. "Memory of a step" is the process' peak over
+the steps less what it held before the first (weights, the loaded graph); the peak is read from /proc, so this runs on
+Linux. Time is that of the processor, all threads together, which a busy machine changes least. The losses must be those
+without recomputation.
+
+    python benchmarks/recompute.py
+    python benchmarks/recompute.py --layers 12 --batch 8 --length 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "attn_dropout_recompute": {"graph_transformer": {"attn_dropout_recompute": True}},
+    "gelu_recompute": {"graph_transformer": {"gelu_recompute": True}},
+    "attention dropout and GELU": {"graph_transformer": {"attn_dropout_recompute": True, "gelu_recompute": True}},
+    "transformer_layer_recompute": {"graph_transformer": {"transformer_layer_recompute": True}},
+    "memory_efficient_gradient": {"utils": {"memory_efficient_gradient": True}},
+    "torch.utils.checkpoint": {},
+}
+
+
+def train(setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains in this process and returns losses, step times and memory."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+
+    width = arguments.width
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.1, "gelu", batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False)
+            self.head = nn.Linear(width, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.encoder.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if setting == "torch.utils.checkpoint" else layer(x)
+            return self.head(x[:, 0])
+
+    torch.manual_seed(0)
+    trainer = ORTTrainer(
+        Encoder(),
+        {"inputs": [("x", ["batch", "length", width]), ("label", ["batch"])], "outputs": [("loss", [], True)]},
+        optim.SGDConfig(lr=0.01),
+        loss_fn=nn.functional.cross_entropy,
+        options=ORTTrainerOptions(SETTINGS[setting]),
+    )
+    batch = torch.randn(arguments.batch, arguments.length, width), torch.randint(0, 2, (arguments.batch,))
+    trainer.prepare(batch)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _memory("VmRSS")
+    losses, times = [], []
+    for _ in range(arguments.steps):
+        start = time.process_time()
+        losses.append(trainer.train_step(*batch).item())
+        times.append(time.process_time() - start)
+    return {"losses": losses, "time": statistics.median(times[1:]), "memory": _memory("VmHWM") - before}
+
+
+def _memory(field: str) -> float:
+    """Returns a figure of this process in MB."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--setting", choices=list(SETTINGS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.setting:
+        print(json.dumps(train(arguments.setting, arguments)))
+        return
+    names = ("torch", "onnxruntime-training", "onnxruntime")
+    print(f"Python {platform.python_version()}, {', '.join(map(_version, names))}; {os.cpu_count()} cores")
+    print(f"{arguments.layers} layers of width {arguments.width}, batches of {arguments.batch} x {arguments.length}\n")
+    print("| setting | memory of a step, MB | against off | processor time of a step, ms | against off |")
+    print("|---|---|---|---|---|")
+    off: dict[str, Any] = {}
+    for setting in SETTINGS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--setting", setting]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        off = off or found
+        if any(abs(ours / theirs - 1) > 1e-5 for ours, theirs in zip(found["losses"], off["losses"], strict=True)):
+            sys.exit(f"{setting}: the losses are {found['losses']} instead of {off['losses']}")
+        print(
+            f"| {setting} | {found['memory']:.0f} | {found['memory'] / off['memory']:.2f} "
+            f"| {found['time'] * 1e3:.0f} | {found['time'] / off['time']:.2f} |",
+            flush=True,
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} not installed"
+
+
+if __name__ == "__main__":
+    main()
