@@ -97,11 +97,10 @@ def describe_onnx(
     Raises:
         ValueError: If there is no such output, or it is not clear which output is the loss or which entry the label.
     """
-    values = {value.name: value for value in (*model.proto.graph.input, *model.proto.graph.output)}
+    values = Values(model.proto)
 
     def shape(name: str) -> list[int | str]:
-        sizes = values[name].type.tensor_type.shape.dim
-        return [size.dim_value or size.dim_param or f"{name}_{axis}" for axis, size in enumerate(sizes)]
+        return [size or f"{name}_{axis}" for axis, size in enumerate(values.shape(name) or ())]
 
     inputs = [(name, shape(name)) for name in model.inputs]
     outputs: list[tuple[Any, ...]]
@@ -238,6 +237,11 @@ class OnnxGraphBuilder:
         _drop_unused(model)
         used = {value.name for value in model.graph.input}
         found = ir.from_proto(model)
+        described = {entry.name: entry.shape for entry in description.inputs}
+        described |= {entry.name: entry.shape for entry in description.outputs}
+        for value in (*found.graph.inputs, *found.graph.outputs):
+            if value.name in described:
+                value.shape = ir.Shape(described[value.name])
         specs = tuple(
             TensorSpec(entry.name, batch[entry.name].dtype, _dims(values.shape(entry.name), symbols), entry.shape)
             for entry in description.inputs

@@ -170,7 +170,10 @@ def _array(initializer: TensorProto, folder: str) -> np.ndarray[Any, Any]:
             f"initializer {initializer.name!r} lies in an external file, but only the model itself was given: pass the "
             "path, or load the model with its external data"
         )
-    return numpy_helper.to_array(initializer, folder)
+    try:
+        return numpy_helper.to_array(initializer, folder)
+    except Exception as error:
+        raise ExportError(f"the external data of {initializer.name!r} can't be read: {error}") from error
 
 
 def _tensor(initializer: TensorProto, folder: str) -> torch.Tensor:
