@@ -72,7 +72,8 @@ def test_commands_of_the_readme_exist() -> None:
 
 
 def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/onnx_models.md")]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)
     assert blocks
     monkeypatch.chdir(tmp_path)
     for block in blocks:
