@@ -12,6 +12,7 @@ from ..errors import ExportError
 from ..graph import Dim, TensorSpec, TrainingGraph
 from ..graph.bfloat16 import widen_bfloat16
 from ..graph.dims import holds, symbols_of
+from ..graph.names import Names
 from ..model_desc import ModelDescription
 from .capture import Capture, capture
 from .quiet import quiet
@@ -19,7 +20,7 @@ from .random_inputs import lift_random_numbers
 from .recompute import apply_recompute
 from .source import forward_line
 from .step_module import ExportedStep, StepModule, borrowed, canonical_names
-from .to_onnx import Names, set_shapes, to_onnx
+from .to_onnx import set_shapes, to_onnx
 
 __all__ = ["export"]
 

@@ -9,28 +9,14 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ..graph import TensorSpec
+from ..graph.names import Names
 from ..graph.simplify import convert_opset, simplify
 from .after import lower_after
 from .onnx_registry import translate
 
-__all__ = ["Names", "to_onnx"]
+__all__ = ["to_onnx"]
 
 Named = Sequence[tuple[torch.fx.Node, str]]
-
-
-class Names:
-    """Hands out names that are not taken yet."""
-
-    def __init__(self, taken: Sequence[str]) -> None:
-        self._taken = set(taken)
-
-    def unique(self, name: str) -> str:
-        """Returns the name, with a number behind it if it is taken."""
-        candidate, number = name, 1
-        while candidate in self._taken:
-            candidate, number = f"{name}_{number}", number + 1
-        self._taken.add(candidate)
-        return candidate
 
 
 def to_onnx(

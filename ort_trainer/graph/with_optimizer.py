@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import onnx_ir.tape
 
+from .names import Names
 from .training_graph import TrainingGraph
 
 __all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "STEP", "ParameterUpdate", "with_optimizer"]
@@ -95,7 +96,8 @@ class _Writer:
         self._constants: dict[tuple[Any, ir.DataType], ir.Value] = {}
         self._corrections: dict[tuple[int, float], ir.Value] = {}
         values = [value for node in self._graph.all_nodes() for value in node.outputs]
-        self._taken = {value.name for value in (*values, *self._graph.inputs, *self._graph.initializers.values())}
+        taken = (*values, *self._graph.inputs, *self._graph.initializers.values())
+        self._names = Names([value.name or "" for value in taken])
 
     def write(self) -> ir.Model:
         gradients = self._gradients()
@@ -148,7 +150,7 @@ class _Writer:
         self._graph.outputs.extend(kept)
         for name, value in results.items():
             named = self._tape.op("Identity", [value])
-            named.name = self._unique(name)
+            named.name = self._names.unique(name)
             named.type, named.shape = _type(value), value.shape
             node = named.producer()
             assert node is not None
@@ -263,7 +265,7 @@ class _Writer:
 
     def _op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         result = self._tape.op(op_type, inputs, attributes)
-        result.name = self._unique(f"optimizer_{self._number}")
+        result.name = self._names.unique(f"optimizer_{self._number}")
         self._number += 1
         logical = op_type in ("And", "Greater", "IsInf", "IsNaN", "Not", "Or")
         like = inputs[1 if op_type == "Where" else 0]
@@ -288,7 +290,7 @@ class _Writer:
     def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
         key = (number, dtype)
         if key not in self._constants:
-            name = self._unique(f"optimizer_constant_{len(self._constants)}")
+            name = self._names.unique(f"optimizer_constant_{len(self._constants)}")
             tensor = ir.tensor(np.array(number, dtype=dtype.numpy()), name=name)
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
             self._graph.register_initializer(value)
@@ -297,16 +299,9 @@ class _Writer:
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
         assert dtype is not None
-        value = ir.Value(name=self._unique(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        value = ir.Value(name=self._names.unique(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
         self._graph.inputs.append(value)
         return value
-
-    def _unique(self, name: str) -> str:
-        candidate, number = name, 1
-        while candidate in self._taken:
-            candidate, number = f"{name}_{number}", number + 1
-        self._taken.add(candidate)
-        return candidate
 
 
 def _type(value: ir.Value) -> ir.TensorType:

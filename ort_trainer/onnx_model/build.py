@@ -19,6 +19,7 @@ from ..engine import infer_symbolic_shapes
 from ..errors import ExportError
 from ..frontend import ExportedStep, GraphBuilder, LossFunction
 from ..graph import Dim, RandomInput, TensorSpec, TrainingGraph
+from ..graph.names import Names
 from ..graph.postprocess import postprocessed
 from ..model_desc import ModelDescription
 from .gradient import differentiate
@@ -355,9 +356,8 @@ def _with_loss_scale(model: onnx.ModelProto, loss: str) -> tuple[onnx.ModelProto
     shape = values.shape(loss)
     if shape not in (None, (), (1,)):
         raise ExportError(f"the loss {loss!r} must be a scalar, but its shape is {list(shape or ())}: reduce it")
-    taken = names_in(model.graph)
-    name = next(name for name in ("loss_scale", "loss_scale_", "loss_scale__") if name not in taken)
-    scaled = next(name for name in ("scaled_loss", "scaled_loss_", "scaled_loss__") if name not in taken)
+    names = Names(names_in(model.graph))
+    name, scaled = names.unique("loss_scale"), names.unique("scaled_loss")
     model.graph.input.append(helper.make_tensor_value_info(name, elem_type, []))
     model.graph.node.append(helper.make_node("Mul", [loss, name], [scaled], name=scaled))
     return model, TensorSpec(name, torch_type(elem_type), ()), scaled

@@ -10,6 +10,7 @@ import onnx.defs
 import onnx.inliner
 from onnx import helper
 
+from ..graph.names import Names
 from .convolution import average_pool, conv_transpose, max_pool, pad, resize
 from .gradient import differentiable, gradient_path
 from .nodes import Emitter, Values, attributes_of, constant_of, names_in, refuse
@@ -74,12 +75,12 @@ def rewrite(model: onnx.ModelProto, rules: dict[str, Rule], only: Collection[str
     if not any(node.op_type in rules for node in model.graph.node):
         return False
     values = Values(model)
-    taken = names_in(model.graph)
+    names = Names(names_in(model.graph))
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
         rule = rules.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        emitter = Emitter(taken, [], node.name or node.op_type, values.type(next(filter(None, node.input), "")))
+        emitter = Emitter(names, [], node.name or node.op_type, values.type(next(filter(None, node.input), "")))
         if rule is None or (only is not None and node.output[0] not in only) or rule(node, emitter, values) is False:
             nodes.append(node)
             continue
@@ -111,10 +112,10 @@ def _spell_defaults(graph: onnx.GraphProto, operators: Collection[tuple[str, str
 
 def _complete(graph: onnx.GraphProto) -> None:
     """Names outputs that were left out and that a gradient needs."""
-    taken = names_in(graph)
+    names = Names(names_in(graph))
     for node in graph.node:
         count = _ALL_OUTPUTS.get(node.op_type, 0)
-        emitter = Emitter(taken, [], node.name or node.op_type)
+        emitter = Emitter(names, [], node.name or node.op_type)
         for index in range(count):
             if index == len(node.output):
                 node.output.append(emitter.name("unused"))

@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..graph import Dim, RandomInput
+from ..graph.names import Names
 from .lower import Rule, rewrite
 from .nodes import Emitter, SizeNeededError, Values, attributes_of, constant_of, names_in, refuse, torch_type
 
@@ -79,10 +80,10 @@ def to_training(
 
     rewrite(model, {"Dropout": dropout})
     updates: dict[str, str] = {}
-    taken = names_in(model.graph)
+    names = Names(names_in(model.graph))
     for node in model.graph.node:
         if node.op_type == "BatchNormalization" and attributes_of(node).get("training_mode", 0):
-            emitter = Emitter(taken, [], node.name or node.op_type)
+            emitter = Emitter(names, [], node.name or node.op_type)
             node.output.extend([""] * (3 - len(node.output)))
             for index, buffer in ((1, node.input[3]), (2, node.input[4])):
                 node.output[index] = node.output[index] or emitter.name("updated")

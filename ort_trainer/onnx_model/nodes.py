@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ..errors import ExportError
+from ..graph.names import Names
 
 __all__ = ["Emitter", "SizeNeededError", "Values", "attributes_of", "constant_of", "names_in", "refuse", "torch_type"]
 
@@ -127,23 +128,19 @@ class Emitter:
     """Collects new nodes, and gives their outputs names that are not taken.
 
     Attributes:
-        taken: Names in use; grows.
+        names: Names in use.
         nodes: The nodes so far.
         type: ONNX element type of the constants that :meth:`scalar` makes.
     """
 
-    taken: set[str]
+    names: Names
     nodes: list[onnx.NodeProto]
     prefix: str = "lowered"
     type: int = TensorProto.FLOAT
 
     def name(self, hint: str) -> str:
         """Returns a name that is not taken yet."""
-        number = 0
-        while (name := f"{self.prefix}.{hint}{f'_{number}' if number else ''}") in self.taken:
-            number += 1
-        self.taken.add(name)
-        return name
+        return self.names.unique(f"{self.prefix}.{hint}")
 
     def __call__(self, op_type: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
         """Adds a node and returns the name of its output, or a list of them if ``outputs`` is above 1."""

@@ -1,0 +1,22 @@
+"""Names of values that are not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["Names"]
+
+
+class Names:
+    """Hands out names that are not taken yet."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+
+    def unique(self, name: str) -> str:
+        """Returns the name, with a number behind it if it is taken."""
+        candidate, number = name, 1
+        while candidate in self._taken:
+            candidate, number = f"{name}_{number}", number + 1
+        self._taken.add(candidate)
+        return candidate
