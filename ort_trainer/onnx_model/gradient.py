@@ -35,6 +35,8 @@ _STOPS: dict[str, set[int] | None] = {
     **dict.fromkeys(("ConstantOfShape", "NonZero", "OneHot", "Range", "Shape", "Size")),
     "Where": {0},
 }
+# Of these the gradient builder has the gradient of the first input only.
+_ONLY_FIRST = ("Clip", "Pad", "Pow", "SoftmaxCrossEntropyLoss")
 # Of these the gradient builder would ask for a gradient; it is zero.
 _ZERO = ("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign")
 
@@ -205,8 +207,10 @@ def differentiate(
 
 
 def _has_gradient(node: onnx.NodeProto, inputs: Sequence[int]) -> bool:
-    if node.op_type == "Pow" and 1 in inputs:
-        return ("", "Pow") in _registered
+    """Returns whether all inputs of a node can get the gradients that are wanted of them."""
+    only = _ONLY_FIRST if node.domain in ("", "ai.onnx") else ()
+    if node.op_type in only and set(inputs) != {0}:
+        return (node.domain, node.op_type) in _registered
     return differentiable(node)
 
 

@@ -30,6 +30,21 @@ _OPSETS = (18, 21)
 _WEIGHT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # torch.onnx writes constants of the code as initializers too, under names of this kind.
 _WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
+# Inputs that are settings rather than weights: thresholds, scales of images, weights of classes.
+_SETTINGS = {
+    "Clip": {1, 2},
+    "DequantizeLinear": {1, 2},
+    "Dropout": {1, 2},
+    "NegativeLogLikelihoodLoss": {2},
+    "OneHot": {1, 2},
+    "Pad": {2},
+    "Pow": {1},
+    "QuantizeLinear": {1, 2},
+    "Resize": {1, 2, 3},
+    "RoiAlign": {1},
+    "SoftmaxCrossEntropyLoss": {2},
+    "Upsample": {1},
+}
 _TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
 
 
@@ -60,8 +75,8 @@ class OnnxModel:
 def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     """Returns the forward pass and the weights of an ONNX model.
 
-    What is a weight: every floating-point initializer of at least one dimension, except those that torch.onnx made of
-    constants in the code; in a file of ``save_as_onnx``, exactly what was a parameter. Running statistics of batch
+    What is a weight: every floating-point initializer of at least one dimension, except settings (such as the scales of
+    a Resize) and those that torch.onnx made of constants in the code; in a file of ``save_as_onnx``, exactly what was a parameter. Running statistics of batch
     norms are buffers.
 
     Args:
@@ -154,14 +169,17 @@ def _guess_weights(model: onnx.ModelProto, floats: set[str]) -> set[str]:
             name for node in model.graph.node if node.op_type in _WITH_WEIGHTS for name in node.input
         }
     numbers = {i.name for i in model.graph.initializer if not i.dims}
-    held = sorted(named_as_constants - numbers)
+    inputs = [(node, position, name) for node in model.graph.node for position, name in enumerate(node.input)]
+    settings = {name for node, position, name in inputs if position in _SETTINGS.get(node.op_type, ())}
+    settings -= {name for node, position, name in inputs if position not in _SETTINGS.get(node.op_type, ())}
+    held = sorted(named_as_constants - numbers - settings)
     if held:
         _log.warning(
             "held constant, because torch.onnx names constants of the code so: %s. If they are weights, export the "
             "model with optimize=False",
             held,
         )
-    return floats - numbers - named_as_constants
+    return floats - numbers - settings - named_as_constants
 
 
 def _array(initializer: TensorProto, folder: str) -> np.ndarray[Any, Any]:

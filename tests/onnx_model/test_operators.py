@@ -368,6 +368,21 @@ def test_all_built_in_gradients_are_tried() -> None:
     assert set(ADDED) >= {op for _, op in gradient._registered if op not in ("EyeLike", "Hardmax", "ArgMin")}
 
 
+@pytest.mark.parametrize("node", ["Clip(p, q)", "Pow(x, p)"])
+def test_inputs_without_gradient(node: str) -> None:
+    body = f"a = Constant<value_ints=[0,1,2,3]>()\n q = ReduceMean<keepdims=0>(p, a)\n y = {node}"
+    with pytest.raises(ExportError, match=r"no gradient for them: (Clip|Pow) \(node '', output 'y'\)"):
+        check(body, lambda p: p, 18)
+
+
+def test_settings_are_no_weights() -> None:
+    body = "y = Resize(p, , scales)\n k = Clip(y, low)"
+    found = model(body)
+    for name, value in (("scales", [1.0, 1.0, 2.0, 2.0]), ("low", [0.0]), ("eps", 1e-3), ("free", [1.0])):
+        found.graph.initializer.append(onnx.numpy_helper.from_array(torch.tensor(value).numpy(), name))
+    assert set(load_onnx_model(found).parameters) == {"w", "free"}
+
+
 def test_operators_without_gradient_are_all_named() -> None:
     body = (
         "a = Det(p)\n i = Constant<value=int64[2] {4,4}>()\n b = ReverseSequence<batch_axis=0,time_axis=2>(p, i)\n "
