@@ -76,8 +76,8 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
     """Returns the forward pass and the weights of an ONNX model.
 
     What is a weight: every floating-point initializer of at least one dimension, except settings (such as the scales of
-    a Resize) and those that torch.onnx made of constants in the code; in a file of ``save_as_onnx``, exactly what was a parameter. Running statistics of batch
-    norms are buffers.
+    a Resize) and those that torch.onnx made of constants in the code; in a file of ``save_as_onnx``, exactly what was a
+    parameter. Running statistics of batch norms are buffers.
 
     Args:
         source: A model, which is not changed; a path, also with external data; or a serialized model.
