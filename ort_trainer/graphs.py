@@ -80,13 +80,23 @@ class StepGraphs:
                 "more than that shows, write one. Outputs that need no label can be had with train_step_info.fetches)"
             ) from error
 
+    @property
+    def has_started(self) -> bool:
+        """Whether there has been a batch with which training or evaluation began."""
+        return self._sample is not None
+
     def started(self, batch: Batch) -> None:
         """Remembers the shapes and dtypes of the batch with which training began."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
 
     def blank_batch(self) -> Batch:
-        """Returns a batch of zeros like the first: an evaluation graph depends on dtypes and fixed sizes alone."""
-        assert self._sample is not None
+        """Returns a batch of zeros like the first: an evaluation graph depends on dtypes and fixed sizes alone.
+
+        Raises:
+            RuntimeError: If there has been none, and the model itself does not say what it takes.
+        """
+        if self._sample is None:
+            return self._source.blank_batch(self.description)
         return {
             name: torch.zeros(shape, dtype=dtype, device=self._device) for name, (shape, dtype) in self._sample.items()
         }

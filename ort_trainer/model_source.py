@@ -26,7 +26,15 @@ from .frontend import (
 )
 from .graph import TrainingGraph
 from .model_desc import ModelDescription
-from .onnx_model import OnnxGraphBuilder, OnnxModel, OnnxStep, check_description, describe_onnx, load_onnx_model
+from .onnx_model import (
+    OnnxGraphBuilder,
+    OnnxModel,
+    OnnxStep,
+    check_description,
+    describe_onnx,
+    load_onnx_model,
+    torch_type,
+)
 from .optim import _OptimizerConfig
 from .options import ORTTrainerOptions
 
@@ -73,6 +81,7 @@ class ModelSource(ABC):
 
     Attributes:
         name: What messages call it.
+        fixed: Whether nobody can change its weights from outside.
         inputs: Names of its inputs.
         parameters: All parameters by canonical name, trained or not, as the model has them.
         buffers: All buffers, likewise.
@@ -83,6 +92,7 @@ class ModelSource(ABC):
     """
 
     name: str
+    fixed: bool
     inputs: Sequence[str]
     parameters: Named
     buffers: Named
@@ -101,6 +111,16 @@ class ModelSource(ABC):
     @abstractmethod
     def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a step by name, where there is no description yet."""
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros, with 2 for every size that is open, where the model says what it takes.
+
+        Raises:
+            RuntimeError: If only a real batch can tell.
+        """
+        raise RuntimeError(
+            "no batch has told yet what the model takes: call prepare(), train_step() or eval_step() before"
+        )
 
     @abstractmethod
     def describe(self, batch: Named) -> ModelDescription:
@@ -161,7 +181,7 @@ class _TorchSource(ModelSource):
         optim_config: _OptimizerConfig,
         options: ORTTrainerOptions,
     ) -> None:
-        self.name = type(model).__name__
+        self.name, self.fixed = type(model).__name__, False
         self.inputs = list(inspect.signature(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -226,7 +246,7 @@ class _OnnxSource(ModelSource):
     ) -> None:
         training_bindings()  # raises where there are none
         _refuse_for_onnx(options)
-        self.name = "the ONNX model"
+        self.name, self.fixed = "the ONNX model", True
         self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         self._loss_fn, self._options = loss_fn, options
         self.inputs = self._model.inputs
@@ -246,6 +266,17 @@ class _OnnxSource(ModelSource):
 
     def describe(self, batch: Named) -> ModelDescription:
         return describe_onnx(self._model, self._loss_fn, batch)
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        if self._loss_fn is not None:  # whose label may be anything
+            return super().blank_batch(description)
+        types = {value.name: value.type.tensor_type.elem_type for value in self._model.proto.graph.input}
+        return {
+            entry.name: torch.zeros(
+                [size if isinstance(size, int) else 2 for size in entry.shape], dtype=torch_type(types[entry.name])
+            )
+            for entry in description.inputs
+        }
 
     def builder(self, description: ModelDescription) -> Builder:
         check_description(self._model, description, self._loss_fn)

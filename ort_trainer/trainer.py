@@ -122,10 +122,11 @@ class ORTTrainer:
             optimizer=optim_config.name,
             device=self._device,
         )
-        self._session: StepSession | None = None
         self._seed = torch.initial_seed()
         self._pending: Restored | None = None
         self._pending_dict: Mapping[str, Any] = {}
+        # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
+        self._session = self._make_session() if self._source.fixed else None
 
     @property
     def model_desc(self) -> ModelDescription:
@@ -170,19 +171,22 @@ class ORTTrainer:
 
     @property
     def session(self) -> StepSession | None:
-        """The session that owns the tensors; None before the first step."""
+        """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
         return self._session
 
-    def prepare(self, sample_batch: Any) -> None:
+    def prepare(self, sample_batch: Any = None) -> None:
         """Exports the model now instead of in the first step; trains nothing.
 
         Args:
             sample_batch: A batch as ``train_step`` takes it: a tuple or list of inputs, a dict of them, or one tensor.
+                An ONNX model with its loss inside needs none.
 
         Raises:
-            ExportError: If the model can't be exported.
+            ExportError: If the model can't be exported, or an ONNX model not be differentiated.
+            RuntimeError: If a batch is needed and not given.
         """
-        self._prepare(self._graphs.bind((sample_batch,), {}), training=True)
+        batch = self._graphs.blank_batch() if sample_batch is None else sample_batch
+        self._prepare(self._graphs.bind((batch,), {}), training=True)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
@@ -472,22 +476,34 @@ class ORTTrainer:
                 f"{self._source.name} has no parameter to train: all have requires_grad=False or are in "
                 "utils.frozen_weights; eval_step works"
             )
+        if not self._graphs.has_started:
+            return self._start(batch, training)
         session = self._session
-        if session is None:
-            session = self._start(batch, training)
-        else:
-            self._graph_for(session, batch, training)
+        assert session is not None
+        self._graph_for(session, batch, training)
         return session
 
     def _start(self, batch: Batch, training: bool) -> StepSession:
-        """Makes the session; assigns it last, so that a failure leaves the trainer as it was."""
+        """Makes session and first graph; keeps them last, so that a failure leaves the trainer as it was."""
         if len(batch) < len(self.model_desc.inputs):
             missing = [name for name in self.model_desc.input_names if name not in batch]
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
+        session = self._session or self._make_session()
+        if self.options.debug.check_model_export:
+            self._graphs.check_export(session, batch)
+        self._graph_for(session, batch, training)
+        if self._pending is not None:
+            apply_to_session(self._pending, session)
+            self._pending, self._pending_dict = None, {}
+        self._graphs.started(batch)
+        self._session = session
+        return session
+
+    def _make_session(self) -> StepSession:
         options = self.options
         parameters = {name: self._owned(value) for name, value in self._source.parameters.items()}
         buffers = {name: self._owned(value) for name, value in self._source.buffers.items()}
-        session = StepSession(
+        return StepSession(
             parameters,
             buffers,
             self._source.names_of_trainable(),
@@ -501,15 +517,6 @@ class ORTTrainer:
             mem_limit=options.device.mem_limit,
             seed=self._seed,
         )
-        if options.debug.check_model_export:
-            self._graphs.check_export(session, batch)
-        self._graph_for(session, batch, training)
-        if self._pending is not None:
-            apply_to_session(self._pending, session)
-            self._pending, self._pending_dict = None, {}
-        self._graphs.started(batch)
-        self._session = session
-        return session
 
     def _owned(self, value: torch.Tensor) -> torch.Tensor:
         return value.detach().to(self._device, copy=True, memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ import torch
 from .engine import SessionOptions, available_providers
 from .flat_state import flat_state_dict, load_flat_state_dict
 from .io_binding import IOBinding, to_ort_value, to_torch
-from .onnx_model import OnnxModel, describe_onnx, load_onnx_model, torch_type
+from .onnx_model import OnnxModel, describe_onnx, load_onnx_model
 from .optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer
@@ -305,7 +305,7 @@ class TrainingSession:
         options = _options(parameters, self._model, device, settings, self._sess_options)
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
         trainer = ORTTrainer(self._model, description.to_dict(), _optimizer(parameters, self._model), options=options)
-        trainer.prepare({entry.name: _blank(entry, self._model) for entry in description.inputs})
+        trainer.prepare()
         if parameters.optimizer_initial_state:
             state = {
                 "optimizer": parameters.optimizer_initial_state,
@@ -386,13 +386,6 @@ def _node_arg(value: onnx.ValueInfoProto) -> NodeArg:
     kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     shape = [size.dim_value or size.dim_param or None for size in tensor.shape.dim]
     return NodeArg(value.name, f"tensor({kind})", shape)
-
-
-def _blank(entry: Any, model: OnnxModel) -> torch.Tensor:
-    """Returns zeros for an input, with 2 for every size that is open."""
-    (value,) = (value for value in model.proto.graph.input if value.name == entry.name)
-    shape = [size if isinstance(size, int) else 2 for size in entry.shape]
-    return torch.zeros(shape, dtype=torch_type(value.type.tensor_type.elem_type))
 
 
 def _providers(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:

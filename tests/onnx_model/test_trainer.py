@@ -205,6 +205,35 @@ def test_losses_by_name_and_by_callable_and_the_users_proto(tmp_path: Path) -> N
 
 
 @needs_builder
+def test_an_onnx_model_has_its_state_at_once(tmp_path: Path) -> None:
+    first = mlp_trainer(NO_CLIPPING)
+    x, y = mlp_batches(1)[0]
+    first.train_step(x, y)
+    first.save_as_onnx(tmp_path / "m.onnx")
+
+    def make() -> ORTTrainer:
+        return ORTTrainer(tmp_path / "m.onnx", MLP_DESC, optim.AdamConfig(lr=1e-2))
+
+    trainer = make()
+    for name, value in first.state_dict(pytorch_format=True).items():
+        assert torch.equal(trainer.state_dict(pytorch_format=True)[name], value)
+    trainer.save_checkpoint(tmp_path / "c")
+    trainer.save_as_onnx(tmp_path / "again.onnx")
+    trainer.set_parameter("fc2.bias", torch.ones(3))
+    other = make()
+    other.load_state_dict(trainer.state_dict())
+    other.prepare()
+    assert len(other.session.graphs(True)) == 1
+    assert torch.equal(other.train_step(x, y)[0], trainer.train_step(x, y)[0])
+    other.load_checkpoint(tmp_path / "c")
+    assert torch.equal(other.eval_step(x, y)[0], first.eval_step(x, y)[0])
+    with pytest.raises(RuntimeError, match="no batch has told yet what the model takes"):
+        mlp_trainer().prepare()
+    with pytest.raises(RuntimeError, match="no batch has told yet what the model takes"):
+        ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="mse").save_as_onnx(tmp_path / "x.onnx")
+
+
+@needs_builder
 def test_external_data(tmp_path: Path) -> None:
     proto = mlp_proto(tmp_path)
     plain = ORTTrainer(proto, MLP_DESC, optim.SGDConfig(lr=0.1), loss_fn="cross_entropy")
@@ -396,7 +425,7 @@ def test_errors_of_the_first_step(tmp_path: Path) -> None:
     trainer = ORTTrainer(proto, MLP_DESC, optim.SGDConfig(), loss_fn="cross_entropy")
     with pytest.raises(TypeError, match=r"input 'x' has dtype torch.float64, but the ONNX model takes torch.float32"):
         trainer.train_step(x.double(), y)
-    assert trainer.train_step_info.step == 0 and trainer.session is None
+    assert trainer.train_step_info.step == 0 and not trainer.session.graphs(True)
     vector = {**MLP_DESC, "outputs": [("logits", ["batch", 3], True)], "inputs": MLP_DESC["inputs"][:1]}
     with pytest.raises(ExportError, match=r"the loss 'logits' must be a scalar, but its shape is \['batch', 3\]"):
         ORTTrainer(proto, vector, optim.SGDConfig()).train_step(x)
