@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
-import onnx.compose
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper
-from torch import nn
+from onnx import helper, numpy_helper
 
 from ..engine import infer_symbolic_shapes
 from ..errors import ExportError
-from ..frontend import ExportedStep, GraphBuilder, LossFunction
+from ..frontend import LossFunction
 from ..graph import Dim, RandomInput, TensorSpec, TrainingGraph
-from ..graph.names import Names
 from ..graph.postprocess import postprocessed
 from ..model_desc import ModelDescription
 from .gradient import differentiate
 from .load import OnnxModel
+from .loss import merge_loss, with_loss_scale
 from .lower import lower
 from .modes import autocast, to_evaluation, to_training
-from .nodes import SizeNeededError, Values, names_in, torch_type
+from .nodes import SizeNeededError, Values, attributes_of, names_in, torch_type
 
 __all__ = ["OnnxGraphBuilder", "OnnxStep", "check_description", "describe_onnx"]
 
 _log = logging.getLogger(__name__)
-_LOSS_PREFIX = "loss_fn."
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,9 @@ class OnnxGraphBuilder:
         _check_dtypes(model, batch)
         _set_input_shapes(model, description, fixed)
         if symbolic:
-            model = infer_symbolic_shapes(model)
+            model = _inferred(model)
         if step.loss_fn is not None:
-            _merge_loss(model, step, batch, fixed)
+            merge_loss(model, step.loss_fn, description, _prediction(step), batch, fixed)
         keep = description.output_names
         graph_outputs = {value.name: value for value in model.graph.output}
         del model.graph.output[:]
@@ -227,15 +225,15 @@ class OnnxGraphBuilder:
             autocast(model, ir.DataType.from_numpy(torch.empty(0, dtype=step.autocast).numpy().dtype))
         loss_scale = None
         if training:
-            model, loss_scale, scaled = _with_loss_scale(model, description.loss.name)
-            model = lower(model, step.trainable, scaled)
-            model, gradients = differentiate(model, step.trainable, description.loss.name, scaled)
+            model, loss_scale, scaled = with_loss_scale(model, description.loss.name)
+            model, refused = lower(model, step.trainable, scaled)
+            model, gradients = differentiate(model, step.trainable, description.loss.name, scaled, refused)
         values = Values(model)
         outputs = tuple(_output(entry, values, symbols) for entry in description.outputs)
         del model.graph.output[:]
         for name in (*keep, *gradients.values(), *updates.values()):
             model.graph.output.append(helper.make_tensor_value_info(name, values.type(name), None))
-        _drop_unused(model)
+        _drop_unused(model, description.input_names)
         used = {value.name for value in model.graph.input}
         found = ir.from_proto(model)
         described = {entry.name: entry.shape for entry in description.inputs}
@@ -292,75 +290,28 @@ def _set_input_shapes(model: onnx.ModelProto, description: ModelDescription, fix
         value.type.tensor_type.ClearField("shape")
 
 
-class _Prediction(nn.Module):
-    """Stands for the ONNX model when the loss function is exported."""
-
-    def forward(self, prediction: torch.Tensor) -> torch.Tensor:
-        return prediction
-
-
-def _merge_loss(
-    model: onnx.ModelProto, step: OnnxStep, batch: Mapping[str, torch.Tensor], fixed: Mapping[str, int]
-) -> None:
-    """Exports the loss function and puts it behind the first output of the model."""
-    description = step.description
-    prediction, label = step.model.outputs[0], description.inputs[-1]
-    values = Values(model)
-    sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-    found = values.shape(prediction) or (None,)
-    shape = [size for size in found if isinstance(size, int) or size in sizes]
-    if len(shape) < len(found):
-        raise SizeNeededError(f"the shape of the prediction {prediction!r} is {found}")
-    sample = {
-        "prediction": torch.zeros(
-            [sizes[size] if isinstance(size, str) else size for size in shape],
-            dtype=torch_type(values.type(prediction)),
-        ),
-        label.name: batch[label.name],
-    }
-    label_shape = [fixed.get(size, size) if isinstance(size, str) else size for size in label.shape]
-    inner = ModelDescription(
-        {
-            "inputs": [("prediction", shape), (label.name, label_shape)],
-            "outputs": [(description.loss.name, [], True)],
-        }
-    )
-    (opset,) = (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    exported = GraphBuilder(ExportedStep(_Prediction(), inner, step.loss_fn, frozenset(), opset=opset)).build(
-        sample, training=False
-    )
-    loss = onnx.compose.add_prefix(ir.to_proto(exported.model), _LOSS_PREFIX)
-    renamed = {
-        f"{_LOSS_PREFIX}prediction": prediction,
-        f"{_LOSS_PREFIX}{label.name}": label.name,
-        f"{_LOSS_PREFIX}{description.loss.name}": description.loss.name,
-    }
-    for node in loss.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
-    model.graph.node.extend(loss.graph.node)
-    model.graph.initializer.extend(loss.graph.initializer)
-    elem_type = helper.np_dtype_to_tensor_dtype(batch[label.name].cpu().numpy().dtype)
-    model.graph.input.append(helper.make_tensor_value_info(label.name, elem_type, label_shape))
-    model.graph.output.append(helper.make_tensor_value_info(description.loss.name, TensorProto.FLOAT, []))
-    known = {entry.domain for entry in model.opset_import}
-    model.opset_import.extend(entry for entry in loss.opset_import if entry.domain not in known | {"", "ai.onnx"})
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model with more shapes, or the same one where ONNX Runtime's symbolic shape inference fails."""
+    plain = onnx.ModelProto()
+    plain.CopyFrom(model)
+    for node in plain.graph.node:
+        if node.op_type == "Constant":  # it knows constants as tensors only
+            for name, value in attributes_of(node).items():
+                if name in ("value_int", "value_ints", "value_float", "value_floats"):
+                    array = np.asarray(value, dtype=np.int64 if "int" in name else np.float32)
+                    node.ClearField("attribute")
+                    node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(array)))
+    try:
+        return infer_symbolic_shapes(plain)
+    except Exception as error:  # its errors have no class of their own
+        _log.warning("ONNX Runtime's symbolic shape inference fails: %s", error)
+        return model
 
 
-def _with_loss_scale(model: onnx.ModelProto, loss: str) -> tuple[onnx.ModelProto, TensorSpec, str]:
-    """Multiplies the loss by an input of the graph; the gradient is that of the product."""
-    values = Values(model)
-    elem_type = values.type(loss)
-    if elem_type not in (TensorProto.FLOAT, TensorProto.DOUBLE):
-        raise ExportError(f"the loss {loss!r} must be of float32 or float64, but its ONNX type is {elem_type}")
-    shape = values.shape(loss)
-    if shape not in (None, (), (1,)):
-        raise ExportError(f"the loss {loss!r} must be a scalar, but its shape is {list(shape or ())}: reduce it")
-    names = Names(names_in(model.graph))
-    name, scaled = names.unique("loss_scale"), names.unique("scaled_loss")
-    model.graph.input.append(helper.make_tensor_value_info(name, elem_type, []))
-    model.graph.node.append(helper.make_node("Mul", [loss, name], [scaled], name=scaled))
-    return model, TensorSpec(name, torch_type(elem_type), ()), scaled
+def _prediction(step: OnnxStep) -> str:
+    """Returns the output that the loss function takes: the first one of the description behind the loss."""
+    described = step.description.output_names[1:]
+    return described[0] if described else step.model.outputs[0]
 
 
 def _dims(shape: tuple[int | str | None, ...] | None, symbols: set[str]) -> tuple[Dim, ...] | None:
@@ -379,8 +330,8 @@ def _output(entry: Any, values: Values, symbols: set[str]) -> TensorSpec:
     return TensorSpec(entry.name, torch_type(values.type(entry.name)), _dims(shape, symbols), entry.shape)
 
 
-def _drop_unused(model: onnx.ModelProto) -> None:
-    """Drops nodes whose results nobody wants, and inputs, initializers and types that nobody uses."""
+def _drop_unused(model: onnx.ModelProto, inputs: Collection[str]) -> None:
+    """Drops nodes whose results nobody wants, and state, initializers and types that nobody uses; inputs stay."""
     wanted = {value.name for value in model.graph.output}
     kept = []
     for node in reversed(model.graph.node):
@@ -394,6 +345,7 @@ def _drop_unused(model: onnx.ModelProto) -> None:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     produced = {name for node in nodes for name in node.output}
+    wanted |= set(inputs)
     wanted &= produced | {value.name for value in (*model.graph.input, *model.graph.initializer)}
     for field in (model.graph.input, model.graph.initializer, model.graph.value_info):
         left = [type(value).FromString(value.SerializeToString()) for value in field if value.name in wanted]

@@ -11,7 +11,40 @@ from onnx import TensorProto, helper
 from ..engine import InferenceSession
 from .nodes import Emitter, Values, attributes_of, constant_of, refuse
 
-__all__ = ["average_pool", "conv_transpose", "max_pool", "pad", "resize"]
+__all__ = ["average_pool", "conv_transpose", "convolution", "max_pool", "pad", "resize"]
+
+
+def convolution(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    """Padding as numbers: the gradient builder does not know ``auto_pad``."""
+    attributes = attributes_of(node)
+    if attributes.get("auto_pad", "NOTSET") in ("NOTSET", "VALID"):
+        return False
+    rank = values.rank(node.input[0])
+    attributes.setdefault("kernel_shape", [values.size(node.input[1], axis) for axis in range(2, rank)])
+    e.assign(node.output[0], e("Conv", *node.input, **_padded(node, attributes, values)))
+    return None
+
+
+def _padded(node: onnx.NodeProto, attributes: dict[str, Any], values: Values) -> dict[str, Any]:
+    """Returns the attributes of a window with ``pads`` in the place of ``auto_pad``."""
+    mode = attributes.pop("auto_pad", "NOTSET")
+    if mode in ("NOTSET", "VALID"):
+        return attributes
+    kernel = attributes["kernel_shape"]
+    count = len(kernel)
+    begins, ends = [], []
+    for axis in range(count):
+        stride = attributes.get("strides", [1] * count)[axis]
+        reach = attributes.get("dilations", [1] * count)[axis] * (kernel[axis] - 1) + 1
+        if stride == 1:
+            total = reach - 1
+        else:
+            size = values.size(node.input[0], axis + 2)
+            total = max(0, (-(-size // stride) - 1) * stride + reach - size)
+        small, large = total // 2, total - total // 2
+        begins.append(small if mode == "SAME_UPPER" else large)
+        ends.append(large if mode == "SAME_UPPER" else small)
+    return {**attributes, "pads": [*begins, *ends]}
 
 
 def conv_transpose(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
@@ -94,11 +127,18 @@ def _transposed_pads(
 def pad(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
     """Padding by elements of the tensor: a choice of indices along each axis."""
     mode = attributes_of(node).get("mode", "constant")
-    if mode == "constant":
-        return False
     x = node.input[0]
+    if mode == "constant" and (len(node.input) < 4 or not node.input[3]):
+        return False
     rank = values.rank(x)
     pads = constant_of(node, 1, values)
+    if mode == "constant":
+        every = np.zeros(2 * rank, np.int64)
+        for position, axis in enumerate(constant_of(node, 3, values)):
+            every[axis % rank] = pads[position]
+            every[rank + axis % rank] = pads[len(pads) // 2 + position]
+        e.assign(node.output[0], e("Pad", x, e.constant(every), *node.input[2:3]))
+        return None
     axes = [int(axis) % rank for axis in constant_of(node, 3, values, range(rank))]
     count = len(axes)
     for axis, before, after in zip(axes, pads[:count], pads[count:], strict=True):
@@ -158,12 +198,12 @@ def average_pool(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
     numbers = _numpy_type(e.type)
     ones = e.constant(np.ones([channels, 1, *kernel]), numbers)
     kept = ("kernel_shape", "strides", "pads", "auto_pad", "dilations")
-    window = {name: attributes[name] for name in kept if name in attributes}
+    window = _padded(node, {name: attributes[name] for name in kept if name in attributes}, values)
     whole = not attributes.get("ceil_mode")
     if not whole:
         sizes = [values.size(x, axis) for axis in range(2, len(kernel) + 2)]
-        window["pads"] = _ceiling_pads(node, window, sizes)
-    padded = any(window.get("pads", [0])) or window.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+        window["pads"] = _ceiling_pads(window, sizes)
+    padded = any(window.get("pads", [0]))
     total = e("Conv", x, ones, group=channels, **window)
     if not padded or (whole and attributes.get("count_include_pad", 0)):
         e.assign(node.output[0], e("Div", total, e.scalar(float(np.prod(kernel)))))
@@ -174,10 +214,8 @@ def average_pool(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
     e.assign(node.output[0], e("Div", total, e("Conv", there, ones, group=channels, **window)))
 
 
-def _ceiling_pads(node: onnx.NodeProto, window: dict[str, Any], sizes: list[int]) -> list[int]:
+def _ceiling_pads(window: dict[str, Any], sizes: list[int]) -> list[int]:
     """Returns pads with which a window that may start but not end inside the input fits."""
-    if window.get("auto_pad", "NOTSET") != "NOTSET":
-        raise refuse(node, f"auto_pad={window['auto_pad']!r} with ceil_mode has no rewrite")
     kernel = window["kernel_shape"]
     count = len(kernel)
     pads = list(window.get("pads", [0] * (2 * count)))

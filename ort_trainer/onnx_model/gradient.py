@@ -13,9 +13,17 @@ import onnx
 
 from ..engine import training_bindings
 from ..errors import ExportError
-from .nodes import Values, names_in
+from .nodes import Values, attributes_of, names_in
 
-__all__ = ["GradientNode", "constant_like", "differentiable", "differentiate", "gradient_path", "register_gradient"]
+__all__ = [
+    "GradientNode",
+    "constant_like",
+    "differentiable",
+    "differentiate",
+    "gradient_path",
+    "has_user_gradient",
+    "register_gradient",
+]
 
 # The operators for which the gradient builder of onnxruntime-training 1.19.2 has a gradient, and its CPU provider the
 # kernels; tests/onnx_model/test_gradient.py asks it for each.
@@ -32,7 +40,8 @@ _STOPS: dict[str, set[int] | None] = {
     **dict.fromkeys(("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor")),
     **dict.fromkeys(("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "IsInf", "IsNaN", "Round", "Sign")),
     **dict.fromkeys(("Bernoulli", "RandomNormalLike", "RandomUniformLike")),
-    **dict.fromkeys(("ConstantOfShape", "NonZero", "OneHot", "Range", "Shape", "Size")),
+    **dict.fromkeys(("ConstantOfShape", "NonZero", "Range", "Shape", "Size")),
+    "OneHot": {0, 1},
     "Where": {0},
 }
 # Of these the gradient builder has the gradient of the first input only.
@@ -79,10 +88,13 @@ def constant_like(value: float, like: str) -> Any:
 
 
 _registered: set[tuple[str, str]] = set()
+_by_user: set[tuple[str, str]] = set()
 
 
 def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
     """Tells how an operator is differentiated, for all models of this process that are built from now on.
+
+    It comes before what this package or ONNX Runtime does with the operator.
 
     Args:
         op_type: The operator, one of ONNX's or your own.
@@ -103,6 +115,17 @@ def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str =
     """
     if not any(name.startswith("GI(") for node in nodes for name in node.outputs):
         raise ValueError(f"the gradient of {op_type!r} computes no GI(i): one of its nodes must have such an output")
+    _register_own()
+    _register(op_type, nodes, domain)
+    _by_user.add((domain, op_type))
+
+
+def has_user_gradient(node: onnx.NodeProto) -> bool:
+    """Returns whether a gradient was registered for the operator of a node."""
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _by_user
+
+
+def _register(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
     bindings = training_bindings()
     definitions = []
     for node in nodes:
@@ -146,7 +169,8 @@ def gradient_path(
     reached = set(trained)
     active: list[list[int]] = []
     for node in graph.node:
-        stops = _STOPS.get(node.op_type, set()) if node.domain in ("", "ai.onnx") else set()
+        standard = node.domain in ("", "ai.onnx") and not has_user_gradient(node)
+        stops = _STOPS.get(node.op_type, set()) if standard else set()
         inputs = [] if stops is None else [i for i, n in enumerate(node.input) if n in reached and i not in stops]
         inner = {name for a in node.attribute for g in (a.g, *a.graphs) for name in names_in(g)}
         active.append(inputs or ([-1] if inner & reached else []))
@@ -160,7 +184,11 @@ def gradient_path(
 
 
 def differentiate(
-    model: onnx.ModelProto, trained: Sequence[str], loss: str, differentiated: str
+    model: onnx.ModelProto,
+    trained: Sequence[str],
+    loss: str,
+    differentiated: str,
+    refused: Mapping[str, str] | None = None,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Adds the backward pass to a model.
 
@@ -169,6 +197,7 @@ def differentiate(
         trained: Inputs of the graph that want a gradient; those that the loss does not depend on get none.
         loss: The loss.
         differentiated: What is differentiated: the loss, or the loss times a scale.
+        refused: First output of a node -> why there is no rewrite for it.
 
     Returns:
         The model with both passes; input -> output with its gradient.
@@ -180,7 +209,11 @@ def differentiate(
     path = list(gradient_path(model.graph, values, trained, differentiated))
     missing = [node for node, inputs in path if not _has_gradient(node, inputs)]
     if missing:
-        places = "; ".join(f"{n.op_type} (node {n.name!r}, output {n.output[0]!r})" for n in reversed(missing))
+        reasons = refused or {}
+        places = "; ".join(
+            reasons.get(n.output[0]) or f"{n.op_type} (node {n.name!r}, output {n.output[0]!r})"
+            for n in reversed(missing)
+        )
         raise ExportError(
             f"these operators lie between a trained weight and the loss {loss!r}, and ONNX Runtime has no gradient for "
             f"them: {places}. Tell it with ort_trainer.onnx_model.register_gradient, export the model with other "
@@ -208,9 +241,13 @@ def differentiate(
 
 def _has_gradient(node: onnx.NodeProto, inputs: Sequence[int]) -> bool:
     """Returns whether all inputs of a node can get the gradients that are wanted of them."""
+    if has_user_gradient(node):
+        return True
+    if node.op_type.startswith("Scatter") and attributes_of(node).get("reduction", "none") not in ("none", "add"):
+        return False
     only = _ONLY_FIRST if node.domain in ("", "ai.onnx") else ()
     if node.op_type in only and set(inputs) != {0}:
-        return (node.domain, node.op_type) in _registered
+        return False
     return differentiable(node)
 
 
@@ -223,7 +260,7 @@ def _register_own() -> None:
         GradientNode("Expand", ["zero", "shape"], ["GI(0)"]),
     ]
     for op_type in _ZERO:
-        register_gradient(op_type, zero)
+        _register(op_type, zero)
     one = GradientNode("Constant", [], ["one"], {"value": constant_like(1.0, "I(0)")})
     square = GradientNode("Mul", ["I(0)", "I(0)"], ["square"])
     root = [GradientNode("Sqrt", ["radicand"], ["root"]), GradientNode("Div", ["GO(0)", "root"], ["GI(0)"])]
@@ -241,14 +278,14 @@ def _register_own() -> None:
         "Atanh": [GradientNode("Sub", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
     }
     for op_type, nodes in rules.items():
-        register_gradient(op_type, [one, square, *nodes])
+        _register(op_type, [one, square, *nodes])
     for op_type, derivative in (("Sinh", "Cosh"), ("Cosh", "Sinh")):
         factor = GradientNode(derivative, ["I(0)"], ["derivative"])
-        register_gradient(op_type, [factor, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+        _register(op_type, [factor, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
     tangent = [
         GradientNode("Mul", ["O(0)", "O(0)"], ["square"]),
         GradientNode("Add", ["square", "one"], ["derivative"]),
     ]
-    register_gradient("Tan", [one, *tangent, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+    _register("Tan", [one, *tangent, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
     # Rewritten before so that it neither excludes nor reverses.
-    register_gradient("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])
+    _register("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,17 +88,21 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
     """
     model, folder = _read(source)
     weights = {i.name for i in model.graph.initializer if i.data_type in _WEIGHT_TYPES}
-    statistics = {name for node in model.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]}
+    nodes = _inlined_nodes(model)
+    statistics = {name for node in nodes if node.op_type == "BatchNormalization" for name in node.input[3:5]}
     statistics &= weights
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     frozen: set[str] = set()
     if WEIGHTS in metadata:
-        known = json.loads(metadata[WEIGHTS])
-        frozen = set(known["frozen"]) & weights
-        weights = (set(known["trained"]) & weights) | frozen
+        try:
+            known = json.loads(metadata[WEIGHTS])
+            frozen = set(known["frozen"]) & weights
+            weights = (set(known["trained"]) & weights) | frozen
+        except (KeyError, TypeError, ValueError) as error:
+            raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
         statistics -= weights
     else:
-        weights = _guess_weights(model, weights - statistics)
+        weights = _guess_weights(model, nodes, weights - statistics)
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     kept = []
@@ -159,17 +163,29 @@ def _checked(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     return model
 
 
-def _guess_weights(model: onnx.ModelProto, floats: set[str]) -> set[str]:
+def _inlined_nodes(model: onnx.ModelProto) -> Sequence[onnx.NodeProto]:
+    """Returns the nodes of a model with its functions taken apart; its weights, which may be large, stay out of it."""
+    if not model.functions:
+        return list(model.graph.node)
+    bare = onnx.ModelProto(ir_version=model.ir_version)
+    bare.opset_import.extend(model.opset_import)
+    bare.functions.extend(model.functions)
+    bare.graph.name = model.graph.name
+    bare.graph.node.extend(model.graph.node)
+    bare.graph.input.extend(model.graph.input)
+    bare.graph.output.extend(model.graph.output)
+    return list(onnx.inliner.inline_local_functions(bare).graph.node)
+
+
+def _guess_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], floats: set[str]) -> set[str]:
     """Returns the initializers that are weights, in a file that does not say."""
     named_as_constants = set()
     if model.producer_name == "pytorch":
         named_as_constants = {name for name in floats if _TORCH_CONSTANT.fullmatch(name)}
         # torch.onnx folds a transposed or joined weight into a constant: as an operand of these it is one.
-        named_as_constants -= {
-            name for node in model.graph.node if node.op_type in _WITH_WEIGHTS for name in node.input
-        }
+        named_as_constants -= {name for node in nodes if node.op_type in _WITH_WEIGHTS for name in node.input}
     numbers = {i.name for i in model.graph.initializer if not i.dims}
-    inputs = [(node, position, name) for node in model.graph.node for position, name in enumerate(node.input)]
+    inputs = [(node, position, name) for node in nodes for position, name in enumerate(node.input)]
     settings = {name for node, position, name in inputs if position in _SETTINGS.get(node.op_type, ())}
     settings -= {name for node, position, name in inputs if position not in _SETTINGS.get(node.op_type, ())}
     held = sorted(named_as_constants - numbers - settings)

@@ -10,9 +10,10 @@ import onnx.defs
 import onnx.inliner
 from onnx import helper
 
+from ..errors import ExportError
 from ..graph.names import Names
-from .convolution import average_pool, conv_transpose, max_pool, pad, resize
-from .gradient import differentiable, gradient_path
+from .convolution import average_pool, conv_transpose, convolution, max_pool, pad, resize
+from .gradient import differentiable, gradient_path, has_user_gradient
 from .nodes import Emitter, Values, attributes_of, constant_of, names_in, refuse
 from .recurrent import gru, lstm, rnn
 
@@ -25,7 +26,7 @@ _MAXIMUM_PASSES = 16
 _ALL_OUTPUTS = {"LayerNormalization": 3, "SimplifiedLayerNormalization": 2, "SoftmaxCrossEntropyLoss": 2}
 
 
-def lower(model: onnx.ModelProto, trained: Collection[str], loss: str) -> onnx.ModelProto:
+def lower(model: onnx.ModelProto, trained: Collection[str], loss: str) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Returns a model in which what lies between trained weights and the loss can be differentiated, where it can be.
 
     Operators that ONNX itself defines as functions of others are replaced by these.
@@ -35,10 +36,13 @@ def lower(model: onnx.ModelProto, trained: Collection[str], loss: str) -> onnx.M
         trained: Inputs that want a gradient.
         loss: What is differentiated.
 
+    Returns:
+        The model; first output of a node -> why it has no rewrite.
+
     Raises:
         SizeNeededError: If a rewrite needs a size that the shapes leave open.
-        ExportError: If a rewrite can't do what a node asks for.
     """
+    refused: dict[str, str] = {}
     for _ in range(_MAXIMUM_PASSES):
         values = Values(model)
         path = list(gradient_path(model.graph, values, trained, loss))
@@ -46,28 +50,30 @@ def lower(model: onnx.ModelProto, trained: Collection[str], loss: str) -> onnx.M
         wanted = {node.input[index] for node, inputs in path for index in inputs} | {loss}
         values_on_path = {name for node, _ in path for name in node.output if name in wanted}
         _split_by_slices(model, values, along, values_on_path)
-        if rewrite(model, _RULES, along):
+        if rewrite(model, _RULES, along - set(refused), refused):
             continue
-        missing = {
-            (node.domain, node.op_type)
-            for node, _ in path
-            if not differentiable(node) and node.op_type not in _RULES and _has_body(node)
-        }
+        missing = {(node.domain, node.op_type) for node, _ in path if _has_body(node) and _asks_for_body(node, wanted)}
         if not missing:
             break
         _spell_defaults(model.graph, missing)
         model = onnx.inliner.inline_selected_functions(model, sorted(missing), inline_schema_functions=True)
     _complete(model.graph)
-    return model
+    return model, refused
 
 
-def rewrite(model: onnx.ModelProto, rules: dict[str, Rule], only: Collection[str] | None = None) -> bool:
+def rewrite(
+    model: onnx.ModelProto,
+    rules: dict[str, Rule],
+    only: Collection[str] | None = None,
+    refused: dict[str, str] | None = None,
+) -> bool:
     """Replaces nodes by what rules make of them, in place.
 
     Args:
         model: The model.
         rules: Operator -> rule, which emits nodes and assigns the node's outputs, or returns False to leave it.
         only: First outputs of the nodes to look at; None for all.
+        refused: Gets first outputs of nodes for which a rule has an error instead; None to raise it.
 
     Returns:
         Whether any node was replaced.
@@ -81,7 +87,16 @@ def rewrite(model: onnx.ModelProto, rules: dict[str, Rule], only: Collection[str
     for node in model.graph.node:
         rule = rules.get(node.op_type) if node.domain in ("", "ai.onnx") else None
         emitter = Emitter(names, [], node.name or node.op_type, values.type(next(filter(None, node.input), "")))
-        if rule is None or (only is not None and node.output[0] not in only) or rule(node, emitter, values) is False:
+        if rule is None or (only is not None and node.output[0] not in only) or has_user_gradient(node):
+            nodes.append(node)
+            continue
+        try:
+            kept = rule(node, emitter, values) is False
+        except ExportError as error:
+            if refused is None:
+                raise
+            refused[node.output[0]], kept = str(error), True
+        if kept:
             nodes.append(node)
             continue
         nodes += emitter.nodes
@@ -91,6 +106,14 @@ def rewrite(model: onnx.ModelProto, rules: dict[str, Rule], only: Collection[str
         del model.graph.node[:]
         model.graph.node.extend(copies)
     return changed
+
+
+def _asks_for_body(node: onnx.NodeProto, wanted: Collection[str]) -> bool:
+    """Returns whether a node is to be replaced by its definition: it, or one of its outputs, has no gradient."""
+    if has_user_gradient(node):
+        return False
+    more = node.op_type in _ALL_OUTPUTS and any(name in wanted for name in node.output[1:])
+    return more or (not differentiable(node) and node.op_type not in _RULES)
 
 
 def _has_body(node: onnx.NodeProto) -> bool:
@@ -124,10 +147,10 @@ def _complete(graph: onnx.GraphProto) -> None:
 
 
 def _split_by_slices(model: onnx.ModelProto, values: Values, along: set[str], on_path: set[str]) -> None:
-    """Replaces a Split of which some outputs get no gradient: the gradient builder leaves those out of the result."""
+    """Replaces a Split without sizes, or with outputs that get no gradient: the gradient builder leaves those out."""
 
     def split(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
-        if all(name in on_path for name in node.output):
+        if all(name in on_path for name in node.output) and len(node.input) > 1 and node.input[1]:
             return False
         axis = attributes_of(node).get("axis", 0)
         sizes = constant_of(node, 1, values)
@@ -141,6 +164,99 @@ def _split_by_slices(model: onnx.ModelProto, values: Values, along: set[str], on
         return None
 
     rewrite(model, {"Split": split}, {node.output[0] for node in model.graph.node if set(node.output) & along})
+
+
+_DONE = "rewritten"
+
+
+def _expanded(node: onnx.NodeProto, e: Emitter, values: Values, positions: tuple[int, ...]) -> bool | None:
+    """Gives inputs the shape of the output before: the gradient builder forgets to sum over what is broadcast."""
+    if node.doc_string == _DONE:
+        return False
+    shape = e("Shape", e(node.op_type, *node.input))  # a shape ends the gradient
+    inputs = [e("Expand", name, shape) if index in positions else name for index, name in enumerate(node.input)]
+    result = e(node.op_type, *inputs)
+    e.nodes[-1].doc_string = _DONE
+    e.assign(node.output[0], result)
+    return None
+
+
+def _where(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    shapes = [values.shape(name) for name in (*node.input[1:], node.output[0])]
+    if shapes[0] is not None and None not in shapes[0] and shapes.count(shapes[0]) == 3:
+        return False
+    return _expanded(node, e, values, (1, 2))
+
+
+def _power(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    base, exponent = node.input
+    if not values.is_float(exponent):
+        e.assign(node.output[0], e("Pow", base, e("Cast", exponent, to=values.type(base))))
+        return None
+    if values.shape(exponent) == () or (values.shape(exponent) == (1,) and values.shape(base)):
+        return False
+    return _expanded(node, e, values, (0,))
+
+
+def _scatter(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    """What is added goes onto zeros: the gradient builder takes all scattered elements for replaced ones."""
+    attributes = attributes_of(node)
+    if attributes.get("reduction", "none") != "add" or node.doc_string == _DONE:
+        return False
+    data, indices, updates = node.input
+    zeros = e("Expand", e.scalar(0.0), e("Shape", data))
+    added = e(node.op_type, zeros, indices, updates, **attributes)
+    e.nodes[-1].doc_string = _DONE
+    e.assign(node.output[0], e("Add", data, added))
+    return None
+
+
+def _gelu(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    if attributes_of(node).get("approximate", "none") != "tanh":
+        return False
+    x = node.input[0]
+    cube = e("Mul", e("Mul", e("Mul", x, x), x), e.scalar(0.044715))
+    inner = e("Tanh", e("Mul", e("Add", x, cube), e.scalar(float(np.sqrt(2.0 / np.pi)))))
+    e.assign(node.output[0], e("Mul", e("Mul", x, e.scalar(0.5)), e("Add", inner, e.scalar(1.0))))
+    return None
+
+
+def _slice(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    """Backwards, as a choice of indices."""
+    steps = constant_of(node, 4, values) if len(node.input) > 4 and node.input[4] in values.constants else None
+    if steps is None or min(steps) > 0:
+        return False
+    x = node.input[0]
+    starts, ends = (constant_of(node, index, values) for index in (1, 2))
+    axes = constant_of(node, 3, values, range(len(starts)))
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        size = values.size(node.input[0], axis)
+        stop = None if step < 0 and end < -size else int(end)
+        chosen = np.arange(size)[slice(int(start), stop, int(step))]
+        x = e("Gather", x, e.constant(chosen), axis=int(axis))
+    e.assign(node.output[0], x)
+    return None
+
+
+def _matrix_product(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    """Vectors become matrices."""
+    a, b = node.input
+    flat = [values.shape(name) is not None and values.rank(name) == 1 for name in (a, b)]
+    if not any(flat):
+        return False
+    a = e("Unsqueeze", a, e.constant([0])) if flat[0] else a
+    b = e("Unsqueeze", b, e.constant([1])) if flat[1] else b
+    product = e("MatMul", a, b)
+    axes = [axis for axis, one in zip((-2, -1), flat, strict=True) if one]
+    e.assign(node.output[0], e("Squeeze", product, e.constant(axes)))
+    return None
+
+
+def _reduction(node: onnx.NodeProto, e: Emitter, values: Values) -> bool | None:
+    if not attributes_of(node).get("noop_with_empty_axes") or (len(node.input) > 1 and node.input[1]):
+        return False
+    e.assign(node.output[0], node.input[0])
+    return None
 
 
 def _sum(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
@@ -384,27 +500,38 @@ _RULES: dict[str, Rule] = {
     "BatchNormalization": _batch_normalization,
     "Celu": _elu,
     "ConvTranspose": conv_transpose,
+    "Conv": convolution,
     "CumSum": _cumulative_sum,
     "DepthToSpace": _depth_to_space,
     "Einsum": _einsum,
     "Elu": _elu,
     "GRU": gru,
+    "Gelu": _gelu,
     "GlobalMaxPool": _global_max_pool,
     "InstanceNormalization": _instance_normalization,
     "LRN": _local_response,
     "LSTM": lstm,
     "LayerNormalization": _layer_normalization,
     "LpNormalization": _lp_normalization,
+    "MatMul": _matrix_product,
     "MaxPool": max_pool,
     "Mean": _mean,
     "Mish": _mish,
     "Pad": pad,
+    "Pow": _power,
     "RNN": rnn,
+    "ReduceLogSumExp": _reduction,
     "ReduceMax": _extremum,
+    "ReduceMean": _reduction,
     "ReduceMin": _extremum,
+    "ReduceSum": _reduction,
     "Resize": resize,
+    "ScatterElements": _scatter,
+    "ScatterND": _scatter,
     "Selu": _elu,
+    "Slice": _slice,
     "Softplus": _softplus,
     "SpaceToDepth": _depth_to_space,
     "Sum": _sum,
+    "Where": _where,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx
@@ -41,7 +41,7 @@ def _keep_all(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
 def to_training(
     model: onnx.ModelProto, symbols: Collection[str], buffers: Collection[str]
 ) -> tuple[list[RandomInput], dict[str, str]]:
-    """Makes masks of dropout inputs of the graph and new running statistics values of it, in place.
+    """Makes random numbers inputs of the graph and new running statistics values of it, in place.
 
     The modes of the nodes stay as they are: a dropout or batch norm that was exported for inference stays in inference.
 
@@ -51,7 +51,7 @@ def to_training(
         buffers: Names of the running statistics.
 
     Returns:
-        The masks, and buffer -> value with its new content.
+        The random numbers, and buffer -> value with its new content.
 
     Raises:
         SizeNeededError: If the shape of a mask depends on more than the symbols.
@@ -78,7 +78,45 @@ def to_training(
         if len(node.output) > 1 and node.output[1]:
             e.assign(node.output[1], e("Cast", mask, to=TensorProto.BOOL))
 
-    rewrite(model, {"Dropout": dropout})
+    def drawn(kind: str, node: onnx.NodeProto, e: Emitter, shape: Sequence[int | str | None] | None) -> str:
+        if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
+            raise SizeNeededError(f"the random numbers of node {node.name!r} have shape {shape}")
+        name = e.name("random")
+        sizes: list[Dim] = [size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None]
+        masks.append(RandomInput(name, kind, torch_type(TensorProto.FLOAT), tuple(sizes)))
+        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        return name
+
+    def random(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+        attributes = attributes_of(node)
+        if "seed" in attributes:
+            raise refuse(node, "a random operator with a seed of its own gives the same numbers at every step")
+        like = node.op_type.endswith("Like")
+        normal = node.op_type.startswith("RandomNormal")
+        shape = values.shape(node.input[0]) if like else attributes["shape"]
+        default = values.type(node.input[0]) if like else TensorProto.FLOAT
+        value = drawn("normal" if normal else "uniform", node, e, shape)
+        e.type = TensorProto.FLOAT
+        if normal:
+            factor, offset = attributes.get("scale", 1.0), attributes.get("mean", 0.0)
+        else:
+            offset = attributes.get("low", 0.0)
+            factor = attributes.get("high", 1.0) - offset
+        value = e("Add", e("Mul", value, e.scalar(factor)), e.scalar(offset))
+        e.assign(node.output[0], e("Cast", value, to=attributes.get("dtype", default)))
+
+    def bernoulli(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+        value = drawn("uniform", node, e, values.shape(node.input[0]))
+        below = e("Less", value, e("Cast", node.input[0], to=TensorProto.FLOAT))
+        kind = attributes_of(node).get("dtype", values.type(node.input[0]))
+        e.assign(node.output[0], e("Cast", below, to=kind))
+
+    def refused(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+        raise refuse(node, "its random numbers can't be drawn by the trainer")
+
+    generators = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+    rules: dict[str, Rule] = {**dict.fromkeys(generators, random), "Bernoulli": bernoulli, "Multinomial": refused}
+    rewrite(model, {**rules, "Dropout": dropout})
     updates: dict[str, str] = {}
     names = Names(names_in(model.graph))
     for node in model.graph.node:

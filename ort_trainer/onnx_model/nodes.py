@@ -96,7 +96,7 @@ class Values:
 
     def is_float(self, name: str) -> bool:
         """Returns whether a value is of floating point; where nothing is known, it is taken to be."""
-        return self._types.get(name, TensorProto.FLOAT) in _FLOATS
+        return self.type(name) in _FLOATS
 
     def type(self, name: str) -> int:
         """Returns the ONNX element type of a value; float where nothing is known."""

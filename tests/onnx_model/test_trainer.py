@@ -374,6 +374,95 @@ def test_a_registered_gradient(tmp_path: Path) -> None:
         register_gradient("A", [GradientNode("Neg", ["GO(0)"], ["x"])])
 
 
+def detached(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = (1 - p.softmax(-1).gather(1, y[:, None])[:, 0]).detach()
+    return (F.cross_entropy(p, y, reduction="none") * weight).mean()
+
+
+def straight_through(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(p + (p.round() - p).detach(), y)
+
+
+@needs_builder
+@pytest.mark.parametrize("loss_fn", [detached, straight_through])
+def test_a_loss_whose_gradient_the_graph_can_not_have_is_refused(loss_fn: Any, tmp_path: Path) -> None:
+    trainer = ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn=loss_fn)
+    with pytest.raises(ExportError, match="the gradient of loss_fn is not that of the numbers that it returns"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
+TEXT = """<ir_version: 8, opset_import: ["" : 18, "my" : 1]>
+    g (float[N,3] x, float[N] unused) => (float[N,3] h, float[N,3] y, float loss)
+    <float[3] w = {0.5, 2.0, 1.5}, float[3] mean = {0.1, 0.2, 0.3},
+     float[3] var = {1.0, 2.0, 3.0}, float[3] b = {0.0, 0.1, 0.2}>
+    {
+      h = my.normalized (x, w, b, mean, var)
+      r = RandomNormalLike<mean=1.0, scale=0.1>(h)
+      y = Mul(h, r)
+      loss = ReduceMean<keepdims=0>(y)
+    }
+    <domain: "my", opset_import: ["" : 18]>
+    normalized (x, w, b, mean, var) => (y) { y, m, v = BatchNormalization<training_mode=1>(x, w, b, mean, var) }"""
+
+
+@needs_builder
+def test_functions_random_numbers_and_unused_inputs(tmp_path: Path) -> None:
+    def make() -> ORTTrainer:
+        torch.manual_seed(3)
+        description = {"inputs": [("x", ["N", 3]), ("unused", ["N"])], "outputs": [("loss", [], True), ("y", ["N", 3])]}
+        return ORTTrainer(onnx.parser.parse_model(TEXT), description, optim.SGDConfig(lr=0.1))
+
+    x, unused = torch.randn(4, 3), torch.zeros(4)
+    trainer = make()
+    assert set(trainer.session.buffers) == {"mean", "var"} and set(trainer.session.parameters) == {"w", "b"}
+    losses = [trainer.train_step(x, unused)[0].item() for _ in range(2)]
+    mean = torch.tensor([0.1, 0.2, 0.3])
+    for _ in range(2):
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+    torch.testing.assert_close(trainer.state_dict(pytorch_format=True)["mean"], mean)
+    trainer.save_checkpoint(tmp_path / "c")
+    later = [trainer.train_step(x, unused)[0].item() for _ in range(2)]
+    resumed = make()
+    resumed.load_checkpoint(tmp_path / "c")
+    assert [resumed.train_step(x, unused)[0].item() for _ in range(2)] == later and len({*losses, *later}) == 4
+    noise = torch.empty(4, 3).normal_(generator=torch.Generator().manual_seed(3)) * 0.1 + 1.0
+    weight = torch.tensor([0.5, 2.0, 1.5])
+    expected = F.batch_norm(x, None, None, weight, torch.tensor([0.0, 0.1, 0.2]), True) * noise
+    assert losses[0] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
+
+
+@needs_builder
+def test_the_loss_function_takes_the_first_described_output(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(TEXT)
+    description = {
+        "inputs": [("x", ["N", 3]), ("unused", ["N"]), ("label", ["N", 3])],
+        "outputs": [("mse", [], True), ("y", ["N", 3])],
+    }
+    trainer = ORTTrainer(proto, description, optim.SGDConfig(), loss_fn="mse")
+    x, label = torch.randn(4, 3), torch.randn(4, 3)
+    loss, y = trainer.train_step(x, torch.zeros(4), label)
+    torch.testing.assert_close(loss, F.mse_loss(y, label), rtol=1e-5, atol=1e-6)
+
+
+@needs_builder
+def test_a_registered_gradient_comes_first() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[N,3] x) => (float loss)
+    <float[3] w = {0.5, 2.2, 1.4}> { p = Mul(x, w) y = Mish(p) loss = ReduceSum<keepdims=0>(y) }"""
+    from ort_trainer.onnx_model import gradient
+
+    before = set(gradient._by_user)
+    register_gradient("Mish", [GradientNode("Identity", ["GO(0)"], ["GI(0)"])])
+    try:
+        description = {"inputs": [("x", ["N", 3])], "outputs": [("loss", [], True)]}
+        trainer = ORTTrainer(onnx.parser.parse_model(text), description, optim.SGDConfig(lr=1.0))
+        x = torch.randn(2, 3)
+        trainer.train_step(x)
+        torch.testing.assert_close(trainer.get_parameter("w"), torch.tensor([0.5, 2.2, 1.4]) - x.sum(0))
+    finally:
+        gradient._by_user.clear()
+        gradient._by_user.update(before)
+
+
 @needs_builder
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
