@@ -191,5 +191,9 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
-    """Returns a numpy array as an ``onnxruntime.OrtValue`` on a device."""
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array, device_type, device_id)
+    """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, with memory of its own."""
+    if array.dtype == bool or not array.size:  # of these it can't make any
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)
+    value.update_inplace(array)
+    return value

@@ -113,6 +113,19 @@ class IOBinding:
         """The names of the bound outputs."""
         return list(self._outputs)
 
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Checks that an output fits the memory that it is bound to.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        memory = self._outputs.get(name)
+        if memory is not None and (tuple(memory.shape) != tuple(shape) or memory.dtype != dtype):
+            raise ValueError(
+                f"output {name!r} is bound to memory of shape {list(memory.shape)} and {memory.dtype}, but it has "
+                f"shape {list(shape)} and {dtype}"
+            )
+
     def deliver(self, results: Sequence[torch.Tensor]) -> None:
         """Takes the results of a run, in the order of :attr:`output_names`.
 
@@ -120,12 +133,8 @@ class IOBinding:
             ValueError: If a result does not fit the memory that its output is bound to. Nothing is written then.
         """
         pairs = list(zip(self._outputs.items(), results, strict=True))
-        for (name, memory), value in pairs:
-            if memory is not None and (memory.shape != value.shape or memory.dtype != value.dtype):
-                raise ValueError(
-                    f"output {name!r} is bound to memory of shape {list(memory.shape)} and {memory.dtype}, but it has "
-                    f"shape {list(value.shape)} and {value.dtype}"
-                )
+        for (name, _), value in pairs:
+            self.check(name, value.shape, value.dtype)
         self._results = {name: value if memory is None else memory.copy_(value) for (name, memory), value in pairs}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,10 @@ import numpy as np
 import onnx
 import torch
 
+from .batch import to_tensor
 from .engine import SessionOptions, available_providers
 from .flat_state import flat_state_dict, load_flat_state_dict
+from .graph import evaluate
 from .io_binding import IOBinding, to_ort_value, to_torch
 from .onnx_model import OnnxModel, describe_onnx, load_onnx_model
 from .optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
@@ -25,7 +29,7 @@ from .training_parameters import TrainingParameters
 __all__ = ["NodeArg", "TrainingSession"]
 
 _ALL_FINITE = "all_gradients_finite"
-_LOSS_SCALE = "loss_scale"
+_LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
 _CONFIGS: dict[str, type[AdamConfig | LambConfig | SGDConfig]] = {
     "AdamOptimizer": AdamConfig,
     "LambOptimizer": LambConfig,
@@ -90,11 +94,17 @@ class TrainingSession:
         if not isinstance(parameters, TrainingParameters):
             raise TypeError(f"parameters must be TrainingParameters, but a {type(parameters).__name__} was given")
         self._model = load_onnx_model(os.fspath(path_or_bytes))
+        if parameters.weights_to_train:  # whatever the file says was frozen
+            self._model = dataclasses.replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
+        self._micro_batches = 0
+        self._window_scale: float | None = None
+        self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
+        _check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
         self._frozen = {*self._model.frozen, *_frozen(parameters, self._model)}
         self._trainer = self._make_trainer(providers, provider_options)
-        self.loss_scale_input_name = _LOSS_SCALE if self._feeds_scale else ""
+        self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
 
     @property
     def _feeds_scale(self) -> bool:
@@ -116,14 +126,14 @@ class TrainingSession:
         Raises:
             TypeError, ValueError: If an input is missing, unknown or does not fit. Nothing has changed then.
         """
-        values = {name: torch.as_tensor(np.asarray(value)) for name, value in input_feed.items()}
+        values = {name: to_tensor(name, np.asarray(value)) for name, value in _feed(input_feed).items()}
         return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
         """Does what :meth:`run` does, with OrtValues."""
-        values = {name: to_torch(value) for name, value in input_dict_ort_values.items()}
+        values = {name: to_torch(value) for name, value in _feed(input_dict_ort_values).items()}
         return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
@@ -133,7 +143,9 @@ class TrainingSession:
                 f"a training session runs with a binding of its own, from io_binding(), but a "
                 f"{type(iobinding).__name__} was given"
             )
-        iobinding.deliver(self._run(iobinding.output_names, iobinding.inputs, run_options))
+        if not iobinding.output_names:
+            raise ValueError("no output is bound: call bind_output() first")
+        iobinding.deliver(self._run(iobinding.output_names, iobinding.inputs, run_options, iobinding))
 
     def io_binding(self) -> IOBinding:
         """Returns an empty binding."""
@@ -145,7 +157,7 @@ class TrainingSession:
         if self._parameters.training_optimizer_name:
             found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
-            found.append(NodeArg(_LOSS_SCALE, "tensor(float)", [1]))
+            found.append(NodeArg(self._scale_name, "tensor(float)", [1]))
         return found
 
     def get_outputs(self) -> list[NodeArg]:
@@ -197,12 +209,18 @@ class TrainingSession:
         return str(self._session.inference_session.end_profiling())
 
     def disable_fallback(self) -> None:
-        """Makes a failure of an execution provider an error."""
-        self._session.inference_session.disable_fallback()
+        """Makes a failure of an execution provider an error, which it always is here."""
 
     def enable_fallback(self) -> None:
-        """Makes a run that an execution provider fails at go on with the CPU provider."""
-        self._session.inference_session.enable_fallback()
+        """Is refused: a step that is run twice, the second time elsewhere, would change gradients and buffers twice.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "a training session does not fall back to another execution provider after a failure: choose another one "
+            "with set_providers()"
+        )
 
     def get_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """Returns trained weights, moments and update counts in one flat dict of copies.
@@ -283,9 +301,11 @@ class TrainingSession:
         provider_options: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         """Makes the underlying sessions anew; only when that has worked the old ones are let go."""
-        state = self._trainer.state_dict()
+        state, gradients = self._trainer.state_dict(), self._session.present_gradients()
         trainer = self._make_trainer(providers, provider_options)
-        trainer.load_state_dict(state)
+        trainer.load_state_dict({**state, "gradients": {}})
+        assert trainer.session is not None
+        trainer.session.restore_gradients(gradients)
         self._trainer = trainer
 
     # The name that onnxruntime's own class has for it.
@@ -307,6 +327,7 @@ class TrainingSession:
         trainer = ORTTrainer(self._model, description.to_dict(), _optimizer(parameters, self._model), options=options)
         trainer.prepare()
         if parameters.optimizer_initial_state:
+            _check_initial_state(parameters, trainer)
             state = {
                 "optimizer": parameters.optimizer_initial_state,
                 "trainer_options": {"optimizer_name": trainer.optim_config.name},
@@ -317,8 +338,14 @@ class TrainingSession:
         return trainer
 
     def _run(
-        self, output_names: Sequence[str] | None, feed: Mapping[str, torch.Tensor], run_options: Any
+        self,
+        output_names: Sequence[str] | None,
+        feed: Mapping[str, torch.Tensor],
+        run_options: Any,
+        binding: IOBinding | None = None,
     ) -> list[torch.Tensor]:
+        if isinstance(output_names, str):
+            raise TypeError(f"output_names must be a list of names, but {output_names!r} was given")
         training = run_options is None or bool(run_options.training_mode)
         known = [entry.name for entry in self.get_outputs()]
         names = list(output_names or (known if training else self._model.outputs))
@@ -327,7 +354,7 @@ class TrainingSession:
             raise ValueError(f"there are no outputs {unknown}: the outputs are {known}")
         own = [name for name in dict.fromkeys(names) if name in self._model.outputs]
         if training:
-            results = self._train(feed, own, names, run_options)
+            results = self._train(feed, own, names, run_options, binding)
         elif set(own) < set(names):
             raise ValueError(f"outputs {sorted(set(names) - set(own))} are there in training only")
         else:
@@ -345,40 +372,110 @@ class TrainingSession:
         return dict(zip(own, [results] if len(own) == 1 else results, strict=True))
 
     def _train(
-        self, feed: Mapping[str, torch.Tensor], own: Sequence[str], names: Sequence[str], run_options: Any
+        self,
+        feed: Mapping[str, torch.Tensor],
+        own: Sequence[str],
+        names: Sequence[str],
+        run_options: Any,
+        binding: IOBinding | None,
     ) -> dict[str, torch.Tensor]:
         parameters = self._parameters
         inputs = dict(feed)
-        extra = {name: inputs.pop(name, None) for name in self._extra_inputs()}
-        rate, scale = extra.get(parameters.lr_params_feed_name), extra.get(_LOSS_SCALE)
+        given = {name: inputs.pop(name, None) for name in self._extra_inputs()}
         may_update = run_options is None or not run_options.only_execute_path_to_fetches
-        missing = [name for name, value in extra.items() if value is None and (name == _LOSS_SCALE or may_update)]
+        missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
             raise TypeError(f"inputs {missing} are missing: a float32 array of shape [1] each")
+        extra = {name: _number(name, value) for name, value in given.items() if value is not None}
+        rate = extra.get(parameters.lr_params_feed_name)
+        scale = extra.get(self._scale_name, parameters.loss_scale or 1.0)
+        if self._window_scale not in (None, scale):
+            raise ValueError(
+                f"the loss scale is {scale}, but the accumulation window began with {self._window_scale}: change it "
+                "after an update"
+            )
         self._trainer.prepare(inputs)
         session, info = self._session, self._trainer.train_step_info
-        factor = parameters.loss_scale or 1.0 if scale is None else float(scale.item())
         batch = [inputs[name].contiguous() for name in session.input_names(True)]
-        results = dict(zip(own, session.train_step(batch, loss_scale=factor, names=own), strict=True))
+        if binding is not None:
+            self._check_binding(binding, inputs)
+        results = dict(zip(own, session.train_step(batch, loss_scale=scale, names=own), strict=True))
         info.step += 1
+        self._micro_batches += 1
+        self._window_scale = scale
         gradients = {f"{name}_grad": value for name, value in session.gradients.items()}
-        results |= {name: gradients[name] / factor for name in names if name in gradients}
+        results |= {name: gradients[name] / scale for name in names if name in gradients}
         info.all_finite = True
-        if may_update and info.step % parameters.gradient_accumulation_steps == 0:
+        if may_update and self._micro_batches >= parameters.gradient_accumulation_steps:
             if rate is not None:
-                session.set_learning_rate(float(rate.item()))
+                session.set_learning_rate(rate)
                 info.all_finite = session.optimizer_step(
-                    divisor=parameters.gradient_accumulation_steps * factor, check_finite=parameters.use_mixed_precision
+                    divisor=self._micro_batches * scale, check_finite=parameters.use_mixed_precision
                 )
                 info.optimization_step += int(info.all_finite)
             session.lazy_reset_grad()
+            self._micro_batches, self._window_scale = 0, None
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
+
+    def _check_binding(self, binding: IOBinding, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Checks bound memory before anything is changed, as far as shapes are known."""
+        session = self._session
+        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
+        graph = session.graph_for(True, shapes)
+        assert graph is not None
+        sizes = graph.sizes(shapes)
+        for spec in graph.outputs:
+            if spec.shape is not None:
+                binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], spec.dtype)
+        for name, value in session.gradients.items():
+            binding.check(f"{name}_grad", value.shape, value.dtype)
+        binding.check(_ALL_FINITE, [1], torch.bool)
 
     def _extra_inputs(self) -> list[str]:
         """Returns the names of the inputs that are not the model's."""
         names = [self._parameters.lr_params_feed_name] if self._parameters.training_optimizer_name else []
-        return [*names, _LOSS_SCALE] if self._feeds_scale else names
+        return [*names, self._scale_name] if self._feeds_scale else names
+
+
+def _feed(given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
+    return given
+
+
+def _number(name: str, value: torch.Tensor) -> float:
+    """Returns the learning rate or the loss scale that was fed."""
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ValueError(
+            f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"
+        )
+    number = float(value.item())
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"input {name!r} must be a finite number, at least 0, but {number} was given")
+    return number
+
+
+def _check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
+    name = parameters.lr_params_feed_name
+    if parameters.training_optimizer_name and (not name or name in taken):
+        raise ValueError(
+            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
+        )
+
+
+def _check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
+    """Checks names in the optimizer's initial state against those that there are."""
+    if not parameters.training_optimizer_name:
+        raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
+    known = trainer.state_dict()["optimizer"]
+    for name, entries in parameters.optimizer_initial_state.items():
+        unknown = sorted(set(entries) - set(known.get(name, ())))
+        if name not in known or unknown:
+            raise ValueError(
+                f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
+                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
+            )
 
 
 def _node_arg(value: onnx.ValueInfoProto) -> NodeArg:
@@ -390,8 +487,15 @@ def _node_arg(value: onnx.ValueInfoProto) -> NodeArg:
 
 def _providers(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns the device that a list of providers means, and the options of each."""
+    if isinstance(providers, str):
+        raise TypeError(f"providers must be a list of names, but {providers!r} was given")
     given = available_providers() if providers is None else list(providers)
-    entries = [(entry, {}) if isinstance(entry, str) else tuple(entry) for entry in given]
+    wrong = [
+        entry for entry in given if not isinstance(entry, str) and not (isinstance(entry, tuple) and len(entry) == 2)
+    ]
+    if wrong:
+        raise TypeError(f"providers must be names or pairs (name, options), but {wrong} were given")
+    entries = [(entry, {}) if isinstance(entry, str) else entry for entry in given]
     if provider_options is not None:
         if any(options for _, options in entries):
             raise ValueError("provider_options must not be given when providers has options of its own")
@@ -422,6 +526,14 @@ def _frozen(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
                 f"{what} names {unknown}, which are no weights of the model: it has {list(model.parameters)}"
             )
     trained = set(parameters.weights_to_train or model.parameters) - parameters.weights_not_to_train
+    for operator, inputs in parameters.immutable_weights.items():
+        plain = isinstance(inputs, Mapping) and all(
+            isinstance(position, int) and isinstance(number, (int, float)) for position, number in inputs.items()
+        )
+        if not plain:
+            raise TypeError(
+                f"immutable_weights[{operator!r}] must be a dict of positions and numbers, but is {inputs!r}"
+            )
     for node in model.proto.graph.node:
         for position, number in parameters.immutable_weights.get(node.op_type, {}).items():
             name = node.input[position] if position < len(node.input) else ""
@@ -434,6 +546,10 @@ def _optimizer(parameters: TrainingParameters, model: OnnxModel) -> _OptimizerCo
     name = parameters.training_optimizer_name
     if name not in ("", *_CONFIGS):
         raise ValueError(f"training_optimizer_name must be one of {sorted(_CONFIGS)} or empty, but {name!r} was given")
+    for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
+        for weight, found in getattr(parameters, what).items():
+            if not isinstance(found, Mapping):
+                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {found!r}")
     groups = []
     for weight in model.parameters:
         attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))

@@ -61,7 +61,17 @@ ALLOWED = {
     "io_binding": LEAVES,
     "training_parameters": LEAVES,
     "training_session": LEAVES
-    | {"flat_state", "io_binding", "onnx_model", "optim", "options", "trainer", "training_parameters"},
+    | {
+        "batch",
+        "flat_state",
+        "graph",
+        "io_binding",
+        "onnx_model",
+        "optim",
+        "options",
+        "trainer",
+        "training_parameters",
+    },
     "__init__": {
         "amp",
         "optim",

@@ -167,6 +167,7 @@ def test_bindings_and_ort_values(path: Path) -> None:
 
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(value) for name, value in inputs.items()}
     for logits, loss in expected:
+        assert np.array_equal(sessions[1].run_with_ort_values(["loss"], values, evaluation())[0].numpy(), loss)
         found = sessions[1].run_with_ort_values(["logits", "loss"], values)
         assert np.array_equal(found[0].numpy(), logits) and np.array_equal(found[1].numpy(), loss)
 
@@ -235,7 +236,8 @@ def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
     assert session.get_modelmeta().graph_name
     assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
     session.disable_fallback()
-    session.enable_fallback()
+    with pytest.raises(NotImplementedError, match="does not fall back to another execution provider"):
+        session.enable_fallback()
     described = {entry.name: (entry.type, entry.shape) for entry in (*session.get_inputs(), *session.get_outputs())}
     assert described == {
         "x": ("tensor(float)", ["batch", 8]),
@@ -257,6 +259,45 @@ def test_a_partial_run_never_updates(path: Path) -> None:
     assert np.array_equal(session.get_state()["fc1.weight"], before)
     # Without a label, in evaluation, for what needs none.
     assert session.run(["logits"], {"x": x.numpy()}, evaluation())[0].shape == (5, 3)
+
+
+@needs_builder
+def test_windows(model: MLP, path: Path) -> None:
+    (x, y), (x2, y2) = mlp_batches(2)
+    partial = onnxruntime.RunOptions()
+    partial.only_execute_path_to_fetches = True
+    session = TrainingSession(path, parameters(training_optimizer_name="SGDOptimizer", use_mixed_precision=True))
+    session.run(["loss"], feed(x, y, loss_scale=4.0), partial)
+    with pytest.raises(ValueError, match=r"the loss scale is 8.0, but the accumulation window began with 4.0"):
+        session.run(["loss"], feed(x2, y2, **{RATE: 0.1, "loss_scale": 8.0}))
+    session.set_providers(["CPUExecutionProvider"])  # in the middle of a window
+    session.run(["loss"], feed(x2, y2, **{RATE: 0.1, "loss_scale": 4.0}))
+    theirs = copy.deepcopy(model)
+    (F.cross_entropy(theirs(x), y) + F.cross_entropy(theirs(x2), y2)).div(2).backward()
+    expected = theirs.fc1.weight - 0.1 * theirs.fc1.weight.grad
+    assert_close(torch.from_numpy(session.get_state()["fc1.weight"]), expected.detach(), 1e-3, "fc1.weight")
+    # Memory that does not fit is found before anything changes.
+    before = session.get_state()["fc1.weight"]
+    binding = session.io_binding()
+    with pytest.raises(ValueError, match="no output is bound"):
+        session.run_with_iobinding(binding)
+    for name, value in feed(x, y, **{RATE: 0.1, "loss_scale": 4.0}).items():
+        binding.bind_cpu_input(name, value)
+    memory = torch.zeros(3)
+    binding.bind_output("logits", "cpu", 0, np.float32, [3], memory.data_ptr())
+    with pytest.raises(ValueError, match=r"bound to memory of shape \[3\]"):
+        session.run_with_iobinding(binding)
+    assert np.array_equal(before, session.get_state()["fc1.weight"])
+
+
+@needs_builder
+def test_weights_that_the_file_froze_can_be_trained(path: Path, tmp_path: Path) -> None:
+    trainer = mlp_trainer({"utils": {"frozen_weights": ["fc1.weight"]}})
+    trainer.eval_step(*mlp_batches(1)[0])
+    trainer.save_as_onnx(tmp_path / "m.onnx")
+    assert "fc1.weight" not in TrainingSession(tmp_path / "m.onnx", parameters()).get_state()
+    chosen = TrainingSession(tmp_path / "m.onnx", parameters(weights_to_train={"fc1.weight"})).get_state()
+    assert "fc1.weight" in chosen and "fc1.bias" not in chosen
 
 
 @needs_builder
@@ -303,6 +344,17 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
             {"training_optimizer_name": "SGDOptimizer", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
             ValueError,
             "SGDOptimizer has no attributes",
+        ),
+        ({"lr_params_feed_name": "x"}, ValueError, "lr_params_feed_name 'x' must be a name of its own"),
+        ({"lr_params_feed_name": ""}, ValueError, "lr_params_feed_name '' must be a name of its own"),
+        ({"immutable_weights": {"Add": {"a": "b"}}}, TypeError, "must be a dict of positions and numbers"),
+        ({"optimizer_attributes_map": {"fc1.bias": 3}}, TypeError, "must be a dict of attributes, but is 3"),
+        ({"optimizer_initial_state": {"w": {}}}, ValueError, "set_optimizer_initial_state has 'w'"),
+        ({"optimizer_initial_state": {"fc1.bias": {"Moment_3": 1}}}, ValueError, "has 'fc1.bias': .'Moment_3'."),
+        (
+            {"optimizer_initial_state": {"fc1.bias": {}}, "training_optimizer_name": ""},
+            ValueError,
+            "has no effect without training_optimizer_name",
         ),
         ({"use_fp16_moments": True}, ValueError, "use_fp16_moments is refused: moments are kept in fp32"),
         ({"loss_scale": 2.0}, ValueError, "loss_scale has no effect without use_mixed_precision"),
@@ -353,6 +405,20 @@ def test_refused_arguments(path: Path) -> None:
         session.run(["loss"], {**feed(x, y, **{RATE: 0.1}), "z": np.ones(1)})
     with pytest.raises(TypeError, match="a training session runs with a binding of its own"):
         session.run_with_iobinding(3)  # type: ignore[arg-type]
+    for rate, message in ((np.nan, "finite number, at least 0, but nan"), (-1.0, "but -1.0 was given")):
+        with pytest.raises(ValueError, match=message):
+            session.run(["loss"], feed(x, y, **{RATE: rate}))
+    with pytest.raises(
+        ValueError, match=r"'Learning_Rate' must be a float32 array of shape \[1\], but it has shape \[2\]"
+    ):
+        session.run(["loss"], {**feed(x, y), RATE: np.ones(2, np.float32)})
+    with pytest.raises(TypeError, match="the inputs must be a dict of names and values, but a list"):
+        session.run(["loss"], [x])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="output_names must be a list of names, but 'loss'"):
+        session.run("loss", feed(x, y, **{RATE: 0.1}))
+    for wrong in ("CPUExecutionProvider", [1]):
+        with pytest.raises(TypeError, match="providers must be "):
+            session.set_providers(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="disabled_optimizers"):
         session._create_inference_session(None, None, ["A"])
     with pytest.raises(ValueError, match="there is no output 'y'"):
