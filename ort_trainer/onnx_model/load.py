@@ -182,6 +182,7 @@ def _guess_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], floa
     named_as_constants = set()
     if model.producer_name == "pytorch":
         named_as_constants = {name for name in floats if _TORCH_CONSTANT.fullmatch(name)}
+        ranks = {i.name: len(i.dims) for i in model.graph.initializer}
         # torch.onnx folds a transposed or joined weight into a constant: as an operand of these it is one.
         named_as_constants -= {name for node in nodes if node.op_type in _WITH_WEIGHTS for name in node.input}
     numbers = {i.name for i in model.graph.initializer if not i.dims}
