@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 # The newest stock onnxruntime, which takes the place of onnxruntime-training when its folder comes first.
 STOCK := .stock
 # Two workers, each on one thread.
-PYTEST := python -m pytest --numprocesses 2
+PYTEST := python -m pytest --numprocesses 2 -m "not extra"
+# What does not depend on the engine, or needs the first one: run on the first one only.
+FIRST_ONLY := examples package describe bad_input options batch model_desc
+FIRST_ONLY := $(FIRST_ONLY:%=tests/test_%.py) tests/checkpoint \
+	$(addprefix tests/compat/test_,older_api.py names.py options.py checkpoint.py)
 
 .PHONY: setup setup-stock demo test lint format bench fidelity docs clean
 
@@ -39,12 +43,11 @@ format: setup
 	$(BIN)/ruff format .
 
 # The second engine runs the graphs of tests/test_fidelity.py that the first one exported, and exports all others.
-# The examples and the packaging run on the first one only.
 test: lint setup-stock
 	rm -rf build/graphs
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST)
 	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) \
-		--ignore tests/test_examples.py --ignore tests/test_package.py
+		$(addprefix --ignore ,$(FIRST_ONLY))
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py

@@ -12,7 +12,9 @@ from .fidelity.graphs import kept_graphs
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.extra] * case.extra) for case in CASES.values()], ids=CASES.keys()
+)
 def test_twenty_steps(case: Case) -> None:
     with kept_graphs(case.name):
         found = compare(case)

@@ -185,6 +185,9 @@ def _guess_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], floa
         ranks = {i.name: len(i.dims) for i in model.graph.initializer}
         # torch.onnx folds a transposed or joined weight into a constant: as an operand of these it is one.
         named_as_constants -= {name for node in nodes if node.op_type in _WITH_WEIGHTS for name in node.input}
+        products = {node.output[0] for node in nodes if node.op_type == "MatMul"}
+        sums = [node.input for node in nodes if node.op_type == "Add" and products.intersection(node.input)]
+        named_as_constants -= {name for names in sums for name in names if ranks.get(name) == 1}
     numbers = {i.name for i in model.graph.initializer if not i.dims}
     inputs = [(node, position, name) for node in nodes for position, name in enumerate(node.input)]
     settings = {name for node, position, name in inputs if position in _SETTINGS.get(node.op_type, ())}

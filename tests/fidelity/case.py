@@ -24,6 +24,7 @@ class Case:
             model's first output.
         exports: How many training graphs two batch sizes and two lengths need: more than one where the model branches
             on a size or fixes it.
+        extra: Whether it is one more of a kind that other cases have: compared by ``make fidelity``, and not by CI.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Case:
     batch: Callable[[torch.Generator, int, int], Batch]
     loss_fn: Any = None
     exports: int = 1
+    extra: bool = False
