@@ -18,6 +18,7 @@ import ort_trainer
 
 from .. import amp, optim
 from ..flat_state import flat_state_dict, load_flat_state_dict
+from ..onnx_model import OnnxModel, load_onnx_model
 from .checkpoint import Folder, load_from_folder, save_in_folder
 
 __all__ = [
@@ -258,10 +259,12 @@ class ORTTrainer:
         }
         if _opset_version != DEFAULT_OPSET_VERSION:
             options["_internal_use"]["onnx_opset_version"] = _opset_version
+        if isinstance(model, (onnx.ModelProto, str, os.PathLike)):
+            model = load_onnx_model(model)
         self._trainer = ort_trainer.ORTTrainer(
             model,
             _model_desc(model_desc),
-            _optimizer_config(training_optimizer_name, map_optimizer_attributes, model),
+            _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
             loss_fn=loss_fn,
             options=ort_trainer.ORTTrainerOptions(options),
         )
@@ -498,13 +501,21 @@ def _model_desc(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _optimizer_config(name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, model: Any) -> Any:
+def _optimizer_config(
+    name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, parameters: Sequence[str]
+) -> Any:
     """Returns the config, with a parameter group for each set of attributes that weights have in common."""
     if name not in _CONFIGS:
         raise ValueError(f"training_optimizer_name must be one of {list(_CONFIGS)}, but {name!r} was given")
     groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
-    for parameter in _parameter_names(model):
-        attributes = {} if attributes_of is None else dict(attributes_of(parameter) or {})
+    for parameter in parameters:
+        given = None if attributes_of is None else attributes_of(parameter)
+        if not isinstance(given, Mapping | None):
+            raise TypeError(
+                f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
+                f"returned {given!r}"
+            )
+        attributes = dict(given or {})
         if "do_bias_correction" in attributes:
             attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
         if attributes:
@@ -515,8 +526,8 @@ def _optimizer_config(name: str, attributes_of: Callable[[str], Mapping[str, flo
 def _parameter_names(model: Any) -> list[str]:
     if isinstance(model, torch.nn.Module):
         return [name for name, _ in model.named_parameters()]
-    initializers = getattr(getattr(model, "graph", None), "initializer", ())
-    return [entry.name for entry in initializers if entry.data_type == onnx.TensorProto.FLOAT]
+    # Anything else is no model, which the trainer will say.
+    return [name for name in model.parameters if name not in model.frozen] if isinstance(model, OnnxModel) else []
 
 
 def _one_number(what: str, value: Any) -> float:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -264,9 +265,30 @@ def test_attributes_of_weights_become_parameter_groups() -> None:
     assert isinstance(older().trainer.optim_config, optim.SGDConfig)
 
 
+def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    first = older(frozen_weights=["fc1.bias"])
+    first.train_step(*mlp_batches(1)[0], 0.1)
+    first.save_as_onnx(path)
+    asked: list[str] = []
+
+    def attributes(name: str) -> dict[str, float]:
+        asked.append(name)
+        return {"lambda": 0.0 if "bias" in name else 0.5}
+
+    for model in (path, str(path), onnx.load(path)):
+        asked.clear()
+        arguments = {"loss_fn": None, "optimizer": "AdamOptimizer", "map_optimizer_attributes": attributes}
+        config = older(model, **arguments).trainer.optim_config  # type: ignore[arg-type]
+        assert sorted(asked) == ["fc1.weight", "fc2.bias", "fc2.weight"], "trained weights, not constants of the code"
+        assert config.hyper_parameters(config.group_of("fc1.weight"))["lambda_coef"] == 0.5
+        assert config.hyper_parameters(config.group_of("fc2.bias"))["lambda_coef"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"map_optimizer_attributes": lambda name: 3}, TypeError, "for 'fc1.weight' it returned 3"),
         ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['SGDOptimizer', 'AdamOptimizer'"),
         ({"map_optimizer_attributes": {}}, TypeError, "map_optimizer_attributes must be a function or None"),
         ({"map_optimizer_attributes": lambda name: {"speed": 1}, "optimizer": "AdamOptimizer"}, ValueError, "'speed'"),
