@@ -386,8 +386,8 @@ def _read_window(
     elif saved.get("assigned_size") is None and size != window.given_size:
         raise ValueError(
             f"the state was taken in the middle of a window of {size} micro-batches, but the trainer has "
-            f"batch.gradient_accumulation_steps = {window.given_size}: use the same, or leave the key 'gradients' out of "
-            "the state dict"
+            f"batch.gradient_accumulation_steps = {window.given_size}: use the same, or leave the key 'gradients' out "
+            "of the state dict"
         )
     elif not behind:
         raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batch")

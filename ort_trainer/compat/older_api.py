@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -20,6 +20,7 @@ from .. import amp, optim
 from ..flat_state import flat_state_dict, load_flat_state_dict
 from ..onnx_model import OnnxModel, load_onnx_model
 from .checkpoint import Folder, load_from_folder, save_in_folder
+from .options import without_idle_all_reduce
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",
@@ -213,6 +214,8 @@ class ORTTrainer:
             raise TypeError(
                 f"learning_rate_description must be an IODescription, but {learning_rate_description!r} was given"
             )
+        if isinstance(frozen_weights, str) or not isinstance(frozen_weights, Collection):
+            raise TypeError(f"frozen_weights must be a list of names of weights, but {frozen_weights!r} was given")
         if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
             raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
         if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
@@ -266,12 +269,11 @@ class ORTTrainer:
             _model_desc(model_desc),
             _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
             loss_fn=loss_fn,
-            options=ort_trainer.ORTTrainerOptions(options),
+            options=ort_trainer.ORTTrainerOptions(without_idle_all_reduce(options)),
         )
         self.model_desc_ = model_desc
         self.device_ = device
         self.learning_rate_description_ = learning_rate_description
-        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.use_mixed_precision = use_mixed_precision
         self.global_step_ = global_step
         self.get_lr_this_step_ = get_lr_this_step
@@ -282,6 +284,15 @@ class ORTTrainer:
     def trainer(self) -> ort_trainer.ORTTrainer:
         """The trainer that does the work."""
         return self._trainer
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update; can be assigned between two windows, as that of the trainer."""
+        return self._trainer.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._trainer.gradient_accumulation_steps = steps
 
     @property
     def current_step(self) -> int:
@@ -488,6 +499,10 @@ def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _model_desc(description: ModelDescription) -> dict[str, Any]:
     if not isinstance(description, ModelDescription):
         raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
+    for kind, entries in (("inputs", description.inputs_), ("outputs", description.outputs_)):
+        wrong = [entry for entry in entries if not isinstance(entry, IODescription)]
+        if wrong:
+            raise TypeError(f"the {kind} of a ModelDescription are IODescriptions, but {wrong[0]!r} was given")
     if not description.outputs_:
         raise ValueError("model_desc needs outputs, of which the first is the loss")
     loss, *others = description.outputs_

@@ -196,7 +196,6 @@ OPTIONS = [
     ("world_rank", 1, "distributed.world_rank", 1),
     ("world_size", 2, "distributed.world_size", 2),
     ("use_mixed_precision", True, "mixed_precision.enabled", True),
-    ("allreduce_post_accumulation", True, "distributed.allreduce_post_accumulation", True),
     ("deepspeed_zero_stage", 1, "distributed.deepspeed_zero_optimization.stage", 1),
     ("enable_grad_norm_clip", False, "utils.grad_norm_clip", False),
     ("frozen_weights", ["fc1.bias"], "utils.frozen_weights", ["fc1.bias"]),
@@ -288,6 +287,10 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"frozen_weights": None}, TypeError, "frozen_weights must be a list of names of weights, but None"),
+        ({"frozen_weights": 3}, TypeError, "frozen_weights must be a list of names of weights, but 3"),
+        ({"frozen_weights": "fc1.weight"}, TypeError, "frozen_weights must be a list of names of weights, but 'fc1"),
+        ({"model_desc": ModelDescription([1], [2])}, TypeError, "the inputs of a ModelDescription are"),  # type: ignore[list-item]
         ({"map_optimizer_attributes": lambda name: 3}, TypeError, "for 'fc1.weight' it returned 3"),
         ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['SGDOptimizer', 'AdamOptimizer'"),
         ({"map_optimizer_attributes": {}}, TypeError, "map_optimizer_attributes must be a function or None"),
@@ -329,3 +332,19 @@ def test_generate_sample() -> None:
     values = older_api.generate_sample(IODescription("x", [2, "n"], torch.float64))
     assert values.shape == (2, 1) and values.dtype == torch.float64
     assert older_api.DEFAULT_OPSET_VERSION == 14
+
+
+def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+        trainer = older(allreduce_post_accumulation=True)
+    assert trainer.trainer.options.distributed.allreduce_post_accumulation is False
+
+
+def test_the_window_can_be_assigned() -> None:
+    trainer = older(get_lr_this_step=lambda step: 0.1)
+    trainer.gradient_accumulation_steps = 3
+    for x, y in mlp_batches(6):
+        trainer.train_step(x, y)
+    assert trainer.global_step_ == 2 and trainer.gradient_accumulation_steps == 3
+    with pytest.raises(TypeError, match="gradient_accumulation_steps must be an int"):
+        trainer.gradient_accumulation_steps = 1.5  # type: ignore[assignment]
