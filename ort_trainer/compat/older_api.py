@@ -6,6 +6,7 @@ are inputs of each step unless the trainer is told where to get them, and the st
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_OPSET_VERSION = 14
+_OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
 _LOSS_SCALE = "default_loss_scale_input_name"
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "SGDOptimizer": optim.SGDConfig,
@@ -142,7 +144,9 @@ class ORTTrainer:
     Args:
         model: As for :class:`ort_trainer.ORTTrainer`.
         loss_fn: A function (prediction, label) -> loss; None where the model returns the loss first.
-        model_desc: A :class:`ModelDescription`. The first output is the loss.
+        model_desc: A :class:`ModelDescription`. The first output is the loss. Where an input is called otherwise than
+            every argument of the model, and there are as many, they are the arguments in order; files of
+            ``save_as_onnx`` have the names of the arguments.
         training_optimizer_name: ``SGDOptimizer``, ``AdamOptimizer`` or ``LambOptimizer``.
         map_optimizer_attributes: A function: name of a weight -> its hyper-parameters, any of ``alpha``, ``beta``,
             ``lambda``, ``epsilon``, ``max_norm_clip``, ``do_bias_correction``, ``weight_decay_mode``, ``ratio_min``,
@@ -264,9 +268,12 @@ class ORTTrainer:
             options["_internal_use"]["onnx_opset_version"] = _opset_version
         if isinstance(model, (onnx.ModelProto, str, os.PathLike)):
             model = load_onnx_model(model)
+        description = _model_desc(model_desc)
+        self._arguments = _arguments(model, model_desc, loss_fn is not None)
+        description["inputs"] = [(self._arguments.get(name, name), shape) for name, shape in description["inputs"]]
         self._trainer = ort_trainer.ORTTrainer(
             model,
-            _model_desc(model_desc),
+            description,
             _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
             loss_fn=loss_fn,
             options=ort_trainer.ORTTrainerOptions(without_idle_all_reduce(options)),
@@ -423,7 +430,7 @@ class ORTTrainer:
         info = self._trainer.train_step_info
         info.fetches = list(fetches or [])
         try:
-            return step(batch)
+            return step({self._arguments.get(name, name): value for name, value in batch.items()})
         finally:
             info.fetches = []
 
@@ -444,13 +451,19 @@ def save_checkpoint(
         checkpoint_state_dict: Values of your own that :func:`load_checkpoint` gives back. It is not changed.
         include_optimizer_state: Whether to write moments too.
     """
-    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
+    values = {} if checkpoint_state_dict is None else checkpoint_state_dict
+    if not isinstance(values, Mapping):
+        raise TypeError(f"checkpoint_state_dict must be a dict or None, but {values!r} was given")
+    values = {**values, _OWN_STATE: _own_state(model)}
+    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, values, include_optimizer_state)
 
 
 def load_checkpoint(
     model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
 ) -> dict[str, Any]:
-    """Restores what :func:`save_checkpoint` wrote.
+    """Restores what :func:`save_checkpoint` wrote, ``global_step_`` and the ``LossScaler`` too.
+
+    A file of today's ``save_checkpoint`` has neither: they stay as they are then, with a warning.
 
     Args:
         model: The trainer.
@@ -465,7 +478,9 @@ def load_checkpoint(
         FileNotFoundError: If there is no such file.
         CheckpointError: If it is a pickle that the legacy function wrote, or damaged.
     """
-    return load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    _restore_own_state(model, values.pop(_OWN_STATE, None))
+    return values
 
 
 def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
@@ -514,6 +529,46 @@ def _model_desc(description: ModelDescription) -> dict[str, Any]:
         "inputs": [(entry.name_, list(entry.shape_)) for entry in description.inputs_],
         "outputs": [(loss.name_, [], True), *((entry.name_, list(entry.shape_)) for entry in others)],
     }
+
+
+def _arguments(model: Any, description: ModelDescription, has_loss: bool) -> dict[str, str]:
+    """Returns described name -> argument of forward, where inputs are given by position; else nothing."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    names = [entry.name_ for entry in description.inputs_]
+    names = names[:-1] if has_loss else names
+    parameters = inspect.signature(model.forward).parameters.values()
+    own = [parameter.name for parameter in parameters]
+    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if not plain or len(own) != len(names) or set(names) <= set(own):
+        return {}
+    return dict(zip(names, own, strict=True))
+
+
+def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
+    """Returns what this class knows beyond today's trainer."""
+    scaler = trainer.loss_scaler_
+    state = None if scaler is None else {"loss_scale": scaler.loss_scale_, "stable_steps": scaler.stable_steps_}
+    return {"global_step": trainer.global_step_, "loss_scaler": state}
+
+
+def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
+    """Restores what :func:`_own_state` returned, and warns of what it does not have."""
+    state = state if isinstance(state, Mapping) else {}
+    step, saved, scaler = state.get("global_step"), state.get("loss_scaler"), trainer.loss_scaler_
+    kept = []
+    if isinstance(step, int):
+        trainer.global_step_ = step
+    else:
+        kept.append(f"global_step_ stays {trainer.global_step_}")
+    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= {"loss_scale", "stable_steps"}:
+        scaler.loss_scale_, scaler.stable_steps_ = float(saved["loss_scale"]), int(saved["stable_steps"])
+    elif scaler is not None:
+        kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
+    if kept:
+        warnings.warn(
+            f"the checkpoint does not have all that this trainer does: {', '.join(kept)}", UserWarning, stacklevel=3
+        )
 
 
 def _optimizer_config(

@@ -348,3 +348,40 @@ def test_the_window_can_be_assigned() -> None:
     assert trainer.global_step_ == 2 and trainer.gradient_accumulation_steps == 3
     with pytest.raises(TypeError, match="gradient_accumulation_steps must be an int"):
         trainer.gradient_accumulation_steps = 1.5  # type: ignore[assignment]
+
+
+def test_a_checkpoint_has_the_step_and_the_scaler(tmp_path: Path) -> None:
+    def trainer(**arguments: Any) -> ORTTrainer:
+        scaler = LossScaler("scale", True, loss_scale=64.0, up_scale_window=2)
+        return older(use_mixed_precision=True, loss_scaler=scaler, get_lr_this_step=lambda step: 0.1, **arguments)
+
+    first = trainer(global_step=5)
+    for x, y in mlp_batches(3):
+        first.train_step(x, y)
+    older_api.save_checkpoint(first, tmp_path, "run", {"epoch": 1})
+    second = trainer()
+    assert older_api.load_checkpoint(second, tmp_path, "run") == {"epoch": 1}
+    assert second.global_step_ == first.global_step_ == 8
+    assert second.loss_scaler_ is not None
+    assert (second.loss_scaler_.loss_scale_, second.loss_scaler_.stable_steps_) == (128.0, 1)
+    first.trainer.save_checkpoint(tmp_path / "plain.ort.pt")
+    with pytest.warns(UserWarning, match=r"global_step_ stays 8, loss_scaler_ keeps the scale 128\.0"):
+        older_api.load_checkpoint(second, tmp_path, "plain")
+    with pytest.raises(TypeError, match="checkpoint_state_dict must be a dict or None, but 3"):
+        older_api.save_checkpoint(first, tmp_path, "bad", 3)  # type: ignore[arg-type]
+
+
+def test_inputs_with_names_of_their_own_are_positional() -> None:
+    description = ModelDescription([IODescription("image", ["batch", 8]), DESCRIPTION.inputs_[1]], DESCRIPTION.outputs_)
+    model = MLP()
+    trainer = older(model, model_desc=description, get_lr_this_step=lambda step: 0.0)
+    x, y = mlp_batches(1)[0]
+    expected = F.cross_entropy(model(x), y).item()
+    assert trainer.train_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.train_step(label=y, image=x)[0].item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.eval_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(TypeError, match=re.escape("inputs ['x'] are not known: a step takes ['image', 'label']")):
+        trainer.train_step(x=x, label=y)
+    more = [IODescription("mask", ["batch"]), *description.inputs_]
+    with pytest.raises(ValueError, match="mask"):
+        older(model_desc=ModelDescription(more, DESCRIPTION.outputs_))
