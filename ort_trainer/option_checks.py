@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 __all__ = ["SPELLINGS", "conflicts", "respelled"]
 
 _CASTS = "graph_transformer.propagate_cast_ops_config"
@@ -49,6 +51,8 @@ def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
     if not isinstance(value, Mapping):
         return value
     return {key: _copied(entry) for key, entry in value.items() if isinstance(key, str)}

@@ -367,8 +367,8 @@ def _read_window(
     if "window" in state_dict:
         saved = dict(_mapping(state_dict, "window", "state_dict"))
     else:  # the legacy layout, which knows the mean only
-        size = size if has_gradients else window.size
-        behind = (restored.step or 0) % window.size
+        size = size if has_gradients else window.given_size
+        behind = (restored.step or 0) % window.given_size
         scaler = restored.loss_scaler or {}
         saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
         saved["scale"] = scaler.get("loss_scale", 1)
@@ -383,11 +383,11 @@ def _read_window(
             )
             restored.step -= behind
         saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
-    elif saved.get("assigned_size") is None and size != window.size:
+    elif saved.get("assigned_size") is None and size != window.given_size:
         raise ValueError(
             f"the state was taken in the middle of a window of {size} micro-batches, but the trainer has "
-            f"batch.gradient_accumulation_steps = {window.size}: use the same, or leave the key 'gradients' out of the "
-            "state dict"
+            f"batch.gradient_accumulation_steps = {window.given_size}: use the same, or leave the key 'gradients' out "
+            "of the state dict"
         )
     elif not behind:
         raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batch")

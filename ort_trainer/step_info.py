@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from .optim import _OptimizerConfig
@@ -25,6 +25,7 @@ class TrainStepInfo:
         optimizer_config: The trainer's optimizer config.
         all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
         fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
+            Assigned values are checked; None is an empty list.
         optimization_step: Number of completed weight updates; drives the schedules.
         step: Number of completed ``train_step`` calls.
     """
@@ -33,7 +34,7 @@ class TrainStepInfo:
         self,
         optimizer_config: _OptimizerConfig,
         all_finite: bool = True,
-        fetches: Sequence[str] | None = None,
+        fetches: Collection[str] | None = None,
         optimization_step: int = 0,
         step: int = 0,
     ) -> None:
@@ -41,18 +42,27 @@ class TrainStepInfo:
             raise TypeError(f"optimizer_config must be an optimizer config, but {optimizer_config!r} was given")
         if not isinstance(all_finite, bool):
             raise TypeError(f"all_finite must be a bool, but {all_finite!r} was given")
-        fetches = [] if fetches is None else fetches
-        if (
-            isinstance(fetches, str)
-            or not isinstance(fetches, Collection)
-            or not all(isinstance(name, str) for name in fetches)
-        ):
-            raise TypeError(f"fetches must be a list of output names, but {fetches!r} was given")
         self.optimizer_config = optimizer_config
         self.all_finite = all_finite
-        self.fetches = list(fetches)
+        self.fetches = fetches
         self.optimization_step = _count("optimization_step", optimization_step)
         self.step = _count("step", step)
+
+    @property
+    def fetches(self) -> list[str]:
+        """Names of the outputs that steps return, in this order; empty, or assigned None, for all of them."""
+        return self._fetches
+
+    @fetches.setter
+    def fetches(self, names: Collection[str] | None) -> None:
+        names = [] if names is None else names
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Collection)
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"fetches must be a list of output names, but {names!r} was given")
+        self._fetches = list(names)
 
     def __repr__(self) -> str:
         return (

@@ -561,8 +561,17 @@ class ORTTrainer:
             return config.learning_rates
         upcoming = copy.copy(self._train_step_info)
         upcoming.step += 1
-        given = self._lr_scheduler._step(upcoming)
-        name = type(self._lr_scheduler).__name__
+        scheduler, before = self._lr_scheduler, self._lr_scheduler.get_last_lr()
+        given = scheduler._step(upcoming)
+        try:
+            return self._checked_rates(given, type(scheduler).__name__)
+        except (TypeError, ValueError):
+            scheduler._last_lr = before  # a refused rate was never in use, and no checkpoint could keep it
+            raise
+
+    def _checked_rates(self, given: list[Any], name: str) -> list[float]:
+        """Returns what get_lr() of a schedule returned as floats."""
+        config = self.optim_config
         try:
             rates = [float(rate) for rate in given]
         except (TypeError, ValueError):
@@ -586,6 +595,8 @@ class ORTTrainer:
 
     def _parameter_name(self, name: str) -> str:
         """Returns the first name of a parameter."""
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter must be a str, but {name!r} ({type(name).__name__}) was given")
         source = self._source
         if source.canonical.get(name) not in source.parameters:
             names = sorted(own for own, first in source.canonical.items() if first in source.parameters)

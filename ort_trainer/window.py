@@ -21,12 +21,13 @@ class AccumulationWindow:
     Attributes:
         micro_batches: How many the window has so far.
         reduction: As given.
+        given_size: The size as given, which an assigned one replaces.
     """
 
     def __init__(self, size: int, reduction: str = "mean") -> None:
         self.reduction = reduction
         self.micro_batches = 0
-        self._size = size
+        self._size = self.given_size = size
         self._assigned = False
         self._weight = 0.0
         self._unit = 1.0
@@ -144,8 +145,8 @@ class AccumulationWindow:
                 f"trainer has batch.gradient_reduction {self.reduction!r}: use the same, or leave the key 'gradients' "
                 "out of the state dict"
             )
-        if count >= (self._size if size is None else size):
-            raise ValueError(f"{count} micro-batches are more than a window of {size or self._size} leaves open")
-        if size is not None:
-            self._size, self._assigned = int(size), True
+        new_size = self.given_size if size is None else int(size)
+        if count >= new_size:
+            raise ValueError(f"{count} micro-batches are more than a window of {new_size} leaves open")
+        self._size, self._assigned = new_size, size is not None
         self.micro_batches, self._weight, self._unit, self._scale = int(count), weight, unit, scale

@@ -152,6 +152,84 @@ def test_every_kind_draws_what_pytorch_draws(kind: str) -> None:
     )  # fmt: skip
 
 
+def _of_rank_4(h: torch.Tensor) -> torch.Tensor:
+    return h.reshape(-1, 2, 2, 3)
+
+
+# What is dropped lies in memory in another order than that of its dimensions, and PyTorch's mask does so, too.
+LAYOUTS = {
+    "views": [
+        lambda h: F.dropout(h.t(), 0.3).t(),
+        lambda h: F.dropout(_of_rank_4(h).permute(2, 0, 3, 1), 0.3).permute(1, 3, 0, 2),
+        lambda h: F.dropout(_of_rank_4(h).to(memory_format=torch.channels_last).sin(), 0.3),
+        lambda h: F.dropout(_of_rank_4(h).transpose(1, 3).tanh(), 0.3).transpose(1, 3),
+        lambda h: _of_rank_4(h) + F.dropout(_of_rank_4(h).transpose(0, 2)[:, 1:], 0.3).transpose(0, 2),
+        lambda h: F.dropout(h.t().unsqueeze(0).expand(3, -1, -1), 0.3).sum(0).t(),
+    ],
+    "other operators": [
+        lambda h: F.dropout(h.t().sin(), 0.3, inplace=True).t(),
+        lambda h: (h.t() + torch.randn_like(h.t())).t(),
+        lambda h: (h.t() * torch.rand_like(h.t())).t(),
+        lambda h: (h.t() * torch.empty_like(h.t()).uniform_(1, 2) + torch.empty_like(h.t()).normal_()).t(),
+        lambda h: (h.t() * torch.bernoulli(h.t().sigmoid())).t(),
+        lambda h: F.alpha_dropout(h.t(), 0.3, True).t(),
+    ],
+    "recomputed": [lambda h: checkpoint(lambda v: F.dropout(v.t().tanh(), 0.3).t().sin(), h, use_reentrant=False)],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_masks_lie_in_memory_as_those_of_pytorch(kind: str) -> None:
+    def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = own[0](x)
+        return own[1](sum(layout(h).reshape(-1, 12) for layout in LAYOUTS[kind]))
+
+    model = Apply(nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 3)]), forward)
+    batches = mlp_batches(2) + mlp_batches(1, size=7)
+    assert_same_training(
+        model, MLP_DESC, batches, optim.SGDConfig(lr=0.1),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1), relative=1e-4, seed=5,
+    )  # fmt: skip
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.conv(x.transpose(1, 2)).transpose(1, 2), 0.3, self.training)
+
+
+class Decoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, x.flip(1))
+
+
+SEQUENCE_MODELS = {
+    "encoder": lambda: Apply(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), lambda own, x: own(x)
+    ),
+    "decoder": Decoded,
+    "convolution": Convolved,
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE_MODELS)
+def test_layers_that_transpose_have_the_masks_of_pytorch(name: str) -> None:
+    desc = {"inputs": [("x", ["b", "t", 8]), ("y", ["b", "t", 8])], "outputs": [("loss", [], True)]}
+    draw = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randn(2, b, t, 8, generator=draw)) for b, t in ((4, 5), (4, 5), (3, 6), (2, 4))]
+    assert_same_training(
+        SEQUENCE_MODELS[name](), desc, batches, optim.SGDConfig(lr=0.05),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.05), loss_fn=F.mse_loss, relative=1e-4, seed=11,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_transformers_with_their_dropout(name: str) -> None:
     """The masks of all layers are PyTorch's, so twenty steps with dropout agree as those without do."""

@@ -56,7 +56,7 @@ ALLOWED = {
         "window",
     },
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": {"amp", "checkpoint", "flat_state", "model_desc", "optim"},
+    "compat": {"amp", "checkpoint", "flat_state", "model_desc", "onnx_model", "optim"},
     "flat_state": {"trainer"},
     "io_binding": LEAVES,
     "training_parameters": LEAVES,

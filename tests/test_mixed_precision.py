@@ -12,7 +12,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 
-from .helpers import MLP, assert_close, mlp_batches, mlp_trainer
+from .helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
 
 def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
@@ -356,6 +356,39 @@ def test_convolution_attention_and_norms_in_bfloat16() -> None:
     reference.eval()
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
+
+
+def test_dropout_in_bfloat16_has_the_masks_of_pytorch() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = F.dropout(self.fc1(x), 0.3, self.training)
+            noisy = hidden + torch.randn_like(hidden) * 0.01
+            return self.fc2(noisy), hidden
+
+    def loss_of(prediction: tuple[torch.Tensor, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(prediction[0], label)
+
+    model = Dropped()
+    reference = copy.deepcopy(model)
+    desc = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 3]), ("hidden", ["batch", 32])]}
+    torch.manual_seed(5)
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_of, options=ORTTrainerOptions(bf16()))
+    torch.manual_seed(5)
+    for x, y in mlp_batches(5):
+        loss, _, hidden = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = loss_of(prediction, y)
+        assert hidden.dtype == prediction[1].dtype == torch.bfloat16
+        assert torch.equal(hidden == 0, prediction[1] == 0), "the masks are the same"
+        assert_close(loss, expected.detach(), 1e-2, "loss")
+        expected.backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        reference.zero_grad()
 
 
 def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ import copy
 import enum
 import re
 
+import numpy as np
 import onnxruntime
 import pytest
 
@@ -282,3 +283,12 @@ def test_legacy_opsets_are_accepted_with_a_warning(opset: int) -> None:
 def test_is_given() -> None:
     assert ORTTrainerOptions({"device": {"id": "cuda"}}).is_given("device.id")
     assert not ORTTrainerOptions({"device": {}}).is_given("device.id")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"batch": {"gradient_accumulation_steps": np.int64(3)}, "utils": {"max_grad_norm": np.float32(0.5)}}
+    options = ORTTrainerOptions(given)
+    assert type(options.batch.gradient_accumulation_steps) is int and options.batch.gradient_accumulation_steps == 3
+    assert type(options.utils.max_grad_norm) is float and options.utils.max_grad_norm == 0.5
+    with pytest.raises(ValueError, match="gradient_accumulation_steps: must be of integer type"):
+        ORTTrainerOptions({"batch": {"gradient_accumulation_steps": np.float32(3)}})

@@ -28,3 +28,13 @@ def test_defaults_are_not_shared() -> None:
 def test_errors(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         TrainStepInfo(**{"optimizer_config": optim.SGDConfig(), **arguments})
+
+
+@pytest.mark.parametrize("value", [5, "loss", [3]])
+def test_assigned_fetches_are_checked(value: object) -> None:
+    info = TrainStepInfo(optim.SGDConfig(), fetches=["loss"])
+    with pytest.raises(TypeError, match="fetches must be a list of output names, but .* was given"):
+        info.fetches = value  # type: ignore[assignment]
+    assert info.fetches == ["loss"]
+    info.fetches = None  # type: ignore[assignment]
+    assert info.fetches == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -511,3 +511,47 @@ def test_a_state_without_a_window_is_read_by_its_steps() -> None:
         assert one.train_step_info.optimization_step == 2
     for name, value in trainer.state_dict(pytorch_format=True).items():
         assert torch.equal(other.state_dict(pytorch_format=True)[name], value)
+
+
+def test_a_refused_rate_leaves_no_trace(tmp_path: Path) -> None:
+    class Own(optim._LRScheduler):
+        rates: ClassVar[list[Any]] = [np.array([0.1]), torch.tensor(0.2), None]
+
+        def get_lr(self, train_step_info):
+            return self.rates[train_step_info.step - 1]
+
+    trainer = mlp_trainer({"lr_scheduler": Own()}, optim.SGDConfig(lr=1.0))
+    (x, y) = mlp_batches(1)[0]
+    for expected in (0.1, 0.2):
+        trainer.train_step(x, y)
+        assert trainer.lr_scheduler.get_last_lr() == [pytest.approx(expected)]
+    for wrong in ("fast", [float("nan")], [0.3, 0.4], np.ones((1, 1))):
+        Own.rates[2] = wrong
+        with pytest.raises((TypeError, ValueError), match=r"get_lr\(\) of Own"):
+            trainer.train_step(x, y)
+        assert trainer.lr_scheduler.get_last_lr() == [pytest.approx(0.2)] and trainer.train_step_info.step == 2
+    trainer.save_checkpoint(tmp_path / "kept.ortckpt")
+    other = mlp_trainer({"lr_scheduler": Own()}, optim.SGDConfig(lr=1.0))
+    other.load_checkpoint(tmp_path / "kept.ortckpt")
+    assert other.lr_scheduler.get_last_lr() == [pytest.approx(0.2)]
+
+
+def test_a_state_without_an_assigned_window_restores_that_of_the_options() -> None:
+    batches = mlp_batches(5)
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 3}}, optim.SGDConfig(lr=0.1))
+    trainer.train_step(*batches[0])
+    state = trainer.state_dict()
+    expected = [trainer.train_step(*batch)[0].item() for batch in batches]
+    trainer.train_step(*batches[0])  # ends the second window
+    trainer.train_step(*batches[0])
+    trainer.train_step(*batches[0])
+    assert trainer.train_step_info.step % 3 == 0
+    trainer.gradient_accumulation_steps = 2
+    trainer.load_state_dict(state)
+    assert trainer.gradient_accumulation_steps == 3
+    assert [trainer.train_step(*batch)[0].item() for batch in batches] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_name_of_a_parameter_is_a_str() -> None:
+    with pytest.raises(TypeError, match=r"the name of a parameter must be a str, but \['fc1.bias'\] \(list\)"):
+        mlp_trainer().get_parameter(["fc1.bias"])  # type: ignore[arg-type]

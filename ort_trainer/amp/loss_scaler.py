@@ -13,6 +13,8 @@ __all__ = ["DynamicLossScaler", "LossScaler"]
 
 
 def _positive(name: str, value: Any) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be an int or float, but {value!r} ({type(value).__name__}) was given")
     if not (value > 0 and math.isfinite(value)):

@@ -19,6 +19,14 @@ __all__ = ["aggregate_legacy_files", "is_legacy_file", "load_legacy_file"]
 
 StateDict = dict[str, Any]
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_NUMERIC_OPTIONS = (
+    "zero_stage",
+    "world_rank",
+    "world_size",
+    "data_parallel_size",
+    "horizontal_parallel_size",
+    "gradient_accumulation_steps",
+)
 _SECTIONS = ("model", "optimizer", "partition_info", "train_step_info", "trainer_options", "user_dict")
 
 
@@ -126,6 +134,8 @@ def _leaves(
         entry = group[key]
         if isinstance(entry, h5py.Group):
             yield from _leaves(entry, h5py, name, size, here)
+        elif not isinstance(entry, h5py.Dataset):
+            raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} is a data type, and no data")
         elif entry.external or entry.is_virtual:
             raise CheckpointError(f"{name} keeps {'/'.join(here)!r} in another file: that is refused")
         elif entry.nbytes > size:
@@ -134,7 +144,23 @@ def _leaves(
             yield here, None
         else:
             value = entry[()]
-            yield here, np.asarray(value.decode() if isinstance(value, bytes) else value)
+            array = np.asarray(value.decode() if isinstance(value, bytes) else value)
+            _check_kind(array, here, name)
+            # PyTorch takes the byte order of this machine only.
+            yield here, array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _check_kind(array: np.ndarray[Any, Any], path: tuple[str, ...], name: str) -> None:
+    """Raises where a value is of another kind than the place where it lies wants."""
+    where = "/".join(path)
+    numeric = path[0] in ("model", "optimizer", "partition_info", "train_step_info")
+    if (numeric or path[-1] in _NUMERIC_OPTIONS) and array.dtype.kind not in "biuf":
+        raise CheckpointError(f"{name} is damaged: {where!r} must be numbers, but it has the type {array.dtype}")
+    counts = (
+        path[-1] == "Update_Count" or path[0] in ("partition_info", "train_step_info") or path[-1] in _NUMERIC_OPTIONS
+    )
+    if counts and not np.isfinite(array).all():
+        raise CheckpointError(f"{name} is damaged: {where!r} must be finite, but it is {array}")
 
 
 def _is_sharded(state: Mapping[str, Any]) -> bool:

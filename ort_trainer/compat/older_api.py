@@ -6,9 +6,10 @@ are inputs of each step unless the trainer is told where to get them, and the st
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -18,7 +19,9 @@ import ort_trainer
 
 from .. import amp, optim
 from ..flat_state import flat_state_dict, load_flat_state_dict
+from ..onnx_model import OnnxModel, load_onnx_model
 from .checkpoint import Folder, load_from_folder, save_in_folder
+from .options import without_idle_all_reduce
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_OPSET_VERSION = 14
+_OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
 _LOSS_SCALE = "default_loss_scale_input_name"
 _CONFIGS: dict[str, Callable[..., Any]] = {
     "SGDOptimizer": optim.SGDConfig,
@@ -140,7 +144,9 @@ class ORTTrainer:
     Args:
         model: As for :class:`ort_trainer.ORTTrainer`.
         loss_fn: A function (prediction, label) -> loss; None where the model returns the loss first.
-        model_desc: A :class:`ModelDescription`. The first output is the loss.
+        model_desc: A :class:`ModelDescription`. The first output is the loss. Where an input is called otherwise than
+            every argument of the model, and there are as many, they are the arguments in order; files of
+            ``save_as_onnx`` have the names of the arguments.
         training_optimizer_name: ``SGDOptimizer``, ``AdamOptimizer`` or ``LambOptimizer``.
         map_optimizer_attributes: A function: name of a weight -> its hyper-parameters, any of ``alpha``, ``beta``,
             ``lambda``, ``epsilon``, ``max_norm_clip``, ``do_bias_correction``, ``weight_decay_mode``, ``ratio_min``,
@@ -212,6 +218,8 @@ class ORTTrainer:
             raise TypeError(
                 f"learning_rate_description must be an IODescription, but {learning_rate_description!r} was given"
             )
+        if isinstance(frozen_weights, str) or not isinstance(frozen_weights, Collection):
+            raise TypeError(f"frozen_weights must be a list of names of weights, but {frozen_weights!r} was given")
         if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
             raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
         if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
@@ -258,17 +266,21 @@ class ORTTrainer:
         }
         if _opset_version != DEFAULT_OPSET_VERSION:
             options["_internal_use"]["onnx_opset_version"] = _opset_version
+        if isinstance(model, (onnx.ModelProto, str, os.PathLike)):
+            model = load_onnx_model(model)
+        description = _model_desc(model_desc)
+        self._arguments = _arguments(model, model_desc, loss_fn is not None)
+        description["inputs"] = [(self._arguments.get(name, name), shape) for name, shape in description["inputs"]]
         self._trainer = ort_trainer.ORTTrainer(
             model,
-            _model_desc(model_desc),
-            _optimizer_config(training_optimizer_name, map_optimizer_attributes, model),
+            description,
+            _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
             loss_fn=loss_fn,
-            options=ort_trainer.ORTTrainerOptions(options),
+            options=ort_trainer.ORTTrainerOptions(without_idle_all_reduce(options)),
         )
         self.model_desc_ = model_desc
         self.device_ = device
         self.learning_rate_description_ = learning_rate_description
-        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.use_mixed_precision = use_mixed_precision
         self.global_step_ = global_step
         self.get_lr_this_step_ = get_lr_this_step
@@ -279,6 +291,15 @@ class ORTTrainer:
     def trainer(self) -> ort_trainer.ORTTrainer:
         """The trainer that does the work."""
         return self._trainer
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update; can be assigned between two windows, as that of the trainer."""
+        return self._trainer.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._trainer.gradient_accumulation_steps = steps
 
     @property
     def current_step(self) -> int:
@@ -409,7 +430,7 @@ class ORTTrainer:
         info = self._trainer.train_step_info
         info.fetches = list(fetches or [])
         try:
-            return step(batch)
+            return step({self._arguments.get(name, name): value for name, value in batch.items()})
         finally:
             info.fetches = []
 
@@ -430,13 +451,19 @@ def save_checkpoint(
         checkpoint_state_dict: Values of your own that :func:`load_checkpoint` gives back. It is not changed.
         include_optimizer_state: Whether to write moments too.
     """
-    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
+    values = {} if checkpoint_state_dict is None else checkpoint_state_dict
+    if not isinstance(values, Mapping):
+        raise TypeError(f"checkpoint_state_dict must be a dict or None, but {values!r} was given")
+    values = {**values, _OWN_STATE: _own_state(model)}
+    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, values, include_optimizer_state)
 
 
 def load_checkpoint(
     model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
 ) -> dict[str, Any]:
-    """Restores what :func:`save_checkpoint` wrote.
+    """Restores what :func:`save_checkpoint` wrote, ``global_step_`` and the ``LossScaler`` too.
+
+    A file of today's ``save_checkpoint`` has neither: they stay as they are then, with a warning.
 
     Args:
         model: The trainer.
@@ -451,7 +478,9 @@ def load_checkpoint(
         FileNotFoundError: If there is no such file.
         CheckpointError: If it is a pickle that the legacy function wrote, or damaged.
     """
-    return load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    _restore_own_state(model, values.pop(_OWN_STATE, None))
+    return values
 
 
 def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
@@ -485,6 +514,10 @@ def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _model_desc(description: ModelDescription) -> dict[str, Any]:
     if not isinstance(description, ModelDescription):
         raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
+    for kind, entries in (("inputs", description.inputs_), ("outputs", description.outputs_)):
+        wrong = [entry for entry in entries if not isinstance(entry, IODescription)]
+        if wrong:
+            raise TypeError(f"the {kind} of a ModelDescription are IODescriptions, but {wrong[0]!r} was given")
     if not description.outputs_:
         raise ValueError("model_desc needs outputs, of which the first is the loss")
     loss, *others = description.outputs_
@@ -498,13 +531,61 @@ def _model_desc(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _optimizer_config(name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, model: Any) -> Any:
+def _arguments(model: Any, description: ModelDescription, has_loss: bool) -> dict[str, str]:
+    """Returns described name -> argument of forward, where inputs are given by position; else nothing."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    names = [entry.name_ for entry in description.inputs_]
+    names = names[:-1] if has_loss else names
+    parameters = inspect.signature(model.forward).parameters.values()
+    own = [parameter.name for parameter in parameters]
+    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if not plain or len(own) != len(names) or set(names) <= set(own):
+        return {}
+    return dict(zip(names, own, strict=True))
+
+
+def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
+    """Returns what this class knows beyond today's trainer."""
+    scaler = trainer.loss_scaler_
+    state = None if scaler is None else {"loss_scale": scaler.loss_scale_, "stable_steps": scaler.stable_steps_}
+    return {"global_step": trainer.global_step_, "loss_scaler": state}
+
+
+def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
+    """Restores what :func:`_own_state` returned, and warns of what it does not have."""
+    state = state if isinstance(state, Mapping) else {}
+    step, saved, scaler = state.get("global_step"), state.get("loss_scaler"), trainer.loss_scaler_
+    kept = []
+    if isinstance(step, int):
+        trainer.global_step_ = step
+    else:
+        kept.append(f"global_step_ stays {trainer.global_step_}")
+    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= {"loss_scale", "stable_steps"}:
+        scaler.loss_scale_, scaler.stable_steps_ = float(saved["loss_scale"]), int(saved["stable_steps"])
+    elif scaler is not None:
+        kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
+    if kept:
+        warnings.warn(
+            f"the checkpoint does not have all that this trainer does: {', '.join(kept)}", UserWarning, stacklevel=3
+        )
+
+
+def _optimizer_config(
+    name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, parameters: Sequence[str]
+) -> Any:
     """Returns the config, with a parameter group for each set of attributes that weights have in common."""
     if name not in _CONFIGS:
         raise ValueError(f"training_optimizer_name must be one of {list(_CONFIGS)}, but {name!r} was given")
     groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
-    for parameter in _parameter_names(model):
-        attributes = {} if attributes_of is None else dict(attributes_of(parameter) or {})
+    for parameter in parameters:
+        given = None if attributes_of is None else attributes_of(parameter)
+        if not isinstance(given, Mapping | None):
+            raise TypeError(
+                f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
+                f"returned {given!r}"
+            )
+        attributes = dict(given or {})
         if "do_bias_correction" in attributes:
             attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
         if attributes:
@@ -515,8 +596,8 @@ def _optimizer_config(name: str, attributes_of: Callable[[str], Mapping[str, flo
 def _parameter_names(model: Any) -> list[str]:
     if isinstance(model, torch.nn.Module):
         return [name for name, _ in model.named_parameters()]
-    initializers = getattr(getattr(model, "graph", None), "initializer", ())
-    return [entry.name for entry in initializers if entry.data_type == onnx.TensorProto.FLOAT]
+    # Anything else is no model, which the trainer will say.
+    return [name for name in model.parameters if name not in model.frozen] if isinstance(model, OnnxModel) else []
 
 
 def _one_number(what: str, value: Any) -> float:

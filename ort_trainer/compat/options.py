@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import ort_trainer
 
-__all__ = ["ORTTrainerOptions"]
+__all__ = ["ORTTrainerOptions", "without_idle_all_reduce"]
+
+
+def without_idle_all_reduce(options: Any) -> Any:
+    """Returns options without ``allreduce_post_accumulation`` where there is one process, and says so.
+
+    Scripts for several processes set it also when they run in one, where today's options refuse it.
+    """
+    distributed = options.get("distributed") if isinstance(options, Mapping) else None
+    if (
+        not isinstance(distributed, Mapping)
+        or distributed.get("allreduce_post_accumulation") is not True
+        or distributed.get("world_size", 1) != 1
+    ):
+        return options
+    warnings.warn(
+        "distributed.allreduce_post_accumulation has no effect in one process (distributed.world_size is 1)",
+        UserWarning,
+        stacklevel=3,
+    )
+    return {**options, "distributed": {**distributed, "allreduce_post_accumulation": False}}
 
 
 class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
@@ -25,7 +46,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     _original_opts: dict[str, Any]
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options)
+        super().__init__(without_idle_all_reduce(options))
         object.__setattr__(self, "_original_opts", {} if options is None else dict(options))
 
     @property

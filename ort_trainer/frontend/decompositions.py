@@ -14,7 +14,7 @@ from .convolution_ops import CONVOLUTION_DECOMPOSITIONS
 from .math_ops import MATH_DECOMPOSITIONS
 from .onnx_registry import has_translation
 from .pooling_ops import POOLING_DECOMPOSITIONS
-from .random_inputs import RANDOM_OPERATORS
+from .random_inputs import RANDOM_OPERATORS, memory_order
 from .view_ops import VIEW_DECOMPOSITIONS
 
 __all__ = ["decomposition_table"]
@@ -89,6 +89,17 @@ def _scatter_mean(
     return total / aten.scatter_reduce.two(ones, dim, index, each, "sum", include_self=include_self)
 
 
+def _empty_like(input: torch.Tensor, **settings: Any) -> Any:
+    """Keeps the order of the dimensions in memory, in which a random operator fills what is still empty."""
+    order = memory_order(input)
+    if not order or settings.get("memory_format") not in (None, torch.preserve_format):
+        return NotImplemented
+    dtype = settings.get("dtype") or input.dtype
+    device = settings.get("device") or input.device
+    empty = torch.zeros([input.shape[axis] for axis in order], dtype=dtype, device=device)
+    return empty.permute([order.index(axis) for axis in range(input.dim())])
+
+
 def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype == torch.int32 for index in indices)
 
@@ -127,6 +138,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
     table |= CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS | VIEW_DECOMPOSITIONS | MATH_DECOMPOSITIONS
+    table[aten.empty_like.default] = _empty_like
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax

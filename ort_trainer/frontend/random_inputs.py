@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ExportError
 from ..graph import RandomInput
 from .source import source_line
-from .symbols import SymbolTable
+from .symbols import SymbolTable, hint
 
-__all__ = ["RANDOM_OPERATORS", "lift_random_numbers"]
+__all__ = ["RANDOM_OPERATORS", "lift_random_numbers", "memory_order"]
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ class _Lifter:
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             placeholder = self._graph.placeholder(name)
         placeholder.meta["val"] = like.detach()
-        self.inputs[placeholder] = RandomInput(name, kind, like.dtype, shape, parameters)
+        self.inputs[placeholder] = RandomInput(name, kind, like.dtype, shape, parameters, memory_order(like))
         return placeholder
 
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -54,6 +55,20 @@ class _Lifter:
         fakes = torch.fx.map_arg(args, lambda n: n.meta["val"]), torch.fx.map_arg(kwargs, lambda n: n.meta["val"])
         node.meta["val"] = operator(*fakes[0], **fakes[1])
         return node
+
+
+def memory_order(like: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions in the order of ``empty_like``'s strides; nothing where that is their own order.
+
+    The sizes are those of the sample: a comparison of symbolic ones would bind the graph to them.
+    """
+    sizes, strides = ([hint(size) for size in values] for values in (like.shape, like.stride()))
+    with _disable_current_modes():
+        drawn = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+    large = [axis for axis, size in enumerate(sizes) if size != 1]
+    if [drawn[axis] for axis in large] == sorted((drawn[axis] for axis in large), reverse=True):
+        return ()
+    return tuple(sorted(range(len(sizes)), key=lambda axis: -drawn[axis]))
 
 
 def _dropout(lifter: _Lifter, node: torch.fx.Node) -> None:
@@ -92,7 +107,9 @@ def _replace(kind: str) -> Callable[[_Lifter, torch.fx.Node], None]:
 
 def _bernoulli_p(lifter: _Lifter, node: torch.fx.Node) -> None:
     probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    noise = lifter.draw(node, node.meta["val"], "bernoulli", (float(probability), 1.0))  # type: ignore[arg-type]
+    # It stands for bernoulli_(), which fills the tensor that is there, and has lost the order of that one's dimensions.
+    (filled,) = cast("tuple[torch.fx.Node]", node.args[:1])
+    noise = lifter.draw(node, filled.meta["val"], "bernoulli", (float(probability), 1.0))  # type: ignore[arg-type]
     node.replace_all_uses_with(noise)
 
 
@@ -209,6 +226,9 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
                 f"randint, randperm, normal, uniform and exponential: {source_line(node)}"
             )
     graph.eliminate_dead_code()
+    # What replaces an operator may have other strides than it had, for which a view of its result was possible.
+    for view in graph.find_nodes(op="call_function", target=aten.view.default) if lifter.inputs else ():
+        view.target = aten.reshape.default
     return lifter.inputs
 
 

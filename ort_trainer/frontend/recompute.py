@@ -33,6 +33,7 @@ from ..graph import RandomInput
 from .after import AFTER
 from .capture import CHECKPOINT, Capture
 from .step_module import RecomputeOptions
+from .symbols import hint
 
 __all__ = ["apply_recompute"]
 
@@ -390,12 +391,7 @@ def _tensors(node: Node) -> bool:
 def _bytes(node: Node) -> int:
     value = node.meta["val"]
     parts = [value] if isinstance(value, torch.Tensor) else [part for part in value if part is not None]
-    return sum(part.element_size() * math.prod(_hint(size) for size in part.shape) for part in parts)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """Returns a size, or the one that the sample had."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    return sum(part.element_size() * math.prod(hint(size) for size in part.shape) for part in parts)
 
 
 def _ancestors(nodes: Iterable[Node], within: Collection[Node] | None = None) -> set[Node]:

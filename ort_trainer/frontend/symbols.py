@@ -14,11 +14,16 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..graph import Dim, evaluate
 from ..model_desc import InputDescription
 
-__all__ = ["SymbolTable"]
+__all__ = ["SymbolTable", "hint"]
 
 
 # PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """Returns a size, or the one that the sample had."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 class SymbolTable:

@@ -53,6 +53,8 @@ class RandomInput:
         shape: Sizes.
         parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
             ``exponential``; empty otherwise.
+        order: The dimensions as they lie in memory, the one with the largest stride first, where that is not their own
+            order: PyTorch fills a transposed tensor in another order than a contiguous one.
     """
 
     name: str
@@ -60,6 +62,7 @@ class RandomInput:
     dtype: torch.dtype
     shape: tuple[Dim, ...]
     parameters: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,13 @@ class _OptimizerConfig:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from None
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{key}={value!r}" for key, value in self.defaults.items())
-        return f"{type(self).__name__}(params={self._params!r}, {values})"
+        groups = [self._shown(group) for group in self._params]
+        values = ", ".join(f"{key}={value!r}" for key, value in self._shown(self.defaults).items())
+        return f"{type(self).__name__}(params={groups!r}, {values})"
+
+    def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns hyper-parameters under the names that the constructor has for them."""
+        return dict(values)
 
     def group_of(self, *names: str) -> int:
         """Returns the index of a parameter's group; the default group comes after all others.
@@ -162,6 +167,10 @@ class _OptimizerConfig:
             if known not in allowed:
                 raise ValueError(
                     f"parameter group {index} sets {key!r}, which {type(self).__name__} does not have: it has {allowed}"
+                )
+            if known in overrides:
+                raise ValueError(
+                    f"parameter group {index} sets both 'lambda' and 'lambda_coef', which are one: leave one out"
                 )
             overrides[known] = _number("lr", value) if known == "lr" else self._checked(known, value)
         if not overrides:
@@ -312,6 +321,14 @@ class AdamWConfig(AdamConfig):
     def weight_decay(self) -> float:
         """Weight decay."""
         return float(self.lambda_coef)
+
+    def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = {own: name for name, own in self._NAMES.items()}
+        shown = {names.get(key, key): value for key, value in values.items()}
+        if "alpha" in shown:
+            shown["betas"] = (shown.pop("alpha"), shown.pop("beta"))
+        allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")
+        return {key: shown[key] for key in allowed if key in shown}
 
     def _own_names(self, group: Mapping[str, Any]) -> dict[str, Any]:
         allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")

@@ -49,7 +49,7 @@ class _LRScheduler:
         Returns:
             A list with one rate for all parameters; or with one rate per parameter group of the config in their order,
             and last the one for all parameters that are in no group. Where a group has an ``lr`` of its own, one rate
-            for all would override it and is refused. A bare number is one rate for all.
+            for all would override it and is refused. A bare number is one rate for all; arrays and tensors are lists.
         """
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
 
@@ -59,6 +59,7 @@ class _LRScheduler:
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
         given = self.get_lr(train_step_info)
+        given = given.tolist() if hasattr(given, "tolist") else given
         self._last_lr = list(given) if isinstance(given, (list, tuple)) else [given]
         return self._last_lr
 
@@ -95,6 +96,8 @@ class _WarmupLRScheduler(_LRScheduler):
         return [self._rate(train_step_info.optimization_step, base) for base in bases]
 
     def _rate(self, step: int, base: float) -> float:
+        if base == 0:
+            return 0.0  # a group that is held, which no schedule raises
         if step < self._warmup_steps:
             return base * step / max(1.0, self._warmup_steps)
         return base * self._factor(step, base)

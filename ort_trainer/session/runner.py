@@ -202,9 +202,17 @@ def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, 
 def _draw(
     spec: RandomInput, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
 ) -> torch.Tensor:
+    """Returns new random numbers, contiguous and of a type that can be bound, drawn as PyTorch itself would."""
     if spec.kind == "permutation":
         return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
-    value = torch.empty(shape, dtype=spec.dtype, device=device)
+    order = spec.order or tuple(range(len(shape)))
+    value = torch.empty([shape[axis] for axis in order], dtype=spec.dtype, device=device)
+    # A view with PyTorch's own strides; what a generator puts where depends on them.
+    value = value.permute([order.index(axis) for axis in range(len(shape))])
+    return _fill(value, spec, generator).contiguous().to(_bound_type(spec.dtype))
+
+
+def _fill(value: torch.Tensor, spec: RandomInput, generator: torch.Generator | None) -> torch.Tensor:
     if spec.kind == "bernoulli":
         probability, factor = spec.parameters
         value.bernoulli_(probability, generator=generator)

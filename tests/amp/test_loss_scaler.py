@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from ort_trainer import TrainStepInfo, optim
 from ort_trainer.amp import DynamicLossScaler, LossScaler
@@ -57,3 +61,10 @@ def test_limits_act_only_on_a_change() -> None:
 def test_errors(make, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [np.float32(4.0), np.array(4), torch.tensor(4.0)])
+def test_scalars_of_numpy_and_torch_are_numbers(value: Any) -> None:
+    scaler = LossScaler(1.0)
+    scaler.loss_scale = value
+    assert scaler.loss_scale == 4.0 and type(scaler.loss_scale) is float

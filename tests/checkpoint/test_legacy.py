@@ -245,3 +245,32 @@ def test_files_of_torch_save_are_refused(tmp_path: Path, zipped: bool) -> None:
     torch.save({"model": {}}, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match="was written by torch.save.* load_state_dict"):
         load_checkpoint_file(tmp_path / "old.pt")
+
+
+def test_values_of_a_wrong_kind_are_refused_by_name(tmp_path: Path) -> None:
+    weights = {"model": {"full_precision": {"w": np.ones(2, np.float32)}}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": {"full_precision": {"w": "text"}}}, "'model/full_precision/w' must be numbers"),
+        ({"model": {"full_precision": {"w": np.void(b"1234")}}}, "'model/full_precision/w' must be numbers"),
+        ({"model": {"full_precision": {"w": np.dtype("f4")}}}, "'model/full_precision/w' is a data type"),
+        ({**weights, "optimizer": {"w": {"Update_Count": np.inf}}}, "'optimizer/w/Update_Count' must be finite"),
+        ({**weights, "trainer_options": {"zero_stage": "1"}}, "'trainer_options/zero_stage' must be numbers"),
+        ({**weights, "trainer_options": {"world_size": np.nan}}, "'trainer_options/world_size' must be finite"),
+    ]
+    for number, (state, message) in enumerate(cases):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint_file(write(tmp_path / f"{number}.h5", state))
+    with h5py.File(tmp_path / "reference.h5", "w") as file:
+        file["model/full_precision/v"] = np.ones(2)
+        file["model/full_precision/w"] = file["model/full_precision/v"].ref
+    with pytest.raises(CheckpointError, match="'model/full_precision/w' must be numbers"):
+        load_checkpoint_file(tmp_path / "reference.h5")
+
+
+def test_big_endian_weights_are_converted(tmp_path: Path) -> None:
+    values = np.arange(128, dtype=np.float32).reshape(16, 8)
+    state, _ = load_checkpoint_file(
+        write(tmp_path / "big.h5", {"model": {"full_precision": {"w": values.astype(">f4")}}})
+    )
+    found = state["model"]["full_precision"]["w"]
+    assert found.dtype == np.float32 and found.dtype.isnative and np.array_equal(found, values)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,7 +196,6 @@ OPTIONS = [
     ("world_rank", 1, "distributed.world_rank", 1),
     ("world_size", 2, "distributed.world_size", 2),
     ("use_mixed_precision", True, "mixed_precision.enabled", True),
-    ("allreduce_post_accumulation", True, "distributed.allreduce_post_accumulation", True),
     ("deepspeed_zero_stage", 1, "distributed.deepspeed_zero_optimization.stage", 1),
     ("enable_grad_norm_clip", False, "utils.grad_norm_clip", False),
     ("frozen_weights", ["fc1.bias"], "utils.frozen_weights", ["fc1.bias"]),
@@ -264,9 +264,34 @@ def test_attributes_of_weights_become_parameter_groups() -> None:
     assert isinstance(older().trainer.optim_config, optim.SGDConfig)
 
 
+def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    first = older(frozen_weights=["fc1.bias"])
+    first.train_step(*mlp_batches(1)[0], 0.1)
+    first.save_as_onnx(path)
+    asked: list[str] = []
+
+    def attributes(name: str) -> dict[str, float]:
+        asked.append(name)
+        return {"lambda": 0.0 if "bias" in name else 0.5}
+
+    for model in (path, str(path), onnx.load(path)):
+        asked.clear()
+        arguments = {"loss_fn": None, "optimizer": "AdamOptimizer", "map_optimizer_attributes": attributes}
+        config = older(model, **arguments).trainer.optim_config  # type: ignore[arg-type]
+        assert sorted(asked) == ["fc1.weight", "fc2.bias", "fc2.weight"], "trained weights, not constants of the code"
+        assert config.hyper_parameters(config.group_of("fc1.weight"))["lambda_coef"] == 0.5
+        assert config.hyper_parameters(config.group_of("fc2.bias"))["lambda_coef"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"frozen_weights": None}, TypeError, "frozen_weights must be a list of names of weights, but None"),
+        ({"frozen_weights": 3}, TypeError, "frozen_weights must be a list of names of weights, but 3"),
+        ({"frozen_weights": "fc1.weight"}, TypeError, "frozen_weights must be a list of names of weights, but 'fc1"),
+        ({"model_desc": ModelDescription([1], [2])}, TypeError, "the inputs of a ModelDescription are"),  # type: ignore[list-item]
+        ({"map_optimizer_attributes": lambda name: 3}, TypeError, "for 'fc1.weight' it returned 3"),
         ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['SGDOptimizer', 'AdamOptimizer'"),
         ({"map_optimizer_attributes": {}}, TypeError, "map_optimizer_attributes must be a function or None"),
         ({"map_optimizer_attributes": lambda name: {"speed": 1}, "optimizer": "AdamOptimizer"}, ValueError, "'speed'"),
@@ -307,3 +332,56 @@ def test_generate_sample() -> None:
     values = older_api.generate_sample(IODescription("x", [2, "n"], torch.float64))
     assert values.shape == (2, 1) and values.dtype == torch.float64
     assert older_api.DEFAULT_OPSET_VERSION == 14
+
+
+def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+        trainer = older(allreduce_post_accumulation=True)
+    assert trainer.trainer.options.distributed.allreduce_post_accumulation is False
+
+
+def test_the_window_can_be_assigned() -> None:
+    trainer = older(get_lr_this_step=lambda step: 0.1)
+    trainer.gradient_accumulation_steps = 3
+    for x, y in mlp_batches(6):
+        trainer.train_step(x, y)
+    assert trainer.global_step_ == 2 and trainer.gradient_accumulation_steps == 3
+    with pytest.raises(TypeError, match="gradient_accumulation_steps must be an int"):
+        trainer.gradient_accumulation_steps = 1.5  # type: ignore[assignment]
+
+
+def test_a_checkpoint_has_the_step_and_the_scaler(tmp_path: Path) -> None:
+    def trainer(**arguments: Any) -> ORTTrainer:
+        scaler = LossScaler("scale", True, loss_scale=64.0, up_scale_window=2)
+        return older(use_mixed_precision=True, loss_scaler=scaler, get_lr_this_step=lambda step: 0.1, **arguments)
+
+    first = trainer(global_step=5)
+    for x, y in mlp_batches(3):
+        first.train_step(x, y)
+    older_api.save_checkpoint(first, tmp_path, "run", {"epoch": 1})
+    second = trainer()
+    assert older_api.load_checkpoint(second, tmp_path, "run") == {"epoch": 1}
+    assert second.global_step_ == first.global_step_ == 8
+    assert second.loss_scaler_ is not None
+    assert (second.loss_scaler_.loss_scale_, second.loss_scaler_.stable_steps_) == (128.0, 1)
+    first.trainer.save_checkpoint(tmp_path / "plain.ort.pt")
+    with pytest.warns(UserWarning, match=r"global_step_ stays 8, loss_scaler_ keeps the scale 128\.0"):
+        older_api.load_checkpoint(second, tmp_path, "plain")
+    with pytest.raises(TypeError, match="checkpoint_state_dict must be a dict or None, but 3"):
+        older_api.save_checkpoint(first, tmp_path, "bad", 3)  # type: ignore[arg-type]
+
+
+def test_inputs_with_names_of_their_own_are_positional() -> None:
+    description = ModelDescription([IODescription("image", ["batch", 8]), DESCRIPTION.inputs_[1]], DESCRIPTION.outputs_)
+    model = MLP()
+    trainer = older(model, model_desc=description, get_lr_this_step=lambda step: 0.0)
+    x, y = mlp_batches(1)[0]
+    expected = F.cross_entropy(model(x), y).item()
+    assert trainer.train_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.train_step(label=y, image=x)[0].item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.eval_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(TypeError, match=re.escape("inputs ['x'] are not known: a step takes ['image', 'label']")):
+        trainer.train_step(x=x, label=y)
+    more = [IODescription("mask", ["batch"]), *description.inputs_]
+    with pytest.raises(ValueError, match="mask"):
+        older(model_desc=ModelDescription(more, DESCRIPTION.outputs_))

@@ -38,3 +38,14 @@ def test_attributes_that_old_scripts_read() -> None:
     assert ORTTrainerOptions()._original_opts == {}
     with pytest.raises(TypeError, match="options must be a dict or None"):
         ORTTrainerOptions(3)  # type: ignore[arg-type]
+
+
+def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
+    given = {"distributed": {"allreduce_post_accumulation": True}}
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+        options = ORTTrainerOptions(given)
+    assert options.distributed.allreduce_post_accumulation is False and options._original_opts == given
+    with pytest.raises(ValueError, match="allreduce_post_accumulation: must be of boolean type"):
+        ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": "yes"}})
+    with pytest.raises(ValueError, match="distributed.world_size: training in 2 processes"):
+        ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": True, "world_size": 2}})

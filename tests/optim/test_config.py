@@ -109,3 +109,19 @@ def test_learning_rate_is_checked_when_assigned() -> None:
         config.lr = -1
     with pytest.raises(AttributeError, match="SGDConfig has no attribute 'alpha'"):
         config.alpha  # noqa: B018
+
+
+def test_adamw_shows_its_own_names() -> None:
+    config = AdamWConfig([{"params": ["a"], "weight_decay": 0.0, "betas": (0.8, 0.9)}], lr=0.1, eps=1e-6)
+    text = (
+        "AdamWConfig(params=[{'params': ('a',), 'betas': (0.8, 0.9), 'weight_decay': 0.0}], lr=0.1, betas=(0.9, 0.999),"
+        " eps=1e-06, weight_decay=0.01, max_norm_clip=inf)"
+    )
+    assert repr(config) == text
+    again = eval(text, {"AdamWConfig": AdamWConfig, "inf": float("inf")})
+    assert (again.defaults, again.params) == (config.defaults, config.params)
+
+
+def test_lambda_under_both_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="group 0 sets both 'lambda' and 'lambda_coef', which are one"):
+        AdamConfig([{"params": ["a"], "lambda": 0.1, "lambda_coef": 0.2}])

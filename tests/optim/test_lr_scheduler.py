@@ -71,3 +71,9 @@ def test_state() -> None:
     other = optim.LinearWarmupLRScheduler(10)
     other.load_state_dict(scheduler.state_dict())
     assert other.get_last_lr() == scheduler.get_last_lr() != []
+
+
+def test_a_group_that_is_held_stays_so() -> None:
+    config = optim.SGDConfig([{"params": ["a"], "lr": 0.0}], lr=1.0)
+    info = TrainStepInfo(config, optimization_step=5)
+    assert optim.PolyWarmupLRScheduler(10, warmup=0.0, lr_end=0.5).get_lr(info) == [0.0, 0.75]
