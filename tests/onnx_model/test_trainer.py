@@ -391,6 +391,19 @@ def test_a_loss_whose_gradient_the_graph_can_not_have_is_refused(loss_fn: Any, t
         trainer.train_step(*mlp_batches(1)[0])
 
 
+@needs_builder
+def test_a_loss_that_is_detached_as_a_whole_and_a_batch_that_tells_nothing(tmp_path: Path) -> None:
+    proto = mlp_proto(tmp_path)
+    x, y = mlp_batches(1)[0]
+    trainer = ORTTrainer(proto, MLP_DESC, optim.SGDConfig(), loss_fn=lambda p, y: F.cross_entropy(p, y).detach())
+    with pytest.raises(ExportError, match="does not depend on the prediction, or is detached from it"):
+        trainer.train_step(x, y)
+    trainer = ORTTrainer(proto, MLP_DESC, optim.SGDConfig(lr=0.0), loss_fn="cross_entropy")
+    with torch.no_grad():
+        assert trainer.train_step(x, torch.full_like(y, -100))[0].isnan()
+        assert trainer.train_step(x, y)[0].isfinite()
+
+
 TEXT = """<ir_version: 8, opset_import: ["" : 18, "my" : 1]>
     g (float[N,3] x, float[N] unused) => (float[N,3] h, float[N,3] y, float loss)
     <float[3] w = {0.5, 2.0, 1.5}, float[3] mean = {0.1, 0.2, 0.3},
