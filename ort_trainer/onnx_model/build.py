@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from ..engine import infer_symbolic_shapes
 from ..errors import ExportError
 from ..frontend import LossFunction
-from ..graph import Dim, RandomInput, TensorSpec, TrainingGraph
+from ..graph import RandomInput, TensorSpec, TrainingGraph
 from ..graph.postprocess import postprocessed
 from ..model_desc import ModelDescription
 from .gradient import differentiate
@@ -25,7 +25,7 @@ from .load import OnnxModel
 from .loss import merge_loss, with_loss_scale
 from .lower import lower
 from .modes import autocast, to_evaluation, to_training
-from .nodes import SizeNeededError, Values, attributes_of, names_in, torch_type
+from .nodes import SizeNeededError, Values, attributes_of, dims, names_in, names_inside, replace_all, torch_type
 
 __all__ = ["OnnxGraphBuilder", "OnnxStep", "check_description", "describe_onnx"]
 
@@ -138,10 +138,12 @@ class OnnxGraphBuilder:
     Attributes:
         step: What is trained.
         postprocess: The user's own pass over the ONNX model, or None.
+        losses: The loss function as exported before, for every description of its inputs.
     """
 
     step: OnnxStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+    losses: dict[Any, onnx.ModelProto] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         """Builds a graph for a batch; symbolic dimensions stay free unless a rewrite needs a number.
@@ -207,7 +209,7 @@ class OnnxGraphBuilder:
         if symbolic:
             model = _inferred(model)
         if step.loss_fn is not None:
-            merge_loss(model, step.loss_fn, description, _prediction(step), batch, fixed)
+            merge_loss(model, step.loss_fn, description, _prediction(step), batch, fixed, self.losses)
         keep = description.output_names
         graph_outputs = {value.name: value for value in model.graph.output}
         del model.graph.output[:]
@@ -242,7 +244,7 @@ class OnnxGraphBuilder:
             if value.name in described:
                 value.shape = ir.Shape(described[value.name])
         specs = tuple(
-            TensorSpec(entry.name, batch[entry.name].dtype, _dims(values.shape(entry.name), symbols), entry.shape)
+            TensorSpec(entry.name, batch[entry.name].dtype, dims(values.shape(entry.name), symbols), entry.shape)
             for entry in description.inputs
             if entry.name in used
         )
@@ -314,12 +316,6 @@ def _prediction(step: OnnxStep) -> str:
     return described[0] if described else step.model.outputs[0]
 
 
-def _dims(shape: tuple[int | str | None, ...] | None, symbols: set[str]) -> tuple[Dim, ...] | None:
-    if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
-        return None
-    return tuple(size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None)
-
-
 def _output(entry: Any, values: Values, symbols: set[str]) -> TensorSpec:
     shape = values.shape(entry.name)
     if shape is not None and len(shape) != len(entry.shape) and not entry.is_loss:
@@ -327,7 +323,7 @@ def _output(entry: Any, values: Values, symbols: set[str]) -> TensorSpec:
             f"output {entry.name!r} has {len(shape)} dimensions, {list(shape)}, but model_desc says "
             f"{len(entry.shape)}: {list(entry.shape)}"
         )
-    return TensorSpec(entry.name, torch_type(values.type(entry.name)), _dims(shape, symbols), entry.shape)
+    return TensorSpec(entry.name, torch_type(values.type(entry.name)), dims(shape, symbols), entry.shape)
 
 
 def _drop_unused(model: onnx.ModelProto, inputs: Collection[str]) -> None:
@@ -337,17 +333,10 @@ def _drop_unused(model: onnx.ModelProto, inputs: Collection[str]) -> None:
     for node in reversed(model.graph.node):
         if not wanted.isdisjoint(node.output):
             kept.append(node)
-            wanted.update(node.input)
-            for attribute in node.attribute:
-                for inner in (attribute.g, *attribute.graphs):
-                    wanted |= names_in(inner)
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    produced = {name for node in nodes for name in node.output}
+            wanted.update(node.input, names_inside(node))
+    replace_all(model.graph.node, kept[::-1])
+    produced = {name for node in model.graph.node for name in node.output}
     wanted |= set(inputs)
     wanted &= produced | {value.name for value in (*model.graph.input, *model.graph.initializer)}
-    for field in (model.graph.input, model.graph.initializer, model.graph.value_info):
-        left = [type(value).FromString(value.SerializeToString()) for value in field if value.name in wanted]
-        del field[:]
-        field.extend(left)
+    for values in (model.graph.input, model.graph.initializer, model.graph.value_info):
+        replace_all(values, [value for value in values if value.name in wanted])

@@ -13,7 +13,7 @@ import onnx
 
 from ..engine import training_bindings
 from ..errors import ExportError
-from .nodes import Values, attributes_of, names_in
+from .nodes import Values, attributes_of, names_inside
 
 __all__ = [
     "GradientNode",
@@ -172,8 +172,7 @@ def gradient_path(
         standard = node.domain in ("", "ai.onnx") and not has_user_gradient(node)
         stops = _STOPS.get(node.op_type, set()) if standard else set()
         inputs = [] if stops is None else [i for i, n in enumerate(node.input) if n in reached and i not in stops]
-        inner = {name for a in node.attribute for g in (a.g, *a.graphs) for name in names_in(g)}
-        active.append(inputs or ([-1] if inner & reached else []))
+        active.append(inputs or ([-1] if names_inside(node) & reached else []))
         if active[-1]:
             reached.update(name for name in node.output if name and values.is_float(name))
     wanted = {loss}

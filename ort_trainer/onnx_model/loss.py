@@ -42,6 +42,7 @@ def merge_loss(
     prediction: str,
     batch: Mapping[str, torch.Tensor],
     fixed: Mapping[str, int],
+    exported: dict[Any, onnx.ModelProto],
 ) -> None:
     """Exports a loss function and puts it behind an output of a model, in place.
 
@@ -52,6 +53,8 @@ def merge_loss(
         prediction: The output that the loss function takes.
         batch: A sample of every input.
         fixed: Dimension -> the only size that it has.
+        exported: The loss function as exported before, for every description of its inputs; grows. A model is built
+            several times, and an export takes seconds.
 
     Raises:
         SizeNeededError: If the shape of the prediction is not known.
@@ -76,18 +79,21 @@ def merge_loss(
         label.name: batch[label.name],
     }
     label_shape = [fixed.get(size, size) if isinstance(size, str) else size for size in label.shape]
-    inner = ModelDescription(
-        {
-            "inputs": [("prediction", shape), (label.name, label_shape)],
-            "outputs": [(description.loss.name, [], True)],
-        }
-    )
-    (opset,) = (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    exported = GraphBuilder(ExportedStep(_Prediction(), inner, loss_fn, frozenset(), opset=opset)).build(
-        sample, training=False
-    )
-    proto = ir.to_proto(exported.model)
-    _check_gradient_of_loss(proto, loss_fn, sample, label.name, description.loss.name)
+    key = (tuple(shape), tuple(label_shape), sample["prediction"].dtype, batch[label.name].dtype)
+    if key in exported:
+        proto = exported[key]
+    else:
+        inner = ModelDescription(
+            {
+                "inputs": [("prediction", shape), (label.name, label_shape)],
+                "outputs": [(description.loss.name, [], True)],
+            }
+        )
+        (opset,) = (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        step = ExportedStep(_Prediction(), inner, loss_fn, frozenset(), opset=opset)
+        proto = ir.to_proto(GraphBuilder(step).build(sample, training=False).model)
+        if _check_gradient_of_loss(proto, loss_fn, sample, label.name, description.loss.name):
+            exported[key] = proto
     loss = onnx.compose.add_prefix(proto, _LOSS_PREFIX)
     renamed = {
         f"{_LOSS_PREFIX}prediction": prediction,
@@ -108,10 +114,13 @@ def merge_loss(
 
 def _check_gradient_of_loss(
     proto: onnx.ModelProto, loss_fn: Any, sample: Mapping[str, torch.Tensor], label: str, loss: str
-) -> None:
+) -> bool:
     """Compares the gradient of an exported loss function with PyTorch's.
 
     A graph of the forward pass does not know of ``detach()``, ``no_grad()`` and functions with a gradient of their own.
+
+    Returns:
+        Whether the sample could tell; one without any label that counts has no gradient to compare.
     """
     if not sample["prediction"].is_floating_point():
         raise ExportError(
@@ -132,8 +141,8 @@ def _check_gradient_of_loss(
             module.training = training
     if expected is None:
         raise ExportError("the loss that loss_fn returns does not depend on the prediction, or is detached from it")
-    if not torch.isfinite(expected).all():  # a batch without any label, say, which tells nothing
-        return
+    if not torch.isfinite(expected).all():
+        return False
     model = onnx.ModelProto()
     model.CopyFrom(proto)
     model, spec, scaled = with_loss_scale(model, loss)
@@ -156,6 +165,7 @@ def _check_gradient_of_loss(
             "with a gradient of its own, which the ONNX graph of a loss can't have. Train the PyTorch model instead of "
             "an ONNX model"
         )
+    return True
 
 
 def with_loss_scale(model: onnx.ModelProto, loss: str) -> tuple[onnx.ModelProto, TensorSpec, str]:

@@ -14,7 +14,7 @@ from ..errors import ExportError
 from ..graph.names import Names
 from .convolution import average_pool, conv_transpose, convolution, max_pool, pad, resize
 from .gradient import differentiable, gradient_path, has_user_gradient
-from .nodes import Emitter, Values, attributes_of, constant_of, names_in, refuse
+from .nodes import Emitter, Values, attributes_of, constant_of, names_in, refuse, replace_all
 from .recurrent import gru, lstm, rnn
 
 __all__ = ["lower", "rewrite"]
@@ -102,9 +102,7 @@ def rewrite(
         nodes += emitter.nodes
         changed = True
     if changed:
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del model.graph.node[:]
-        model.graph.node.extend(copies)
+        replace_all(model.graph.node, nodes)
     return changed
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ..graph import Dim, RandomInput
+from ..graph import RandomInput
 from ..graph.names import Names
 from .lower import Rule, rewrite
-from .nodes import Emitter, SizeNeededError, Values, attributes_of, constant_of, names_in, refuse, torch_type
+from .nodes import Emitter, SizeNeededError, Values, attributes_of, constant_of, dims, names_in, refuse, torch_type
 
 __all__ = ["autocast", "to_evaluation", "to_training"]
 
@@ -54,9 +54,25 @@ def to_training(
         The random numbers, and buffer -> value with its new content.
 
     Raises:
-        SizeNeededError: If the shape of a mask depends on more than the symbols.
+        SizeNeededError: If the shape of random numbers depends on more than the symbols.
     """
-    masks: list[RandomInput] = []
+    random_inputs: list[RandomInput] = []
+
+    def drawn(
+        kind: str,
+        node: onnx.NodeProto,
+        e: Emitter,
+        shape: Sequence[int | str | None] | None,
+        elem_type: int = TensorProto.FLOAT,
+        parameters: tuple[float, ...] = (),
+    ) -> str:
+        sizes = dims(shape, symbols)
+        if sizes is None:
+            raise SizeNeededError(f"the random numbers of node {node.name!r} have shape {shape}")
+        name = e.name("random")
+        random_inputs.append(RandomInput(name, kind, torch_type(elem_type), sizes, parameters))
+        model.graph.input.append(helper.make_tensor_value_info(name, elem_type, shape))
+        return name
 
     def dropout(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
         training = constant_of(node, 2, values, np.False_)
@@ -66,26 +82,11 @@ def to_training(
             return
         if not 0 < ratio < 1:
             raise refuse(node, f"the ratio must be in [0, 1), but is {ratio}")
-        mask = e.name("mask")
-        shape = values.shape(node.input[0])
-        if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
-            raise SizeNeededError(f"the mask of dropout node {node.name!r} has shape {shape}")
-        sizes: list[Dim] = [size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None]
-        dtype = torch_type(e.type)
-        masks.append(RandomInput(mask, "bernoulli", dtype, tuple(sizes), (1.0 - ratio, 1.0 / (1.0 - ratio))))
-        model.graph.input.append(helper.make_tensor_value_info(mask, e.type, shape))
+        parameters = (1.0 - ratio, 1.0 / (1.0 - ratio))
+        mask = drawn("bernoulli", node, e, values.shape(node.input[0]), e.type, parameters)
         e.assign(node.output[0], e("Mul", node.input[0], mask))
         if len(node.output) > 1 and node.output[1]:
             e.assign(node.output[1], e("Cast", mask, to=TensorProto.BOOL))
-
-    def drawn(kind: str, node: onnx.NodeProto, e: Emitter, shape: Sequence[int | str | None] | None) -> str:
-        if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
-            raise SizeNeededError(f"the random numbers of node {node.name!r} have shape {shape}")
-        name = e.name("random")
-        sizes: list[Dim] = [size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None]
-        masks.append(RandomInput(name, kind, torch_type(TensorProto.FLOAT), tuple(sizes)))
-        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
-        return name
 
     def random(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
         attributes = attributes_of(node)
@@ -127,7 +128,7 @@ def to_training(
                 node.output[index] = node.output[index] or emitter.name("updated")
                 if buffer in buffers:
                     updates[buffer] = node.output[index]
-    return masks, updates
+    return random_inputs, updates
 
 
 def autocast(model: onnx.ModelProto, dtype: int) -> bool:

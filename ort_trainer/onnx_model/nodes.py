@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,22 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ..errors import ExportError
+from ..graph import Dim
 from ..graph.names import Names
 
-__all__ = ["Emitter", "SizeNeededError", "Values", "attributes_of", "constant_of", "names_in", "refuse", "torch_type"]
+__all__ = [
+    "Emitter",
+    "SizeNeededError",
+    "Values",
+    "attributes_of",
+    "constant_of",
+    "dims",
+    "names_in",
+    "names_inside",
+    "refuse",
+    "replace_all",
+    "torch_type",
+]
 
 Shape = tuple[int | str | None, ...]
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
@@ -57,11 +70,31 @@ def names_in(graph: onnx.GraphProto) -> set[str]:
     """Returns all names of values of a graph, those of its subgraphs included."""
     names = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
     for node in graph.node:
-        names.update(node.input, node.output)
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                names |= names_in(inner)
+        names.update(node.input, node.output, names_inside(node))
     return names
+
+
+def names_inside(node: onnx.NodeProto) -> set[str]:
+    """Returns all names of values of the subgraphs of a node."""
+    graphs = (graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs))
+    return {name for graph in graphs for name in names_in(graph)}
+
+
+def replace_all(field: Any, values: Sequence[Any]) -> None:
+    """Replaces the content of a repeated protobuf field, also by values that are in it.
+
+    They are copied first, as deleting them from the field lets go of their memory.
+    """
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    del field[:]
+    field.extend(copies)
+
+
+def dims(shape: Sequence[int | str | None] | None, symbols: Collection[str]) -> tuple[Dim, ...] | None:
+    """Returns a shape as a training graph has it, or None if it has more than numbers and these symbols."""
+    if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
+        return None
+    return tuple(size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None)
 
 
 class Values:
