@@ -25,6 +25,7 @@ from .optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer
 from .training_parameters import TrainingParameters
+from .window import AccumulationWindow
 
 __all__ = ["NodeArg", "TrainingSession"]
 
@@ -97,8 +98,7 @@ class TrainingSession:
         if parameters.weights_to_train:  # whatever the file says was frozen
             self._model = dataclasses.replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
-        self._micro_batches = 0
-        self._window_scale: float | None = None
+        self._window = AccumulationWindow(parameters.gradient_accumulation_steps)
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
         _check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
@@ -389,10 +389,11 @@ class TrainingSession:
         extra = {name: _number(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
         scale = extra.get(self._scale_name, parameters.loss_scale or 1.0)
-        if self._window_scale not in (None, scale):
+        window = self._window
+        began = window.factor(1.0, scale)
+        if began != scale:
             raise ValueError(
-                f"the loss scale is {scale}, but the accumulation window began with {self._window_scale}: change it "
-                "after an update"
+                f"the loss scale is {scale}, but the accumulation window began with {began}: change it after an update"
             )
         self._trainer.prepare(inputs)
         session, info = self._session, self._trainer.train_step_info
@@ -401,20 +402,21 @@ class TrainingSession:
             self._check_binding(binding, inputs)
         results = dict(zip(own, session.train_step(batch, loss_scale=scale, names=own), strict=True))
         info.step += 1
-        self._micro_batches += 1
-        self._window_scale = scale
-        gradients = {f"{name}_grad": value for name, value in session.gradients.items()}
-        results |= {name: gradients[name] / scale for name in names if name in gradients}
+        window.add(1.0, scale)
+        gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
+        results |= {
+            name: session.gradients[weight] / scale for name, weight in gradients.items() if weight in session.gradients
+        }
         info.all_finite = True
-        if may_update and self._micro_batches >= parameters.gradient_accumulation_steps:
+        if may_update and window.complete:
             if rate is not None:
                 session.set_learning_rate(rate)
                 info.all_finite = session.optimizer_step(
-                    divisor=self._micro_batches * scale, check_finite=parameters.use_mixed_precision
+                    divisor=window.divisor, check_finite=parameters.use_mixed_precision
                 )
                 info.optimization_step += int(info.all_finite)
             session.lazy_reset_grad()
-            self._micro_batches, self._window_scale = 0, None
+            window.reset()
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
 

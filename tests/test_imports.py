@@ -71,6 +71,7 @@ ALLOWED = {
         "options",
         "trainer",
         "training_parameters",
+        "window",
     },
     "__init__": {
         "amp",
