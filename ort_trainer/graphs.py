@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from .batch import Batch, bind_batch, to_tensor, unpack
 from .graph import TrainingGraph
 from .memory import return_freed_memory
 from .model_desc import ModelDescription
-from .model_source import Builder, ModelSource
+from .model_source import ModelSource
 from .session import StepSession
 
 __all__ = ["StepGraphs"]
@@ -20,6 +21,8 @@ __all__ = ["StepGraphs"]
 _log = logging.getLogger(__name__)
 # Each graph for other sizes costs an export; a model that fixes a dimension must not export without end.
 _MAXIMUM_GRAPHS = 16
+# An export replaces functions of PyTorch for a while and borrows the model: one at a time in a process.
+_EXPORTING = threading.RLock()
 
 
 class StepGraphs:
@@ -38,7 +41,6 @@ class StepGraphs:
         self._source = source
         self._device = device
         self._description: ModelDescription | None = None
-        self._builder: Builder | None = None
         self._narrower: ModelDescription | None = None
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         if not isinstance(model_desc, str):
@@ -105,19 +107,25 @@ class StepGraphs:
         """Returns the session's graph for a batch; builds one if none accepts the batch's sizes.
 
         Raises:
-            RuntimeError: If there are too many graphs already.
+            RuntimeError: If there are too many graphs already, or the model has become another one.
             ExportError: If the model can't be exported.
         """
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        session.choose_variant(training, self._source.variant(training))
         known = session.graph_for(training, shapes)
         if known is not None:
             return known
         sizes = self.description.sizes(shapes)
         graphs = session.graphs(training)
         if len(graphs) >= _MAXIMUM_GRAPHS:
+            fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
             raise RuntimeError(
-                f"the model fixes dimensions ({sorted({s for g in graphs for s in g.fixed})}), and has been exported "
-                f"for {len(graphs)} sizes already; {sizes} would be one more. Pad the inputs to fewer different sizes"
+                f"the model fixes dimensions ({fixed}), and has been exported for {len(graphs)} sizes already; {sizes} "
+                "would be one more. Pad the inputs to fewer different sizes"
+                if fixed
+                else f"modes and settings of the model (a dropout's p, a float attribute) have changed so often that "
+                f"it has been exported {len(graphs)} times already. Make what changes all the time a registered "
+                "buffer, or an input"
             )
         if self._sample is not None:
             # Inputs that were left out are not needed for the outputs asked for, but for an export.
@@ -138,8 +146,9 @@ class StepGraphs:
         """
         self.graph_for(session, batch, training=False)
         found = session.eval_step(list(batch.values()))
-        assert self._builder is not None
-        for output, ours, theirs in zip(self.description.outputs, found, self._builder.reference(batch), strict=True):
+        with _EXPORTING:
+            reference = self._source.builder(self.description).reference(batch)
+        for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
                 difference = (ours.float() - theirs.float()).abs().max().item()
                 raise RuntimeError(
@@ -148,7 +157,7 @@ class StepGraphs:
                 )
 
     def _set_description(self, description: ModelDescription) -> None:
-        self._builder = self._source.builder(description)
+        self._source.builder(description)  # which checks it
         self._description = description
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -156,7 +165,8 @@ class StepGraphs:
         given = self._source.name_inputs(*unpack(args, kwargs))
         batch = {name: to_tensor(name, value) for name, value in given.items()}
         if self._description is None:
-            self._set_description(self._source.describe(batch))
+            with _EXPORTING:
+                self._set_description(self._source.describe(batch))
             _log.info("derived from the first batch: %r", self._description)
             return
         known = self._description
@@ -168,11 +178,16 @@ class StepGraphs:
             self._set_description(wider)
 
     def _build(self, batch: Batch, training: bool) -> TrainingGraph:
-        assert self._builder is not None
         narrower, self._narrower = self._narrower, None
         try:
-            return self._builder.build(batch, training)
-        except Exception:
+            with _EXPORTING, torch.enable_grad():  # in whatever mode the caller's autograd is
+                return self._source.builder(self.description).build(_without_inference(batch), training)
+        except BaseException:
             if narrower is not None:
                 self._set_description(narrower)  # the batch was wrong, not the description
             raise
+
+
+def _without_inference(batch: Batch) -> Batch:
+    """Returns a batch of ordinary tensors."""
+    return {name: value.clone() if value.is_inference() else value for name, value in batch.items()}

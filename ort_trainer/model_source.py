@@ -18,8 +18,10 @@ from .frontend import (
     ExportedStep,
     GraphBuilder,
     LossFunction,
+    ModelWatch,
     RecomputeOptions,
     canonical_names,
+    check_model,
     check_signature,
     describe,
     name_sample,
@@ -37,6 +39,7 @@ from .onnx_model import (
 )
 from .optim import _OptimizerConfig
 from .options import ORTTrainerOptions
+from .ownership import shared_groups
 
 __all__ = ["LOSSES", "Builder", "ModelSource", "model_source"]
 
@@ -83,8 +86,6 @@ class ModelSource(ABC):
         name: What messages call it.
         fixed: Whether nobody can change its weights from outside.
         inputs: Names of its inputs.
-        parameters: All parameters by canonical name, trained or not, as the model has them.
-        buffers: All buffers, likewise.
         canonical: Every name of a parameter or buffer -> the first name of the same tensor.
         saved: What is in a state dict, tied names included, in order.
         transient: What is not.
@@ -94,12 +95,31 @@ class ModelSource(ABC):
     name: str
     fixed: bool
     inputs: Sequence[str]
-    parameters: Named
-    buffers: Named
     canonical: Mapping[str, str]
     saved: Named
     transient: Named
     trainable: list[str]
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Named:
+        """All parameters by canonical name, trained or not, as the model has them now."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Named:
+        """All buffers, likewise."""
+
+    def variant(self, training: bool) -> int:
+        """Returns a number for what of the model graphs depend on; it differs where that has changed.
+
+        Args:
+            training: Whether for training graphs.
+
+        Raises:
+            RuntimeError: If it has become another model.
+        """
+        return 0
 
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""
@@ -182,16 +202,17 @@ class _TorchSource(ModelSource):
         options: ORTTrainerOptions,
     ) -> None:
         self.name, self.fixed = type(model).__name__, False
+        check_model(model)
         self.inputs = list(inspect.signature(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
         _check_names(list(named), optim_config, options)
         self._check_options()
-        self.parameters = dict(model.named_parameters())
-        self.buffers = dict(model.named_buffers())
         self.canonical = canonical_names(model)
         frozen = {self.canonical[name] for name in options.utils.frozen_weights}
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
+        self._watch = ModelWatch(model, self.trainable, frozen)
+        shared_groups({**self.parameters, **self.buffers})
         tensors = {
             name: tensor.detach()
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
@@ -200,6 +221,17 @@ class _TorchSource(ModelSource):
         saved += [name for name in named if name not in saved]
         self.saved = {name: tensors[name] for name in saved}
         self.transient = {name: value for name, value in tensors.items() if name not in self.saved}
+
+    @property
+    def parameters(self) -> Named:
+        return dict(self._model.named_parameters())
+
+    @property
+    def buffers(self) -> Named:
+        return dict(self._model.named_buffers())
+
+    def variant(self, training: bool) -> int:
+        return self._watch.variant(training)
 
     def _check_options(self) -> None:
         if self._options.utils.run_symbolic_shape_infer:
@@ -222,12 +254,14 @@ class _TorchSource(ModelSource):
 
     def builder(self, description: ModelDescription) -> Builder:
         check_signature(self._model, description, self._loss_fn)
+        self._watch.check_exportable()
         internal = self._options._internal_use
         step = ExportedStep(
             model=self._model,
             description=description,
             loss_fn=self._loss_fn,
-            trainable=frozenset(self.trainable),
+            trainable=self._watch.trainable,
+            modes=self._watch.modes,
             autocast=_autocast(self._options),
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
@@ -250,13 +284,20 @@ class _OnnxSource(ModelSource):
         self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         self._loss_fn, self._options = loss_fn, options
         self.inputs = self._model.inputs
-        self.parameters, self.buffers = self._model.parameters, self._model.buffers
         _check_names(list(self.parameters), optim_config, options)
         self.saved = {**self.parameters, **self.buffers}
         self.transient = {}
         self.canonical = {name: name for name in self.saved}
         frozen = {*options.utils.frozen_weights, *self._model.frozen}
         self.trainable = [name for name in self.parameters if name not in frozen]
+
+    @property
+    def parameters(self) -> Named:
+        return self._model.parameters
+
+    @property
+    def buffers(self) -> Named:
+        return self._model.buffers
 
     def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         names = [*self._model.inputs, *([] if self._loss_fn is None else ["label"])]

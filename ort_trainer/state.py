@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .optim.update import MOMENT_1, MOMENT_2
+from .ownership import owned_dtype
 from .session import StepSession
 from .window import AccumulationWindow
 
@@ -156,9 +157,12 @@ def _collect_optimizer(session: StepSession, layout: Layout, array: Any) -> Stat
 
 
 def to_pytorch(session: StepSession, layout: Layout) -> dict[str, torch.Tensor]:
-    """Returns copies of all weights and buffers on the CPU, under the names that ``model.state_dict()`` has."""
+    """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
     tensors = {**session.parameters, **session.buffers}
-    return {name: tensors[layout.canonical[name]].detach().cpu().clone() for name in layout.tensors}
+    return {
+        name: tensors[layout.canonical[name]].detach().to("cpu", like.dtype, copy=True)
+        for name, like in layout.tensors.items()
+    }
 
 
 def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool) -> Restored:
@@ -264,7 +268,7 @@ def _fitting(value: Any, like: torch.Tensor, where: str) -> torch.Tensor:
         raise ValueError(f"{where} has shape {list(tensor.shape)}, but the trainer has {list(like.shape)}")
     if tensor.dtype != like.dtype and (tensor.is_floating_point() != like.is_floating_point()):
         raise ValueError(f"{where} has dtype {tensor.dtype}, but the trainer has {like.dtype}")
-    return tensor.to(like.dtype)
+    return tensor.to(owned_dtype(like.dtype))
 
 
 def _read_tensors(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +24,13 @@ from .graph import TrainingGraph
 from .graph.onnx_file import save_model
 from .graph_files import check_graph_paths, save_graphs
 from .graphs import StepGraphs
+from .interrupts import uninterrupted
 from .model_desc import ModelDescription
 from .model_source import LOSSES, model_source
 from .onnx_model import OnnxModel
 from .optim import _LRScheduler, _OptimizerConfig
 from .options import ORTTrainerOptions
+from .ownership import own_copies
 from .session import StepSession
 from .state import Layout, Restored, apply_to_session, collect, read, to_pytorch
 from .step_info import TrainStepInfo
@@ -39,8 +42,26 @@ _NOT_INITIALIZED = (
     "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
     "calling ORTTrainer.state_dict()."
 )
+_NO_COPY = (
+    "an ORTTrainer can't be {}, as it owns sessions of ONNX Runtime: make another one with the same arguments and give "
+    "it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
+)
 _GRADIENT_WEIGHT = "gradient_weight"
 Copied = TypeVar("Copied", LossScaler, _LRScheduler)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _outside_inference_mode(method: Method) -> Method:
+    """Runs a method outside ``torch.inference_mode``, whose tensors could not be changed by later steps."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 class ORTTrainer:
@@ -174,6 +195,7 @@ class ORTTrainer:
         """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
         return self._session
 
+    @_outside_inference_mode
     def prepare(self, sample_batch: Any = None) -> None:
         """Exports the model now instead of in the first step; trains nothing.
 
@@ -188,6 +210,7 @@ class ORTTrainer:
         batch = self._graphs.blank_batch() if sample_batch is None else sample_batch
         self._prepare(self._graphs.bind((batch,), {}), training=True)
 
+    @_outside_inference_mode
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
 
@@ -204,14 +227,17 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. Nothing has been counted or changed then.
             ExportError: In the first step, if the model can't be exported.
         """
-        window = self._window
-        weight = window.checked_weight(self._take_gradient_weight(kwargs))
+        weight = self._window.checked_weight(self._take_gradient_weight(kwargs))
         batch = self._graphs.bind(args, kwargs)
         names = self._fetches()
         session = self._prepare(batch, training=True)
-        info = self._train_step_info
+        with uninterrupted():
+            outputs = self._step(session, batch, names, weight)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _step(self, session: StepSession, batch: Batch, names: list[str], weight: float) -> list[torch.Tensor]:
+        window, info, scaler = self._window, self._train_step_info, self._loss_scaler
         rates = self._next_learning_rates()
-        scaler = self._loss_scaler
         scale = scaler.loss_scale if scaler is not None else 1.0
         factor = window.factor(weight, scale)
         outputs = session.train_step(list(batch.values()), loss_scale=factor, names=names)
@@ -226,8 +252,9 @@ class ORTTrainer:
                 self._update_scale()
             finally:
                 info.optimization_step += int(info.all_finite)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs
 
+    @_outside_inference_mode
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model and the loss in evaluation mode: dropout off, batch norm with its running statistics.
 
@@ -260,8 +287,9 @@ class ORTTrainer:
         if self._session is not None:
             return self._session.parameters[canonical].cpu().clone()
         waiting = {} if self._pending is None else self._pending.tensors
-        return waiting.get(canonical, self._layout.tensors[canonical]).cpu().clone()
+        return waiting.get(canonical, self._source.parameters[canonical]).detach().cpu().clone()
 
+    @_outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
         """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
 
@@ -289,6 +317,7 @@ class ORTTrainer:
             return None
         return gradients[canonical].cpu() / self._window.divisor
 
+    @_outside_inference_mode
     def set_gradient(self, name: str, value: Any) -> None:
         """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
 
@@ -330,6 +359,7 @@ class ORTTrainer:
             return to_pytorch(self._session, self._layout)
         return self._collect(self._session, include_optimizer=True, copy_arrays=True)
 
+    @_outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restores what :meth:`state_dict` returned, in either format; also before the first step.
 
@@ -346,16 +376,17 @@ class ORTTrainer:
         restored = read(state_dict, self._layout, self._window, strict)
         scaler = _with_state(self._loss_scaler, restored.loss_scaler, "loss_scaler")
         scheduler = _with_state(self._lr_scheduler, restored.lr_scheduler, "lr_scheduler")
-        if self._session is not None:
-            apply_to_session(restored, self._session)
-        else:
-            self._pending, self._pending_dict = restored.over(self._pending), state_dict
-        self._loss_scaler, self._lr_scheduler = scaler, scheduler
-        self._window = restored.window or self._window
-        info = self._train_step_info
-        info.step = info.step if restored.step is None else restored.step
-        if restored.optimization_step is not None:
-            info.optimization_step = restored.optimization_step
+        with uninterrupted():
+            if self._session is not None:
+                apply_to_session(restored, self._session)
+            else:
+                self._pending, self._pending_dict = restored.over(self._pending), state_dict
+            self._loss_scaler, self._lr_scheduler = scaler, scheduler
+            self._window = restored.window or self._window
+            info = self._train_step_info
+            info.step = info.step if restored.step is None else restored.step
+            if restored.optimization_step is not None:
+                info.optimization_step = restored.optimization_step
 
     def save_checkpoint(
         self,
@@ -437,6 +468,7 @@ class ORTTrainer:
             )
         self._save_onnx(path, "export_for_inference", names)
 
+    @_outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
@@ -447,6 +479,12 @@ class ORTTrainer:
         if list(names) != [spec.name for spec in graph.outputs]:
             graph = graph.pruned(names)
         save_model(graph, session.parameters, session.buffers, self._source.trainable, Path(path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(_NO_COPY.format("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NO_COPY.format("pickled"))
 
     def _make_loss_scaler(self) -> LossScaler | None:
         precision = self.options.mixed_precision
@@ -492,20 +530,21 @@ class ORTTrainer:
         if self.options.debug.check_model_export:
             self._graphs.check_export(session, batch)
         self._graph_for(session, batch, training)
-        if self._pending is not None:
-            apply_to_session(self._pending, session)
-            self._pending, self._pending_dict = None, {}
-        self._graphs.started(batch)
-        self._session = session
+        with uninterrupted():
+            if self._pending is not None:
+                apply_to_session(self._pending, session)
+                self._pending, self._pending_dict = None, {}
+            self._graphs.started(batch)
+            self._session = session
         return session
 
     def _make_session(self) -> StepSession:
         options = self.options
-        parameters = {name: self._owned(value) for name, value in self._source.parameters.items()}
-        buffers = {name: self._owned(value) for name, value in self._source.buffers.items()}
+        parameters, buffers = self._source.parameters, self._source.buffers
+        owned = own_copies({**parameters, **buffers}, self._device)
         return StepSession(
-            parameters,
-            buffers,
+            {name: owned[name] for name in parameters},
+            {name: owned[name] for name in buffers},
             self._source.names_of_trainable(),
             self.optim_config,
             clip=options.utils.grad_norm_clip,
@@ -517,9 +556,6 @@ class ORTTrainer:
             mem_limit=options.device.mem_limit,
             seed=self._seed,
         )
-
-    def _owned(self, value: torch.Tensor) -> torch.Tensor:
-        return value.detach().to(self._device, copy=True, memory_format=torch.contiguous_format)
 
     def _graph_for(self, session: StepSession, batch: Batch, training: bool) -> TrainingGraph:
         first = training and not session.graphs(True)

@@ -19,6 +19,7 @@ from .batch import to_tensor
 from .engine import SessionOptions, available_providers
 from .flat_state import flat_state_dict, load_flat_state_dict
 from .graph import evaluate
+from .interrupts import uninterrupted
 from .io_binding import IOBinding, to_ort_value, to_torch
 from .onnx_model import OnnxModel, describe_onnx, load_onnx_model
 from .optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
@@ -400,23 +401,26 @@ class TrainingSession:
         batch = [inputs[name].contiguous() for name in session.input_names(True)]
         if binding is not None:
             self._check_binding(binding, inputs)
-        results = dict(zip(own, session.train_step(batch, loss_scale=scale, names=own), strict=True))
-        info.step += 1
-        window.add(1.0, scale)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
-        results |= {
-            name: session.gradients[weight] / scale for name, weight in gradients.items() if weight in session.gradients
-        }
-        info.all_finite = True
-        if may_update and window.complete:
-            if rate is not None:
-                session.set_learning_rate(rate)
-                info.all_finite = session.optimizer_step(
-                    divisor=window.divisor, check_finite=parameters.use_mixed_precision
-                )
-                info.optimization_step += int(info.all_finite)
-            session.lazy_reset_grad()
-            window.reset()
+        with uninterrupted():
+            results = dict(zip(own, session.train_step(batch, loss_scale=scale, names=own), strict=True))
+            info.step += 1
+            window.add(1.0, scale)
+            results |= {
+                name: session.gradients[weight] / scale
+                for name, weight in gradients.items()
+                if weight in session.gradients
+            }
+            info.all_finite = True
+            if may_update and window.complete:
+                if rate is not None:
+                    session.set_learning_rate(rate)
+                    info.all_finite = session.optimizer_step(
+                        divisor=window.divisor, check_finite=parameters.use_mixed_precision
+                    )
+                    info.optimization_step += int(info.all_finite)
+                session.lazy_reset_grad()
+                window.reset()
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
 

@@ -12,13 +12,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
-LEAVES = {"errors", "schema", "engine", "atomic", "memory"}
+LEAVES = {"errors", "schema", "engine", "atomic", "interrupts", "memory", "ownership"}
 ALLOWED = {
     "errors": set(),
     "schema": set(),
     "engine": set(),
     "atomic": set(),
+    "interrupts": set(),
     "memory": set(),
+    "ownership": set(),
     "window": set(),
     "amp": {"step_info"},  # for annotations only
     "optim": {"step_info"},  # for annotations only
@@ -56,7 +58,7 @@ ALLOWED = {
         "window",
     },
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": {"amp", "checkpoint", "flat_state", "model_desc", "onnx_model", "optim"},
+    "compat": {"amp", "checkpoint", "flat_state", "interrupts", "model_desc", "onnx_model", "optim"},
     "flat_state": {"trainer"},
     "io_binding": LEAVES,
     "training_parameters": LEAVES,

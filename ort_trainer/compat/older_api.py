@@ -19,6 +19,7 @@ import ort_trainer
 
 from .. import amp, optim
 from ..flat_state import flat_state_dict, load_flat_state_dict
+from ..interrupts import uninterrupted
 from ..onnx_model import OnnxModel, load_onnx_model
 from .checkpoint import Folder, load_from_folder, save_in_folder
 from .options import without_idle_all_reduce
@@ -352,13 +353,19 @@ class ORTTrainer:
             raise TypeError(f"inputs {missing} are missing: a step takes {[*self._input_names(), *extras]}")
         given = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
         learning_rate = _one_number("the learning rate", given)
-        info = self._trainer.train_step_info
-        before = info.optimization_step
-        scaler = self._trainer.loss_scaler
+        scaler, scale = self._trainer.loss_scaler, 1.0
         if isinstance(scaler, _GivenScale):
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
-            scaler.loss_scale = _one_number("the loss scale", given)
-            scaler.updated = False
+            scale = _one_number("the loss scale", given)
+        self._run(self._trainer.prepare, batch, None)  # an export may be interrupted, a step not
+        with uninterrupted():
+            return self._step(batch, fetches, learning_rate, scale)
+
+    def _step(self, batch: Mapping[str, Any], fetches: Sequence[str] | None, learning_rate: float, scale: float) -> Any:
+        info, scaler = self._trainer.train_step_info, self._trainer.loss_scaler
+        before = info.optimization_step
+        if isinstance(scaler, _GivenScale):
+            scaler.loss_scale, scaler.updated = scale, False
         self._trainer.optim_config.lr = learning_rate
         outputs = self._run(self._trainer.train_step, batch, fetches)
         self.global_step_ += info.optimization_step - before

@@ -2,14 +2,18 @@
 
 from .builder import GraphBuilder
 from .describe import describe, name_sample
+from .model_checks import check_model
+from .model_watch import ModelWatch
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
 __all__ = [
     "ExportedStep",
     "GraphBuilder",
     "LossFunction",
+    "ModelWatch",
     "RecomputeOptions",
     "canonical_names",
+    "check_model",
     "check_signature",
     "describe",
     "name_sample",

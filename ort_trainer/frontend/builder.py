@@ -13,8 +13,9 @@ import torch
 
 from ..graph import TrainingGraph
 from ..graph.postprocess import postprocessed
+from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
-from .step_module import ExportedStep, StepModule, borrowed
+from .step_module import ExportedStep, StepModule
 
 __all__ = ["GraphBuilder"]
 
@@ -73,13 +74,8 @@ class GraphBuilder:
         """Returns what PyTorch itself computes in evaluation mode, with the model's own weights."""
         module = StepModule(self.step)
         sample = [batch[entry.name] for entry in self.step.description.inputs]
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):
-            try:
-                return tuple(module(*sample))
-            finally:
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            return tuple(module(*(value.clone() for value in sample)))
 
 
 def _refuse_contrib_ops(graph: TrainingGraph) -> None:

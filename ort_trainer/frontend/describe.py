@@ -1,8 +1,9 @@
-"""``model_desc="auto"``: derives the model description from a sample batch and one forward pass."""
+"""``model_desc="auto"``: derives the model description from a sample batch and one forward pass, on copies of both."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 from ..errors import ExportError
 from ..model_desc import ModelDescription
-from .step_module import LossFunction, borrowed, named_outputs
+from .borrow import borrowed
+from .isolation import can_isolate, run_in_child
+from .source import source_line_of_error
+from .step_module import LossFunction, named_outputs
 
 __all__ = ["describe", "name_sample"]
 
@@ -28,6 +32,10 @@ def name_sample(
         TypeError: If there are more than ``forward`` takes, or one is given twice.
     """
     names = _argument_names(model)
+    accepts_any = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    unknown = [name for name in kwargs if name not in names and not accepts_any]
+    if unknown and (loss_fn is None or len(args) > len(names)):  # else one of them is the label
+        raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
     label = [] if loss_fn is None or kwargs else [_unused("label", names)]
     names = [*names[: len(args) - len(label)], *label]
     if len(args) > len(names):
@@ -66,16 +74,26 @@ def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str,
         )
     batch = batch if loss_fn is None else _label_last(model, batch)
     inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
+    # What forward() does to Python objects, and it may do anything, stays in the child.
+    answer = run_in_child(lambda: json.dumps(_described(model, loss_fn, batch)).encode()) if can_isolate() else None
+    outputs = _described(model, loss_fn, batch) if answer is None else json.loads(answer)
+    return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
+
+
+def _described(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
+) -> list[tuple[str, list[str], bool]]:
+    """Returns the outputs as a description has them."""
     outputs = dict(_outputs(model, loss_fn, batch))
     loss = _find_loss(outputs)
     taken = list(batch)
-    described: list[tuple[Any, ...]] = []
+    described = []
     for name, value in outputs.items():
         unique = _unused(name, taken)
         taken.append(unique)
         shape = [] if name == loss else [f"{unique}_{axis}" for axis in range(value.dim())]
         described.append((unique, shape, name == loss))
-    return ModelDescription({"inputs": inputs, "outputs": described}, inferred=True)
+    return described
 
 
 def _unused(name: str, taken: list[str]) -> str:
@@ -118,24 +136,28 @@ def _input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | st
 def _outputs(
     model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and values of a step's outputs, of a run that leaves no trace."""
-    data = dict(batch)
+    """Yields the names and values of a step's outputs, of a run on copies that leaves no trace."""
+    data = {name: value.clone() for name, value in batch.items()}
     label = data.popitem()[1] if loss_fn is not None else None
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with borrowed(model, (), training=True), torch.no_grad(), torch.random.fork_rng():
+    step = nn.ModuleList(part for part in (model, loss_fn) if isinstance(part, nn.Module))
+    with borrowed(step, (), training=True), torch.no_grad(), torch.random.fork_rng():
         try:
             result = model(**data)
-            if loss_fn is not None:
-                assert label is not None
-                yield "loss", loss_fn(result, label)
-            # What comes behind something that is no tensor, such as a cache of keys and values, can't be described.
-            for name, value in named_outputs(result):
-                if not isinstance(value, torch.Tensor):
-                    break
-                yield name, value
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            loss = None if loss_fn is None or label is None else loss_fn(result, label)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(
+                f"model_desc='auto' runs {type(model).__name__} on the first batch to see what it returns, which "
+                f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}"
+            ) from error
+        if loss is not None:
+            yield "loss", loss
+        # What comes behind something that is no tensor, such as a cache of keys and values, can't be described.
+        for name, value in named_outputs(result):
+            if not isinstance(value, torch.Tensor):
+                break
+            yield name, value
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor]) -> str:

@@ -14,12 +14,13 @@ from ..graph.bfloat16 import widen_bfloat16
 from ..graph.dims import holds, symbols_of
 from ..graph.names import Names
 from ..model_desc import ModelDescription
+from .borrow import borrowed
 from .capture import Capture, capture
 from .quiet import quiet
 from .random_inputs import lift_random_numbers
 from .recompute import apply_recompute
 from .source import forward_line
-from .step_module import ExportedStep, StepModule, borrowed, canonical_names
+from .step_module import ExportedStep, StepModule, canonical_names
 from .to_onnx import set_shapes, to_onnx
 
 __all__ = ["export"]
@@ -67,7 +68,7 @@ def _capture(step: ExportedStep, sample: Sequence[torch.Tensor], training: bool)
     enlarged = {symbol for symbol, size in sizes.items() if size == 1}
     trainable = {f"model.{name}" for name in step.trainable} if training else set()
     module = StepModule(step)
-    with borrowed(module, trainable, training):
+    with borrowed(module, trainable, training, step.modes if training else None):
         while True:
             stand_in = [_enlarge(e.shape, value, enlarged) for e, value in zip(inputs, sample, strict=True)]
             try:

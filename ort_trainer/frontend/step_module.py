@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ __all__ = [
     "LossFunction",
     "RecomputeOptions",
     "StepModule",
-    "borrowed",
     "canonical_names",
     "check_signature",
     "named_outputs",
@@ -58,6 +57,7 @@ class ExportedStep:
         description: The model description.
         loss_fn: The loss function, or None where the model returns the loss.
         trainable: Canonical names of the parameters to train.
+        modes: Module -> whether it is in training mode in a training step; None for what ``model.train()`` makes.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
@@ -68,6 +68,7 @@ class ExportedStep:
     description: ModelDescription
     loss_fn: LossFunction | None
     trainable: frozenset[str]
+    modes: Mapping[nn.Module, bool] | None = None
     autocast: torch.dtype | None = None
     opset: int = 18
     simplified: bool = True
@@ -243,27 +244,3 @@ def _loss(loss: torch.Tensor) -> torch.Tensor:
         raise ExportError(f"the loss must be a floating-point tensor, but its dtype is {loss.dtype}")
     # A scale of 65536 has no fp16 representation, so the loss and its scale are fp32 also in mixed precision.
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-
-
-@contextlib.contextmanager
-def borrowed(module: nn.Module, trainable: Collection[str], training: bool) -> Iterator[None]:
-    """Puts a module into training or evaluation mode with only some parameters trainable, and puts everything back.
-
-    Args:
-        module: The module.
-        trainable: Names of the parameters that shall require grad, as ``module.named_parameters()`` has them: of a tied
-            parameter the first.
-        training: The mode.
-    """
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        module.train(training)
-        for name, parameter in module.named_parameters():  # a tied parameter under its first name only
-            parameter.requires_grad_(name in trainable)
-        yield
-    finally:
-        for submodule, mode in modes:
-            submodule.training = mode
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)

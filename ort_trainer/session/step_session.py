@@ -69,7 +69,8 @@ class StepSession:
         self._reset = True
         self._scratch: dict[str, torch.Tensor] = {}
         self._updated: dict[str, torch.Tensor] = {}
-        self._runners: dict[bool, list[GraphRunner]] = {True: [], False: []}
+        self._runners: dict[tuple[bool, int], list[GraphRunner]] = {}
+        self._variants = {True: 0, False: 0}
         self._found: dict[tuple[Any, ...], GraphRunner] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._learning_rates: Sequence[float] = optimizer_config.learning_rates
@@ -94,7 +95,7 @@ class StepSession:
         for name in graph.buffer_updates:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.buffers[name])
-        self._runners[graph.training].append(runner)
+        self._runners_for(graph.training).append(runner)
 
     def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
@@ -105,8 +106,17 @@ class StepSession:
         load(graph, self._providers, options)
 
     def graphs(self, training: bool) -> list[TrainingGraph]:
-        """Returns the graphs of a mode, in the order in which they were added."""
-        return [runner.graph for runner in self._runners[training]]
+        """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
+        return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
+
+    def choose_variant(self, training: bool, variant: int) -> None:
+        """Chooses the variant of the model whose graphs are added, found and run from now on.
+
+        Args:
+            training: Which graphs.
+            variant: Any number; at first it is 0.
+        """
+        self._variants[training] = variant
 
     @property
     def inference_session(self) -> InferenceSession:
@@ -116,7 +126,7 @@ class StepSession:
             RuntimeError: If there is none yet.
         """
         self._first(True)
-        return self._runners[True][0].inference_session
+        return self._runners_for(True)[0].inference_session
 
     def graph_for(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> TrainingGraph | None:
         """Returns the graph that a step runs for a batch of these shapes (input name -> shape), or None."""
@@ -240,9 +250,12 @@ class StepSession:
         self._reset = not gradients
 
     def _first(self, training: bool) -> TrainingGraph:
-        if not self._runners[training]:
+        if not self._runners_for(training):
             raise RuntimeError(f"the session has no {'training' if training else 'evaluation'} graph yet: add one")
-        return self._runners[training][0].graph
+        return self._runners_for(training)[0].graph
+
+    def _runners_for(self, training: bool) -> list[GraphRunner]:
+        return self._runners.setdefault((training, self._variants[training]), [])
 
     def _state(self, name: str) -> torch.Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
@@ -264,9 +277,9 @@ class StepSession:
         )
 
     def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
-        key = (training, *shapes.items())
+        key = (training, self._variants[training], *shapes.items())
         if key not in self._found:
-            for runner in self._runners[training]:
+            for runner in self._runners_for(training):
                 if runner.graph.takes(shapes):
                     self._found[key] = runner
                     break

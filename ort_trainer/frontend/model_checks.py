@@ -1,0 +1,51 @@
+"""Refuses models that no export could take, before anything runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["check_model"]
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_model(model: nn.Module) -> None:
+    """Checks that a model is a plain module with values.
+
+    Raises:
+        TypeError: If it is wrapped or compiled.
+        ValueError: If its parameters or buffers have no values yet, or can't be changed.
+    """
+    name = type(model).__name__
+    if isinstance(model, _WRAPPERS):
+        raise TypeError(
+            f"model is a {name}, which runs a model on several devices: pass the model inside, model.module"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, which can't be exported: pass the module it was made from")
+    if hasattr(model, "_orig_mod") and name == "OptimizedModule":
+        raise TypeError(
+            "model is the result of torch.compile(), which leaves nothing to export: pass the model inside, "
+            "model._orig_mod"
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
+    if lazy:
+        raise ValueError(
+            f"parameters {lazy[:3]} of {name} are lazy, they have no shape yet: run the model once on a batch, "
+            "model(x), before it is given to the trainer"
+        )
+    meta = [key for key, tensor in tensors if tensor.is_meta]
+    if meta:
+        raise ValueError(
+            f"{meta[:3]} of {name} are on the meta device, they have no values yet: initialize the model first, with "
+            "model.to_empty(device='cpu') and its initialization, or model.load_state_dict(..., assign=True)"
+        )
+    frozen = [key for key, tensor in tensors if tensor.is_inference()]
+    if frozen:
+        raise ValueError(
+            f"{frozen[:3]} of {name} were made under torch.inference_mode() and can't be differentiated: make the "
+            "model outside of it"
+        )

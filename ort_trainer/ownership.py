@@ -1,0 +1,101 @@
+"""The trainer's own copies of a model's tensors; what has memory in common in the model has it in common here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["own_copies", "owned_dtype", "shared_groups"]
+
+Named = Mapping[str, torch.Tensor]
+
+
+def shared_groups(tensors: Named) -> list[list[str]]:
+    """Returns the names of tensors with elements in common, in groups, and in the order in which they were given.
+
+    Args:
+        tensors: Different tensors by name. Slices of one storage that do not overlap are no group.
+
+    Raises:
+        ValueError: If one of a group is not contiguous, so that a graph can't be given its memory, or has another dtype
+            than the others.
+    """
+    group_of = {name: [name] for name in tensors}
+    for storage in _by_storage(tensors).values():
+        active: list[str] = []  # what reaches beyond the start of the next
+        for name in sorted(storage, key=lambda name: tensors[name].storage_offset()):
+            active = [other for other in active if _extent(tensors[other])[1] > _extent(tensors[name])[0]]
+            for other in active:
+                if group_of[other] is not group_of[name] and _overlap(tensors[other], tensors[name]):
+                    group_of[other] += group_of[name]
+                    group_of.update(dict.fromkeys(group_of[name], group_of[other]))
+            active.append(name)
+    order = list(tensors)
+    groups = {id(group): sorted(group, key=order.index) for group in group_of.values() if len(group) > 1}
+    for group in groups.values():
+        _check(group, tensors)
+    return list(groups.values())
+
+
+def owned_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that the trainer keeps a model's tensor in.
+
+    It is the tensor's own, but float32 for bfloat16: the 8 bits of a bfloat16 weight take in no small update. (Each
+    bfloat16 number is a float32 number; graphs round on the way in.)
+    """
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def own_copies(tensors: Named, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns contiguous copies on a device, of the dtype that :func:`owned_dtype` says."""
+    copies = {
+        name: tensor.detach().to(device, owned_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    for group in shared_groups(tensors):
+        first = tensors[group[0]].detach()
+        elements = first.untyped_storage().nbytes() // first.element_size()
+        memory = first.as_strided((elements,), (1,), 0).to(device, owned_dtype(first.dtype), copy=True)
+        for name in group:
+            like = tensors[name]
+            copies[name] = memory.as_strided(like.shape, like.stride(), like.storage_offset())
+    return copies
+
+
+def _by_storage(tensors: Named) -> dict[int, list[str]]:
+    storages: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return {address: names for address, names in storages.items() if len(names) > 1}
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the one behind its last."""
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
+    if stop <= other_start or other_stop <= start:
+        return False
+    if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
+        return True
+    # Columns of one matrix lie between each other without touching: mark the elements of one, and look for the other's.
+    marks = torch.zeros(max(stop, other_stop) // first.element_size(), dtype=torch.bool)
+    marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
+
+
+def _check(group: list[str], tensors: Named) -> None:
+    wrong = [name for name in group if not tensors[name].is_contiguous()]
+    if wrong or len({tensors[name].dtype for name in group}) > 1:
+        what = f"{wrong} not contiguous in it" if wrong else "with different dtypes"
+        raise ValueError(
+            f"{group} are different tensors in the same memory, {what}, which a graph can't be given: a change of one "
+            "would not reach the other. Make them one Parameter and compute with a view of it in forward(), such as "
+            "F.linear(x, self.encoder.weight.t()); or give each a memory of its own with .clone()"
+        )
