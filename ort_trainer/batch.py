@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .errors import shown
 from .model_desc import InputDescription, ModelDescription
 
 __all__ = ["Batch", "bind_batch", "to_tensor", "unpack"]
@@ -95,7 +96,8 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"input {name!r} must be a torch.Tensor or a numpy array, but a {type(value).__name__} was given: {value!r}"
+            f"input {name!r} must be a torch.Tensor or a numpy array, but a {type(value).__name__} was given: "
+            f"{shown(value)}"
         )
     if value.layout != torch.strided:
         raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")

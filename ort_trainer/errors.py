@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ExportError"]
+import reprlib
+from typing import Any
+
+__all__ = ["CheckpointError", "ExportError", "shown"]
 
 
 class ExportError(RuntimeError):
@@ -11,3 +14,25 @@ class ExportError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint file is damaged, is no checkpoint of this package, or does not fit the trainer."""
+
+
+class _Short(reprlib.Repr):
+    """Representations for messages: long ones are cut, and of tensors and arrays only what they are is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 8
+        self.maxstring = self.maxother = self.maxlong = 200
+
+    def repr1(self, x: Any, level: int) -> str:
+        if hasattr(x, "dtype") and getattr(x, "ndim", None):
+            return f"{type(x).__name__}(shape={list(x.shape)}, dtype={x.dtype})"
+        return super().repr1(x, level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: Any) -> str:
+    """Returns a user's value as a message shows it: in one line, not too long, whatever it is."""
+    return " ".join(_SHORT.repr(value).split())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .batch import Batch, bind_batch, to_tensor, unpack
+from .errors import shown
 from .graph import TrainingGraph
 from .memory import return_freed_memory
 from .model_desc import ModelDescription
@@ -46,7 +47,7 @@ class StepGraphs:
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
-            raise ValueError(f"model_desc must be a dict or 'auto', but {model_desc!r} was given")
+            raise ValueError(f"model_desc must be a dict or 'auto', but {shown(model_desc)} was given")
 
     @property
     def description(self) -> ModelDescription:

@@ -11,6 +11,7 @@ import torch
 
 from .amp import LossScaler
 from .engine import SessionOptions
+from .errors import shown
 from .optim import _LRScheduler
 from .option_checks import conflicts, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
@@ -111,7 +112,7 @@ def _describe(document: Mapping[str, Any], path: str) -> str:
             value = value[int(key)]
         else:
             return ""
-    return f" (given: {value!r}, {type(value).__name__})"
+    return f" (given: {shown(value)}, {type(value).__name__})"
 
 
 class ORTTrainerOptions(_Options):
@@ -141,7 +142,9 @@ class ORTTrainerOptions(_Options):
         if options is None:
             options = {}
         if not isinstance(options, Mapping):
-            raise TypeError(f"options must be a dict or None, but a {type(options).__name__} was given: {options!r}")
+            raise TypeError(
+                f"options must be a dict or None, but a {type(options).__name__} was given: {shown(options)}"
+            )
         options, errors = respelled(options)
         given = frozenset(_paths(options))
         validator = _OptionsValidator(_SCHEMA)

@@ -12,17 +12,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from .errors import shown
 from .optim.update import MOMENT_1, MOMENT_2
 from .ownership import owned_dtype
 from .session import StepSession
 from .window import AccumulationWindow
 
-__all__ = ["Layout", "Restored", "apply_to_session", "collect", "read", "to_pytorch"]
+__all__ = ["Layout", "Restored", "apply_to_session", "collect", "compare_keys", "read", "to_pytorch"]
 
 StateDict = dict[str, Any]
 _UPDATE_COUNT = "Update_Count"
 _SHARED = "shared_optimizer_state"
 _STEP = "Step"
+_TRAINER_OPTIONS = (
+    "mixed_precision",
+    "zero_stage",
+    "world_rank",
+    "world_size",
+    "optimizer_name",
+    "data_parallel_size",
+    "horizontal_parallel_size",
+    "gradient_accumulation_steps",
+)
+# What legacy wrote, and what came after. Only a state dict of this package has a window, and the others as well.
+_LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
+_NEW_KEYS = ("window", "random", "transient_buffers", "gradients", "loss_scaler", "lr_scheduler")
 
 
 @dataclass(frozen=True)
@@ -188,9 +202,10 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
     if state_dict and not any(isinstance(value, Mapping) for value in state_dict.values()):
         _read_tensors(state_dict, layout.tensors, layout, strict, "state_dict", restored)
         return restored
+    _compare_top(state_dict, layout, strict)
     if "model" in state_dict:
         precisions = _mapping(state_dict, "model", "state_dict")
-        _compare(["full_precision"], list(precisions), strict, "state_dict[model]")
+        compare_keys(["full_precision"], list(precisions), strict, "state_dict[model]")
         weights = _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
         _read_tensors(weights, layout.tensors, layout, strict, "state_dict[model][full_precision]", restored)
     else:
@@ -238,7 +253,8 @@ def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, An
     return value
 
 
-def _compare(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
+def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
+    """Raises RuntimeError if keys differ, and ``strict`` is True; it tells all that are missing and unexpected."""
     if not strict:
         return
     expected, found = list(expected), list(found)
@@ -271,6 +287,19 @@ def _fitting(value: Any, like: torch.Tensor, where: str) -> torch.Tensor:
     return tensor.to(owned_dtype(like.dtype))
 
 
+def _compare_top(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> None:
+    """Tells what the state has beside what is known, and what it lacks that no other message is about."""
+    compare_keys((), [key for key in state_dict if key not in (*_LEGACY_KEYS, *_NEW_KEYS)], strict, "state_dict")
+    if isinstance(state_dict.get("trainer_options"), Mapping):
+        options = list(state_dict["trainer_options"])
+        expected = _TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in _TRAINER_OPTIONS]
+        compare_keys(expected, options, strict, "state_dict[trainer_options]")
+    if "window" in state_dict:
+        for key in ("random", *(["transient_buffers"] if layout.transient else [])):
+            if key not in state_dict:
+                _warn_missing(key)
+
+
 def _read_tensors(
     given: Mapping[str, Any],
     expected: Mapping[str, torch.Tensor],
@@ -281,7 +310,9 @@ def _read_tensors(
 ) -> None:
     # A tied tensor is there if any of its names is: legacy wrote it under its first name only.
     tied = {layout.canonical[name] for name in given if name in expected}
-    _compare([name for name in expected if name in given or layout.canonical[name] not in tied], given, strict, where)
+    compare_keys(
+        [name for name in expected if name in given or layout.canonical[name] not in tied], given, strict, where
+    )
     for name, like in expected.items():
         if name not in given:
             continue
@@ -312,14 +343,14 @@ def _read_optimizer(state_dict: Mapping[str, Any], layout: Layout, strict: bool,
         )
     shared = state.pop(_SHARED, None)
     if layout.moments:
-        _compare(layout.trainable, state, strict, where)
+        compare_keys(layout.trainable, state, strict, where)
     for parameter in layout.trainable:
         if parameter not in state or not layout.moments:
             continue
         entries = _mapping(state, parameter, where)
         here = f"{where}[{parameter}]"
         wanted = [*layout.moments, *([_UPDATE_COUNT] if layout.optimizer == "AdamOptimizer" else [])]
-        _compare(wanted, entries, strict, here)
+        compare_keys(wanted, entries, strict, here)
         like = layout.tensors[parameter]
         moments = {key: _fitting(entries[key], like, f"{here}[{key}]") for key in layout.moments if key in entries}
         restored.moments[parameter] = moments
@@ -335,7 +366,7 @@ def _read_optimizer(state_dict: Mapping[str, Any], layout: Layout, strict: bool,
 def _update_count(value: Any, where: str) -> int:
     tensor = _tensor(np.asarray(value) if isinstance(value, int) else value, where)
     if tensor.numel() != 1 or int(tensor) < 1:
-        raise ValueError(f"{where} must be one number, at least 1, but it is {value!r}")
+        raise ValueError(f"{where} must be one number, at least 1, but it is {shown(value)}")
     return int(tensor) - 1
 
 
@@ -346,15 +377,14 @@ def _read_counters(
         _warn_missing("train_step_info")
         return
     info = _mapping(state_dict, "train_step_info", "state_dict")
-    _compare(["optimization_step", "step"], info, strict, "state_dict[train_step_info]")
+    compare_keys(["optimization_step", "step"], info, strict, "state_dict[train_step_info]")
     for key in ("optimization_step", "step"):
         if key in info:
             setattr(restored, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
     given = dict(_mapping(state_dict, "gradients", "state_dict")) if "gradients" in state_dict else {}
-    _read_window(state_dict, window, restored, bool(given))
+    _read_window(state_dict, window, restored, bool(given), strict)
     unexpected = [name for name in given if name not in layout.trainable]
-    if unexpected and strict:
-        raise RuntimeError(f"Unexpected keys: {unexpected} in state_dict[gradients]")
+    compare_keys((), unexpected, strict, "state_dict[gradients]")
     restored.gradients = {
         name: _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
         for name in layout.trainable
@@ -363,13 +393,14 @@ def _read_counters(
 
 
 def _read_window(
-    state_dict: Mapping[str, Any], window: AccumulationWindow, restored: Restored, has_gradients: bool
+    state_dict: Mapping[str, Any], window: AccumulationWindow, restored: Restored, has_gradients: bool, strict: bool
 ) -> None:
     """Reads where in a window the state was taken; without its gradients a window begins anew."""
     options = state_dict.get("trainer_options", {})
     size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
     if "window" in state_dict:
         saved = dict(_mapping(state_dict, "window", "state_dict"))
+        compare_keys(window.state_dict(), saved, strict, "state_dict[window]")
     else:  # the legacy layout, which knows the mean only
         size = size if has_gradients else window.given_size
         behind = (restored.step or 0) % window.given_size
@@ -404,7 +435,7 @@ def _read_window(
 
 def _count(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{where} must be an int, at least 0, but it is {value!r}")
+        raise ValueError(f"{where} must be an int, at least 0, but it is {shown(value)}")
     return int(value)
 
 

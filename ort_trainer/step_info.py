@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from .errors import shown
 from .optim import _OptimizerConfig
 
 __all__ = ["TrainStepInfo"]
@@ -12,7 +13,7 @@ __all__ = ["TrainStepInfo"]
 
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, but {value!r} ({type(value).__name__}) was given")
+        raise TypeError(f"{name} must be an int, but {shown(value)} ({type(value).__name__}) was given")
     if value < 0:
         raise ValueError(f"{name} must not be negative, but {value} was given")
     return value
@@ -39,9 +40,9 @@ class TrainStepInfo:
         step: int = 0,
     ) -> None:
         if not isinstance(optimizer_config, _OptimizerConfig):
-            raise TypeError(f"optimizer_config must be an optimizer config, but {optimizer_config!r} was given")
+            raise TypeError(f"optimizer_config must be an optimizer config, but {shown(optimizer_config)} was given")
         if not isinstance(all_finite, bool):
-            raise TypeError(f"all_finite must be a bool, but {all_finite!r} was given")
+            raise TypeError(f"all_finite must be a bool, but {shown(all_finite)} was given")
         self.optimizer_config = optimizer_config
         self.all_finite = all_finite
         self.fetches = fetches
@@ -61,7 +62,7 @@ class TrainStepInfo:
             or not isinstance(names, Collection)
             or not all(isinstance(name, str) for name in names)
         ):
-            raise TypeError(f"fetches must be a list of output names, but {names!r} was given")
+            raise TypeError(f"fetches must be a list of output names, but {shown(names)} was given")
         self._fetches = list(names)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from .amp import DynamicLossScaler, LossScaler
 from .batch import Batch, to_tensor
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .engine import resolve_device, warn_about_mixed_flavours
+from .errors import shown
 from .frontend import LossFunction
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
@@ -32,7 +33,7 @@ from .optim import _LRScheduler, _OptimizerConfig
 from .options import ORTTrainerOptions
 from .ownership import own_copies
 from .session import StepSession
-from .state import Layout, Restored, apply_to_session, collect, read, to_pytorch
+from .state import Layout, Restored, apply_to_session, collect, compare_keys, read, to_pytorch
 from .step_info import TrainStepInfo
 from .window import AccumulationWindow
 
@@ -110,18 +111,21 @@ class ORTTrainer:
         if not isinstance(optim_config, _OptimizerConfig):
             raise TypeError(
                 "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig from ort_trainer.optim, but "
-                f"{optim_config!r} was given"
+                f"{shown(optim_config)} was given"
             )
         loss_fn = LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(
-                f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(LOSSES)}, but {loss_fn!r} "
+                f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(LOSSES)}, but "
+                f"{shown(loss_fn)} "
                 "was given"
             )
         if options is None:
             options = ORTTrainerOptions()
         if not isinstance(options, ORTTrainerOptions):
-            raise TypeError(f"options must be ORTTrainerOptions, but {options!r} was given: wrap the dict in the class")
+            raise TypeError(
+                f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
+            )
         self.options = options
         self.optim_config = optim_config
         self.loss_fn = loss_fn
@@ -374,8 +378,9 @@ class ORTTrainer:
             TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
         """
         restored = read(state_dict, self._layout, self._window, strict)
-        scaler = _with_state(self._loss_scaler, restored.loss_scaler, "loss_scaler")
-        scheduler = _with_state(self._lr_scheduler, restored.lr_scheduler, "lr_scheduler")
+        complete = restored.window is not None and "window" in state_dict
+        scaler = _with_state(self._loss_scaler, restored.loss_scaler, "loss_scaler", strict, complete)
+        scheduler = _with_state(self._lr_scheduler, restored.lr_scheduler, "lr_scheduler", strict, complete)
         with uninterrupted():
             if self._session is not None:
                 apply_to_session(restored, self._session)
@@ -611,22 +616,27 @@ class ORTTrainer:
         try:
             rates = [float(rate) for rate in given]
         except (TypeError, ValueError):
-            raise TypeError(f"get_lr() of {name} must return a list of numbers, but it returned {given!r}") from None
+            raise TypeError(
+                f"get_lr() of {name} must return a list of numbers, but it returned {shown(given)}"
+            ) from None
         groups = len(config.learning_rates)
         if len(rates) not in (1, groups):
             raise ValueError(
                 f"get_lr() of {name} must return one learning rate"
                 + (f", or {groups}: one per parameter group and one for all others" if groups > 1 else "")
-                + f", but it returned {given!r}"
+                + f", but it returned {shown(given)}"
             )
         if len(rates) < groups and config.has_group_rates:
             raise ValueError(
-                f"get_lr() of {name} returned one learning rate, {given!r}, but parameter groups have their own, which "
+                f"get_lr() of {name} returned one learning rate, {shown(given)}, but parameter groups have their "
+                "own, which "
                 f"it would override: return {groups}, from train_step_info.optimizer_config.learning_rates, or leave "
                 "'lr' out of the groups"
             )
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ValueError(f"get_lr() of {name} must return finite numbers, at least 0, but it returned {given!r}")
+            raise ValueError(
+                f"get_lr() of {name} must return finite numbers, at least 0, but it returned {shown(given)}"
+            )
         return rates
 
     def _parameter_name(self, name: str) -> str:
@@ -712,13 +722,28 @@ def _check_loss_scaler(scaler: LossScaler) -> None:
         ) from error
 
 
-def _with_state(current: Copied | None, state: Mapping[str, Any] | None, key: str) -> Copied | None:
-    """Returns a copy of a scaler or schedule with a loaded state; the current one where there is none to load."""
+def _with_state(
+    current: Copied | None, state: Mapping[str, Any] | None, key: str, strict: bool, complete: bool
+) -> Copied | None:
+    """Returns a copy of a scaler or schedule with a loaded state; the current one where there is none to load.
+
+    Args:
+        current: The trainer's own.
+        state: The state to load.
+        key: Its key in the state dict.
+        strict: Whether the state must have exactly the keys that the current one has.
+        complete: Whether the state dict would have the key if there had been a state.
+    """
     if current is None or state is None:
+        if complete and (current is None) != (state is None):
+            what = f"Missing key: {key} in" if state is None else f"The trainer has none, so it leaves out {key} of"
+            warnings.warn(f"{what} state_dict", UserWarning, stacklevel=4)
         return current
+    own = current.state_dict()
+    compare_keys(own, state, strict, f"state_dict[{key}]")
     restored = copy.deepcopy(current)
     try:
-        restored.load_state_dict(state)
+        restored.load_state_dict(state if strict else {**own, **state})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"state_dict[{key}] does not fit {type(current).__name__}: {error!r}") from error
     return restored

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .errors import shown
+
 __all__ = ["TrainingParameters"]
 
 
@@ -85,7 +87,7 @@ class TrainingParameters:
             raise AttributeError(f"TrainingParameters has no property {name!r}: it has {sorted(_KINDS)}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise TypeError(f"TrainingParameters.{name} must be a {wanted}, but {value!r} was given")
+            raise TypeError(f"TrainingParameters.{name} must be a {wanted}, but {shown(value)} was given")
         super().__setattr__(name, _copied(value, kinds[0]))
 
     def set_optimizer_initial_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:

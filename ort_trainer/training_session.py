@@ -17,6 +17,7 @@ import torch
 
 from .batch import to_tensor
 from .engine import SessionOptions, available_providers
+from .errors import shown
 from .flat_state import flat_state_dict, load_flat_state_dict
 from .graph import evaluate
 from .interrupts import uninterrupted
@@ -346,7 +347,7 @@ class TrainingSession:
         binding: IOBinding | None = None,
     ) -> list[torch.Tensor]:
         if isinstance(output_names, str):
-            raise TypeError(f"output_names must be a list of names, but {output_names!r} was given")
+            raise TypeError(f"output_names must be a list of names, but {shown(output_names)} was given")
         training = run_options is None or bool(run_options.training_mode)
         known = [entry.name for entry in self.get_outputs()]
         names = list(output_names or (known if training else self._model.outputs))
@@ -555,7 +556,7 @@ def _optimizer(parameters: TrainingParameters, model: OnnxModel) -> _OptimizerCo
     for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
         for weight, found in getattr(parameters, what).items():
             if not isinstance(found, Mapping):
-                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {found!r}")
+                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {shown(found)}")
     groups = []
     for weight in model.parameters:
         attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))

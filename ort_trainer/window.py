@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from .errors import shown
+
 __all__ = ["AccumulationWindow"]
 
 
@@ -42,7 +44,7 @@ class AccumulationWindow:
     def size(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(
-                f"gradient_accumulation_steps must be an int, but {value!r} ({type(value).__name__}) was given"
+                f"gradient_accumulation_steps must be an int, but {shown(value)} ({type(value).__name__}) was given"
             )
         if value < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, but {value} was given")
@@ -72,10 +74,13 @@ class AccumulationWindow:
         if hasattr(weight, "item") and getattr(weight, "ndim", None) == 0:
             weight = weight.item()
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-            raise TypeError(f"gradient_weight must be a number, but {weight!r} ({type(weight).__name__}) was given")
+            raise TypeError(
+                f"gradient_weight must be a number, but {shown(weight)} ({type(weight).__name__}) was given"
+            )
         if not 0.0 < float(weight) < math.inf:
             raise ValueError(
-                f"gradient_weight must be positive and finite, but {weight!r} was given: leave out micro-batches that "
+                f"gradient_weight must be positive and finite, but {shown(weight)} was given: leave out "
+                "micro-batches that "
                 "count for nothing, as their mean loss does not exist"
             )
         return float(weight)
@@ -135,10 +140,12 @@ class AccumulationWindow:
         limits = [("micro_batches", count, 0)] + ([] if size is None else [("assigned_size", size, 1)])
         for key, value, minimum in limits:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-                raise ValueError(f"{key} must be an int, at least {minimum}, but it is {value!r}")
+                raise ValueError(f"{key} must be an int, at least {minimum}, but it is {shown(value)}")
         weight, unit, scale = (float(state_dict[key]) for key in ("weight", "unit", "scale"))
         if not (0 <= weight < math.inf and 0 < unit < math.inf and 0 < scale < math.inf):
-            raise ValueError(f"weight {weight!r}, unit {unit!r} and scale {scale!r} must be finite and not negative")
+            raise ValueError(
+                f"weight {shown(weight)}, unit {unit!r} and scale {scale!r} must be finite and not negative"
+            )
         if count and state_dict["reduction"] != self.reduction:
             raise ValueError(
                 f"the state was taken in the middle of a window of reduction {state_dict['reduction']!r}, but the "

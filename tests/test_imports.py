@@ -21,10 +21,10 @@ ALLOWED = {
     "interrupts": set(),
     "memory": set(),
     "ownership": set(),
-    "window": set(),
-    "amp": {"step_info"},  # for annotations only
-    "optim": {"step_info"},  # for annotations only
-    "step_info": {"optim"},
+    "window": {"errors"},
+    "amp": {"errors", "step_info"},  # for annotations only
+    "optim": {"errors", "step_info"},  # for annotations only
+    "step_info": {"errors", "optim"},
     "model_desc": LEAVES,
     "option_checks": set(),
     "options": LEAVES | {"amp", "optim", "option_checks"},
@@ -58,7 +58,7 @@ ALLOWED = {
         "window",
     },
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": {"amp", "checkpoint", "flat_state", "interrupts", "model_desc", "onnx_model", "optim"},
+    "compat": {"errors", "amp", "checkpoint", "flat_state", "interrupts", "model_desc", "onnx_model", "optim"},
     "flat_state": {"trainer"},
     "io_binding": LEAVES,
     "training_parameters": LEAVES,

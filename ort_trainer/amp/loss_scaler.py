@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..step_info import TrainStepInfo
 
+from ..errors import shown
+
 __all__ = ["DynamicLossScaler", "LossScaler"]
 
 
@@ -16,9 +18,9 @@ def _positive(name: str, value: Any) -> float:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be an int or float, but {value!r} ({type(value).__name__}) was given")
+        raise TypeError(f"{name} must be an int or float, but {shown(value)} ({type(value).__name__}) was given")
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be positive and finite, but {value!r} was given")
+        raise ValueError(f"{name} must be positive and finite, but {shown(value)} was given")
     return float(value)
 
 
@@ -54,7 +56,7 @@ class LossScaler:
     @input_name.setter
     def input_name(self, value: str) -> None:
         if not isinstance(value, str):
-            raise TypeError(f"input_name must be a str, but {value!r} ({type(value).__name__}) was given")
+            raise TypeError(f"input_name must be a str, but {shown(value)} ({type(value).__name__}) was given")
         if not value:
             raise ValueError("input_name must not be empty")
         self._input_name = value
@@ -109,9 +111,9 @@ class DynamicLossScaler(LossScaler):
     ) -> None:
         super().__init__(loss_scale)
         if not isinstance(automatic_update, bool):
-            raise TypeError(f"automatic_update must be a bool, but {automatic_update!r} was given")
+            raise TypeError(f"automatic_update must be a bool, but {shown(automatic_update)} was given")
         if isinstance(up_scale_window, bool) or not isinstance(up_scale_window, int):
-            raise TypeError(f"up_scale_window must be an int, but {up_scale_window!r} was given")
+            raise TypeError(f"up_scale_window must be an int, but {shown(up_scale_window)} was given")
         if up_scale_window < 1:
             raise ValueError(f"up_scale_window must be at least 1, but {up_scale_window} was given")
         self.automatic_update = automatic_update

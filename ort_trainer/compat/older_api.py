@@ -18,6 +18,7 @@ import torch
 import ort_trainer
 
 from .. import amp, optim
+from ..errors import shown
 from ..flat_state import flat_state_dict, load_flat_state_dict
 from ..interrupts import uninterrupted
 from ..onnx_model import OnnxModel, load_onnx_model
@@ -505,7 +506,7 @@ def generate_sample(desc: IODescription, device: str | torch.device | None = Non
 
 def _check_callable(name: str, value: Any) -> None:
     if value is not None and not callable(value):
-        raise TypeError(f"{name} must be a function or None, but {value!r} was given")
+        raise TypeError(f"{name} must be a function or None, but {shown(value)} was given")
 
 
 def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -590,7 +591,7 @@ def _optimizer_config(
         if not isinstance(given, Mapping | None):
             raise TypeError(
                 f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
-                f"returned {given!r}"
+                f"returned {shown(given)}"
             )
         attributes = dict(given or {})
         if "do_bias_correction" in attributes:
@@ -613,4 +614,4 @@ def _one_number(what: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{what} must be one number, but {value!r} was given") from None
+        raise TypeError(f"{what} must be one number, but {shown(value)} was given") from None

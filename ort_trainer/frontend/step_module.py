@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExportError
+from ..errors import ExportError, shown
 from ..model_desc import ModelDescription
 from .source import forward_line
 
@@ -104,7 +104,9 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
             if signature is not None:
                 signature.bind(None, None)
         except TypeError as error:
-            raise TypeError(f"loss_fn must take two arguments, (prediction, label), but {loss_fn!r}: {error}") from None
+            raise TypeError(
+                f"loss_fn must take two arguments, (prediction, label), but {shown(loss_fn)}: {error}"
+            ) from None
         if isinstance(loss_fn, nn.Module):
             models = {id(parameter) for parameter in model.parameters()}
             extra = [n for n, p in loss_fn.named_parameters() if p.requires_grad and id(p) not in models]
@@ -170,7 +172,7 @@ def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
         if not isinstance(part, torch.Tensor):
             raise ExportError(
                 f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {name!r} is a "
-                f"{type(part).__name__}: {part!r}\n  {forward_line(model)}"
+                f"{type(part).__name__}: {shown(part)}\n  {forward_line(model)}"
             )
         yield part
 
@@ -202,7 +204,9 @@ class StepModule(nn.Module):
             prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
             loss = self.loss_fn(prediction, label)
             if not isinstance(loss, torch.Tensor):
-                raise ExportError(f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {loss!r}")
+                raise ExportError(
+                    f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {shown(loss)}"
+                )
             found = itertools.chain([loss], _tensors(prediction, self.model))
         outputs = list(itertools.islice(found, len(self._outputs)))
         if len(outputs) < len(self._outputs):

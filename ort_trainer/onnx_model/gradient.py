@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from ..engine import training_bindings
-from ..errors import ExportError
+from ..errors import ExportError, shown
 from .nodes import Values, attributes_of, names_inside
 
 __all__ = [
@@ -149,7 +149,7 @@ def _attribute(bindings: Any, name: str, value: Any) -> Any:
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         kinds = {bool: "bool", int: "int", float: "float", str: "string"}
         if type(first) not in kinds:
-            raise TypeError(f"attribute {name!r} must be a number, str, list of them or array, but is {value!r}")
+            raise TypeError(f"attribute {name!r} must be a number, str, list of them or array, but is {shown(value)}")
         definition.dtype, definition.is_tensor, plain = kinds[type(first)], False, value
     definition.value_json = json.dumps(plain)
     return definition

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar
 
+from ..errors import shown
+
 __all__ = ["AdamConfig", "AdamWConfig", "LambConfig", "SGDConfig"]
 
 ParameterGroups = Sequence[Mapping[str, Any]]
@@ -18,17 +20,17 @@ def _number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name!r} must be a number, but {value!r} ({type(value).__name__}) was given")
+        raise TypeError(f"{name!r} must be a number, but {shown(value)} ({type(value).__name__}) was given")
     number = float(value)
     if math.isnan(number) or number < minimum or (number >= below < math.inf) or (finite and math.isinf(number)):
         limit = "" if math.isinf(below) else f" and below {below:g}"
-        raise ValueError(f"{name!r} must be at least {minimum:g}{limit}, but {value!r} was given")
+        raise ValueError(f"{name!r} must be at least {minimum:g}{limit}, but {shown(value)} was given")
     return number
 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name!r} must be a bool, but {value!r} ({type(value).__name__}) was given")
+        raise TypeError(f"{name!r} must be a bool, but {shown(value)} ({type(value).__name__}) was given")
     return value
 
 
@@ -147,7 +149,9 @@ class _OptimizerConfig:
                 raise TypeError(f"parameter group {index} must be a dict with a 'params' key, but {group!r} was given")
             names = group["params"]
             if isinstance(names, str) or not isinstance(names, (Sequence, set, frozenset)):
-                raise TypeError(f"'params' of group {index} must be a list of parameter names, but {names!r} was given")
+                raise TypeError(
+                    f"'params' of group {index} must be a list of parameter names, but {shown(names)} was given"
+                )
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(f"'params' of group {index} must hold parameter names (str), but {name!r} is one")
@@ -273,7 +277,7 @@ class AdamConfig(_AdaptiveConfig):
         if key != "weight_decay_mode":
             return super()._checked(key, value)
         if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(self.DecayMode):
-            raise ValueError(f"'weight_decay_mode' must be an AdamConfig.DecayMode, but {value!r} was given")
+            raise ValueError(f"'weight_decay_mode' must be an AdamConfig.DecayMode, but {shown(value)} was given")
         return self.DecayMode(value)
 
 
@@ -338,7 +342,7 @@ class AdamWConfig(AdamConfig):
                 raise ValueError(f"AdamWConfig does not have {key!r}: a parameter group has {list(allowed)}")
             if key == "betas":
                 if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-                    raise TypeError(f"'betas' must be two numbers, but {value!r} was given")
+                    raise TypeError(f"'betas' must be two numbers, but {shown(value)} was given")
                 own["alpha"], own["beta"] = (_number("betas", beta, below=1.0) for beta in value)
             elif key in self._NAMES:
                 own[self._NAMES[key]] = _number(key, value)

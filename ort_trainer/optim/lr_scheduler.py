@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..step_info import TrainStepInfo
 
+from ..errors import shown
+
 __all__ = [
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
@@ -24,9 +26,9 @@ __all__ = [
 
 def _real(name: str, value: Any, *, positive: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name!r} must be a number, but {value!r} ({type(value).__name__}) was given")
+        raise TypeError(f"{name!r} must be a number, but {shown(value)} ({type(value).__name__}) was given")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name!r} must be {'positive' if positive else 'at least 0'}, but {value!r} was given")
+        raise ValueError(f"{name!r} must be {'positive' if positive else 'at least 0'}, but {shown(value)} was given")
     return float(value)
 
 
@@ -79,7 +81,7 @@ class _WarmupLRScheduler(_LRScheduler):
         super().__init__()
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
             raise TypeError(
-                f"'total_steps' must be an int, but {total_steps!r} ({type(total_steps).__name__}) was given"
+                f"'total_steps' must be an int, but {shown(total_steps)} ({type(total_steps).__name__}) was given"
             )
         if total_steps <= 0:
             raise ValueError(f"'total_steps' must be positive, but {total_steps} was given")
