@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import reprlib
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointError", "ExportError", "shown"]
+__all__ = ["CheckpointError", "ExportError", "shown", "warn"]
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class ExportError(RuntimeError):
@@ -36,3 +41,11 @@ _SHORT = _Short()
 def shown(value: Any) -> str:
     """Returns a user's value as a message shows it: in one line, not too long, whatever it is."""
     return " ".join(_SHORT.repr(value).split())
+
+
+def warn(message: str) -> None:
+    """Gives a ``UserWarning`` at the line outside this package that led to it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx
@@ -117,9 +117,17 @@ class ModelSource(ABC):
             training: Whether for training graphs.
 
         Raises:
-            RuntimeError: If it has become another model.
+            RuntimeError: If it has become another model, or has nothing to train.
         """
+        self._check_trainable(training, self.trainable)
         return 0
+
+    def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
+        if training and not trainable:
+            raise RuntimeError(
+                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights; "
+                "eval_step works"
+            )
 
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""
@@ -231,7 +239,9 @@ class _TorchSource(ModelSource):
         return dict(self._model.named_buffers())
 
     def variant(self, training: bool) -> int:
-        return self._watch.variant(training)
+        number = self._watch.variant(training)
+        self._check_trainable(training, self._watch.trainable)
+        return number
 
     def _check_options(self) -> None:
         if self._options.utils.run_symbolic_shape_infer:

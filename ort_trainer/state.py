@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import shown
+from .errors import shown, warn
 from .optim.update import MOMENT_1, MOMENT_2
 from .ownership import owned_dtype
 from .session import StepSession
@@ -243,7 +242,7 @@ def apply_to_session(restored: Restored, session: StepSession) -> None:
 
 
 def _warn_missing(key: str) -> None:
-    warnings.warn(f"Missing key: {key} in state_dict", UserWarning, stacklevel=4)
+    warn(f"Missing key: {key} in state_dict")
 
 
 def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -294,8 +293,8 @@ def _compare_top(state_dict: Mapping[str, Any], layout: Layout, strict: bool) ->
         options = list(state_dict["trainer_options"])
         expected = _TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in _TRAINER_OPTIONS]
         compare_keys(expected, options, strict, "state_dict[trainer_options]")
-    if "window" in state_dict:
-        for key in ("random", *(["transient_buffers"] if layout.transient else [])):
+    if any(key in state_dict for key in ("window", "random")):
+        for key in ("window", "random", *(["transient_buffers"] if layout.transient else [])):
             if key not in state_dict:
                 _warn_missing(key)
 
@@ -410,11 +409,9 @@ def _read_window(
     behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
     if not has_gradients:
         if behind and restored.step is not None:
-            warnings.warn(
-                f"the state was taken after {behind} of {size} micro-batches of a window, without "
-                "their gradients: the window begins anew",
-                UserWarning,
-                stacklevel=5,
+            warn(
+                f"the state was taken after {behind} of {size} micro-batches of a window, without their gradients: the "
+                "window begins anew"
             )
             restored.step -= behind
         saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}

@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from .amp import DynamicLossScaler, LossScaler
 from .batch import Batch, to_tensor
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .engine import resolve_device, warn_about_mixed_flavours
-from .errors import shown
+from .errors import shown, warn
 from .frontend import LossFunction
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
@@ -357,7 +356,7 @@ class ORTTrainer:
             for the first step is returned, or an empty dict.
         """
         if self._session is None:
-            warnings.warn(_NOT_INITIALIZED, UserWarning, stacklevel=2)
+            warn(_NOT_INITIALIZED)
             return self._pending_dict  # type: ignore[return-value]
         if pytorch_format:
             return to_pytorch(self._session, self._layout)
@@ -514,11 +513,6 @@ class ORTTrainer:
 
     def _prepare(self, batch: Batch, training: bool) -> StepSession:
         """Makes sure that there is a session with a graph that accepts the batch, and returns it."""
-        if training and not self._source.trainable:
-            raise RuntimeError(
-                f"{self._source.name} has no parameter to train: all have requires_grad=False or are in "
-                "utils.frozen_weights; eval_step works"
-            )
         if not self._graphs.has_started:
             return self._start(batch, training)
         session = self._session
@@ -642,7 +636,9 @@ class ORTTrainer:
     def _parameter_name(self, name: str) -> str:
         """Returns the first name of a parameter."""
         if not isinstance(name, str):
-            raise TypeError(f"the name of a parameter must be a str, but {name!r} ({type(name).__name__}) was given")
+            raise TypeError(
+                f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given"
+            )
         source = self._source
         if source.canonical.get(name) not in source.parameters:
             names = sorted(own for own, first in source.canonical.items() if first in source.parameters)
@@ -737,7 +733,7 @@ def _with_state(
     if current is None or state is None:
         if complete and (current is None) != (state is None):
             what = f"Missing key: {key} in" if state is None else f"The trainer has none, so it leaves out {key} of"
-            warnings.warn(f"{what} state_dict", UserWarning, stacklevel=4)
+            warn(f"{what} state_dict")
         return current
     own = current.state_dict()
     compare_keys(own, state, strict, f"state_dict[{key}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from typing import Any
@@ -182,3 +183,51 @@ def test_deriving_leaves_no_trace() -> None:
     trainer.prepare(mlp_batches(1)[0])
     assert torch.equal(torch.get_rng_state(), state) and not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Untidy(nn.Module):
+    """Changes its input, counts in Python, appends to a list and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.calls = 0
+        self.history: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        x.mul_(2)
+        x[:, 0] = 0
+        self.seen = x.sum()
+        return self.fc(x) * len(self.history)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.filterwarnings("ignore:.*was assigned during export")
+def test_neither_the_batch_nor_the_model_is_changed(in_process: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_process:
+        monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
+    model = Untidy()
+    x, label = mlp_batches(1)[0]
+    given = x.clone()
+    expected = F.cross_entropy(copy.deepcopy(model)(x.clone()), label).detach()
+    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=F.cross_entropy)
+    assert torch.allclose(trainer.train_step(x, label)[0], expected)
+    trainer.eval_step(x, label)
+    assert torch.equal(x, given)
+    assert model.calls == 0 and model.history == [] and not hasattr(model, "seen")
+
+
+def test_an_unexpected_input_is_named() -> None:
+    x, label = mlp_batches(1)[0]
+    for args, kwargs in (((x, label), {"mask": x}), ((), {"x": x, "mask": x})):
+        trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy if args else None)
+        with pytest.raises(TypeError, match=r"unexpected input 'mask': forward\(\) of MLP takes \['x'\]"):
+            trainer.train_step(*args, **kwargs)
+
+
+def test_a_forward_that_fails_is_told_with_its_line() -> None:
+    trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    with pytest.raises(ExportError, match=r"(?s)runs MLP on the first batch.*RuntimeError: mat1 and mat2.*in forward"):
+        trainer.train_step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))

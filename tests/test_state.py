@@ -167,6 +167,17 @@ CASES = [
         RuntimeError,
         r"Missing keys: \['step'\] in state_dict\[train_step_info\]",
     ),
+    (lambda s: s.update(extra={}), RuntimeError, r"Unexpected keys: \['extra'\] in state_dict\."),
+    *(
+        (
+            lambda s, key=key: s[key].update(extra=1),
+            RuntimeError,
+            rf"Unexpected keys: \['extra'\] in state_dict\[{key}\]",
+        )
+        for key in ("train_step_info", "trainer_options", "window")
+    ),
+    (lambda s: s["window"].pop("unit"), RuntimeError, r"Missing keys: \['unit'\] in state_dict\[window\]"),
+    (lambda s: s["trainer_options"].pop("world_size"), RuntimeError, r"Missing keys: \['world_size'\] in state_dict"),
     (
         lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"),
         ValueError,
@@ -254,11 +265,25 @@ def test_not_strict_restores_what_both_have(trained: ORTTrainer) -> None:
 
 def test_missing_sections_are_warned_about(trained: ORTTrainer) -> None:
     trainer = fresh(prepared=True)
-    for key in ("model", "optimizer", "train_step_info"):
+    for key in ("model", "optimizer", "train_step_info", "random", "window"):
         state = trained.state_dict()
         del state[key]
         with pytest.warns(UserWarning, match=f"Missing key: {key} in state_dict"):
             trainer.load_state_dict(state)
+    scheduled = mlp_trainer({"lr_scheduler": optim.LinearWarmupLRScheduler(9)})
+    with pytest.warns(UserWarning, match="Missing key: lr_scheduler in state_dict") as found:
+        scheduled.load_state_dict(trained.state_dict())
+    assert found[0].filename == __file__
+    scheduled.prepare(mlp_batches(1)[0])
+    state = scheduled.state_dict()
+    with pytest.warns(UserWarning, match="The trainer has none, so it leaves out lr_scheduler of state_dict"):
+        mlp_trainer().load_state_dict(state)
+    for edit, message in (("pop", "Missing keys"), ("__setitem__", "Unexpected keys")):
+        changed = {**state, "lr_scheduler": dict(state["lr_scheduler"])}
+        getattr(changed["lr_scheduler"], edit)(*(("last_lr",) if edit == "pop" else ("extra", 1)))
+        with pytest.raises(RuntimeError, match=rf"{message}: .* in state_dict\[lr_scheduler\]"):
+            scheduled.load_state_dict(changed)
+        scheduled.load_state_dict(changed, strict=False)
     with pytest.raises(TypeError, match="state_dict must be a dict, but a list was given"):
         trainer.load_state_dict([])  # type: ignore[arg-type]
 

@@ -21,12 +21,14 @@ from torch._decomp import decompositions
 from torch._functorch import utils as functorch_utils
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -111,6 +113,7 @@ def capture(
         stack.enter_context(autocast)
         with _watch_autograd() as custom_backward, watch_size_one() as special, _marked_checkpoints():
             program = _export(module, tuple(sample), dims)
+        _refuse_changed_constants(program)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
         names = program.graph_signature.user_inputs
         placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -173,6 +176,27 @@ def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Mod
                 f"the model or loss function uses {what} as a Python variable, which would make it a constant of the "
                 "graph: use it as an attribute of the model (model.layer.weight), or detach and clone it"
             )
+
+
+def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
+    """Raises if the model changes a tensor in place that is neither parameter nor buffer: its change would be lost."""
+    kept = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            base = value
+            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
+                base = base.args[0] if base.target.is_view else None
+            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+                name = str(kept[base.name])
+                name = name.removeprefix("model.")
+                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
+                raise ExportError(
+                    f"forward() changes {what} in place, a plain tensor, so that the change would be lost: make it a "
+                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
+                )
 
 
 def _export(
@@ -342,10 +366,7 @@ def _sort(
         elif isinstance(what, TangentAOTInput):
             result.tangent = node
         else:
-            raise ExportError(
-                f"the model needs {type(what).__name__} as an input of its graph, which is not supported: it comes "
-                "from an operator with side effects or from a tensor subclass"
-            )
+            raise ExportError(_why_unknown(what, joint.graph))
     _lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
@@ -392,6 +413,25 @@ def _sort_mutation(
             "outside forward(), or make it a buffer"
         )
     # An input of the batch that forward() changes in place is the caller's tensor, which the trainer leaves alone.
+
+
+def _why_unknown(what: Any, graph: torch.fx.Graph) -> str:
+    """Returns why a graph would need an input that is no tensor of the step."""
+    if isinstance(what, ViewBaseAOTInput):
+        base = getattr(what.base_of, "target", None)
+        name = "a tensor" if base is None else repr(str(base).removeprefix("model."))
+        return (
+            f"forward() changes in place what {name} is a view of, or has a view of: in a graph the change would not "
+            "reach the other. Keep one of the two, and take the view in forward()"
+        )
+    if isinstance(what, ForwardTokenAOTInput):
+        effects = [node for node in graph.nodes if "with_effects" in str(node.target)]
+        lines = [f"{node.args[1]}: {source_line(node)}" for node in effects] or ["an operator"]
+        return "these operators have effects beside their results, which no graph contains:\n  " + "\n  ".join(lines)
+    return (
+        f"the model needs a {type(what).__name__} as an input of its graph, which is not supported: it comes from a "
+        "tensor subclass"
+    )
 
 
 def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:

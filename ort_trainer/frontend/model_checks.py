@@ -25,11 +25,13 @@ def check_model(model: nn.Module) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, which can't be exported: pass the module it was made from")
-    if hasattr(model, "_orig_mod") and name == "OptimizedModule":
-        raise TypeError(
-            "model is the result of torch.compile(), which leaves nothing to export: pass the model inside, "
-            "model._orig_mod"
-        )
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+            where = f"model.{path}" if path else "model"
+            raise TypeError(
+                f"{where} is the result of torch.compile(), which leaves nothing to export: use the module inside, "
+                f"{where}._orig_mod"
+            )
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:

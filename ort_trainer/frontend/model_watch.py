@@ -137,7 +137,7 @@ class ModelWatch:
         training = tuple(of_module[0] for of_module in values)
         settings = tuple(of_module[2:] for of_module in values)
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
-        late = sorted(required - self._may_train - self._frozen)
+        late = [name for name in self._parameters if name in required - self._may_train - self._frozen]
         if late:
             raise RuntimeError(
                 f"parameters {_listed(late)} require grad now, and did not when the trainer was made, so they have no "

@@ -17,9 +17,12 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """Returns the file, line and text of the user's code that an operator comes from; a hint where that is unknown."""
+    """Returns file, line and text of the user's code that an operator comes from, or its module where none is known."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    return _last_of_the_user(frames)
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    path, kind = modules[-1] if modules else ("", "")
+    name = path.removeprefix("model").removeprefix(".")
+    return _last_of_the_user(frames, f"module {name!r}, a {str(kind).rpartition('.')[2]}" if name else "")
 
 
 def forward_line(model: nn.Module) -> str:
@@ -37,9 +40,9 @@ def source_line_of_error(error: BaseException) -> str:
     return _last_of_the_user([(f.filename, str(f.lineno), f.name, f.line or "") for f in frames])
 
 
-def _last_of_the_user(frames: list[tuple[str, str, str, str]]) -> str:
+def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not own:
-        return "its line in the model's source is not known"
+        return otherwise or "its line in the model's source is not known"
     file, line, function, text = own[-1]
     return f'File "{file}", line {line}, in {function}: {text.strip()}'

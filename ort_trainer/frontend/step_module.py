@@ -222,6 +222,7 @@ class StepModule(nn.Module):
 def _assignments_as_updates(model: nn.Module) -> Iterator[None]:
     """Turns ``self.buffer = value`` in forward() into an update in place: the exporter drops the former."""
     before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
+    plain = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, torch.Tensor)]
     assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
     try:
         yield
@@ -230,6 +231,13 @@ def _assignments_as_updates(model: nn.Module) -> Iterator[None]:
             if owner._buffers[key] is not old:
                 assigned.append((owner, key, old, owner._buffers[key]))
                 owner._buffers[key] = old
+    for owner, key, value in plain:
+        if vars(owner).get(key) is not value:
+            raise ExportError(
+                f"forward() of {type(owner).__name__} assigns to its attribute {key!r}, a plain tensor that it had "
+                "before, so what it holds would be lost after each step: make it a buffer, "
+                f"self.register_buffer({key!r}, ...)"
+            )
     for owner, key, old, new in assigned:
         if new is None or new.shape != old.shape or new.dtype != old.dtype:
             raise ExportError(

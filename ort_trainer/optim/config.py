@@ -141,12 +141,14 @@ class _OptimizerConfig:
 
     def _checked_groups(self, groups: Any) -> list[dict[str, Any]]:
         if isinstance(groups, (str, Mapping)) or not isinstance(groups, Sequence):
-            raise TypeError(f"'params' must be a list of parameter groups (dicts), but {groups!r} was given")
+            raise TypeError(f"'params' must be a list of parameter groups (dicts), but {shown(groups)} was given")
         checked = []
         owner: dict[str, int] = {}
         for index, group in enumerate(groups):
             if not isinstance(group, Mapping) or "params" not in group:
-                raise TypeError(f"parameter group {index} must be a dict with a 'params' key, but {group!r} was given")
+                raise TypeError(
+                    f"parameter group {index} must be a dict with a 'params' key, but {shown(group)} was given"
+                )
             names = group["params"]
             if isinstance(names, str) or not isinstance(names, (Sequence, set, frozenset)):
                 raise TypeError(
@@ -154,7 +156,9 @@ class _OptimizerConfig:
                 )
             for name in names:
                 if not isinstance(name, str):
-                    raise TypeError(f"'params' of group {index} must hold parameter names (str), but {name!r} is one")
+                    raise TypeError(
+                        f"'params' of group {index} must hold parameter names (str), but {shown(name)} is one"
+                    )
                 if owner.setdefault(name, index) != index:
                     raise ValueError(f"parameter {name!r} is in groups {owner[name]} and {index}: it can be in one")
             checked.append({"params": tuple(names), **self._checked_overrides(index, group)})

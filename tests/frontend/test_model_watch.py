@@ -1,0 +1,224 @@
+"""Changes of a model after the start: modes and settings have their effect, another model is an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.frontend import ModelWatch
+
+from ..helpers import assert_close, assert_same_weights
+
+DESC = {"inputs": [("x", ["b", 8]), ("y", ["b"])], "outputs": [("loss", [], True)]}
+
+
+class Net(nn.Module):
+    """A model with whatever can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(0.0)
+        self.head = nn.Linear(16, 3)
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.dropout(torch.relu(self.norm(self.body(x))))) * self.scale
+
+
+class Pair:
+    """A trainer's model and PyTorch's, which are changed and trained alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = [model, copy.deepcopy(model)]
+        options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+        self.trainer = ORTTrainer(model, DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+
+    @property
+    def reference(self) -> nn.Module:
+        return self.models[1]
+
+    def change(self, change: Callable[[nn.Module], object]) -> None:
+        for model in self.models:
+            change(model)
+
+    def step(self, size: int = 6) -> None:
+        x, y = torch.randn(size, 8), torch.randint(0, 3, (size,))
+        before = torch.get_rng_state()
+        loss = F.cross_entropy(self.reference(x), y)
+        torch.set_rng_state(before)
+        self.trainer.session and self.trainer.session.generator.set_state(before)
+        ours = self.trainer.train_step(x, y)
+        assert_close(ours, loss.detach(), 1e-5, "loss")
+        trained = [p for p in self.reference.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, 0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for parameter in self.reference.parameters():
+            parameter.grad = None
+        assert_same_weights(self.trainer, self.reference, 1e-5)
+
+
+def test_modes_settings_and_frozen_parameters_have_their_effect_at_every_step() -> None:
+    pair = Pair(Net())
+    pair.change(lambda m: (m.train(), m.norm.eval()))
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda m: None,
+        lambda m: m.norm.train(),
+        lambda m: m.body.requires_grad_(False),
+        lambda m: m.norm.eval(),
+        lambda m: (m.body.requires_grad_(True), m.norm.train()),
+        lambda m: setattr(m, "scale", 0.5),
+        lambda m: setattr(m.norm, "momentum", 0.7),
+        lambda m: setattr(m.dropout, "p", 0.5),
+        lambda m: (setattr(m.dropout, "p", 0.0), setattr(m, "scale", 1.0), setattr(m.norm, "momentum", 0.1)),
+    ]
+    for change in changes:
+        pair.change(change)
+        pair.step()
+    exported = len(pair.trainer.session.graphs(True))
+    assert exported == 7, "the last change goes back to what was exported before"
+    pair.step(size=3)
+    assert len(pair.trainer.session.graphs(True)) == exported
+
+
+def test_a_setting_reaches_evaluation_and_a_mode_does_not() -> None:
+    pair = Pair(Net())
+    pair.step()
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    for change in (lambda m: None, lambda m: setattr(m, "scale", 0.25), lambda m: m.norm.eval()):
+        pair.change(change)
+        theirs = copy.deepcopy(pair.reference).eval()
+        assert_close(pair.trainer.eval_step(x, y), F.cross_entropy(theirs(x), y).detach(), 1e-5, "evaluation")
+    assert len(pair.trainer.session.graphs(False)) == 2
+
+
+def test_a_model_in_evaluation_mode_is_trained_as_it_was_before() -> None:
+    pair = Pair(Net())
+    pair.change(lambda m: m.norm.eval())
+    pair.step()
+    pair.models[0].eval()  # for an evaluation of the user's own
+    pair.step()
+    assert pair.models[0].training is False, "the trainer leaves modes as they are"
+    fresh = Pair(Net().eval())  # as from_pretrained() returns it
+    fresh.reference.train()
+    fresh.step()
+
+
+class FrozenNorm(Net):
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_an_overridden_train_method_is_asked() -> None:
+    pair = Pair(FrozenNorm())
+    pair.reference.train()
+    pair.step()
+    pair.step()
+
+
+def test_a_mixture_that_looks_like_a_mistake_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net().eval()
+    model.head = nn.Linear(16, 3)
+    with caplog.at_level(logging.WARNING, "ort_trainer"):
+        Pair(model).step()
+    assert "the model is in evaluation mode but for 'head'" in caplog.text
+
+
+def test_a_changed_int_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    trainer = ORTTrainer(model, DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
+    model.calls = 5
+    with caplog.at_level(logging.WARNING, "ort_trainer"):
+        trainer.prepare((torch.randn(4, 8), torch.randint(0, 3, (4,))))
+    assert "attribute 'calls' was 0 when the trainer was made and is 5 now" in caplog.text
+    assert model.calls == 5, "the export leaves attributes as they were"
+
+
+OTHER_MODELS: list[tuple[Callable[[Net], object], str]] = [
+    (lambda m: setattr(m, "head", nn.Linear(16, 3)), "module 'head' is another Linear"),
+    (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "module 'extra' is new"),
+    (lambda m: delattr(m, "dropout"), "module 'dropout' is gone"),
+    (lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(3))), "parameter 'bias' is new"),
+    (lambda m: setattr(m.head, "bias", None), "parameter 'head.bias' is gone"),
+    (lambda m: m.double(), r"parameter 'body.bias' had dtype torch.float32 and has torch.float64"),
+    (lambda m: setattr(m.head.weight, "data", torch.zeros(3, 4)), r"had shape \[3, 16\] and has \[3, 4\]"),
+    (lambda m: m.register_buffer("late", torch.zeros(1)), "module '' has other buffers"),
+    (lambda m: delattr(m, "scale"), "lost its attribute 'scale'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHER_MODELS, ids=[m[:40] for _, m in OTHER_MODELS])
+def test_another_model_is_refused(change: Callable[[Net], object], message: str) -> None:
+    model = Net()
+    watch = ModelWatch(model, [name for name, _ in model.named_parameters()], ())
+    first = [watch.variant(mode) for mode in (True, False)]
+    assert [watch.variant(mode) for mode in (True, False)] == first
+    change(model)
+    for _ in range(2):  # and not only at first
+        with pytest.raises(RuntimeError, match=message):
+            watch.variant(True)
+
+
+def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone() -> None:
+    pair = Pair(Net())
+    pair.step()
+    model = pair.models[0]
+    head, model.head = model.head, nn.Linear(16, 3)
+    for step in (pair.trainer.train_step, pair.trainer.eval_step):
+        with pytest.raises(RuntimeError, match="the model has changed since the trainer was made: module 'head'"):
+            step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
+    model.head = head
+    pair.step()
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)  # other objects, the same model
+    pair.step()
+    model.to("meta")
+    pair.step()  # the graph is there, and the weights are the trainer's
+    model.scale = 0.5
+    with pytest.raises(RuntimeError, match="'body.weight'.* are on the meta device now, and an export"):
+        pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
+
+
+def test_weights_assigned_before_the_first_step_are_those_that_train() -> None:
+    pair = Pair(Net())
+    state = {name: value + 0.1 if value.is_floating_point() else value for name, value in Net().state_dict().items()}
+    pair.change(lambda m: m.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True))
+    assert torch.equal(pair.trainer.get_parameter("head.bias"), state["head.bias"])
+    pair.step()
+
+
+def test_a_parameter_that_was_frozen_at_the_start_stays_so() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    trainer = ORTTrainer(model, DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
+    model.head.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="'head.weight', 'head.bias' require grad now.*no optimizer state"):
+            trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="has no parameter to train"):
+        trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
+
+
+def test_a_setting_that_changes_all_the_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ort_trainer.graphs._MAXIMUM_GRAPHS", 2)
+    pair = Pair(Net())
+    for scale in (1.0, 0.5):
+        pair.change(lambda m, scale=scale: setattr(m, "scale", scale))
+        pair.step()
+    pair.models[0].scale = 0.25
+    with pytest.raises(RuntimeError, match="exported 2 times already. Make what changes all the time a registered buf"):
+        pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
