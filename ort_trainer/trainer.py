@@ -68,7 +68,8 @@ class ORTTrainer:
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
-    graph. From then on the trainer owns copies of the weights; the model that was passed in keeps its own. To put
+    graph. From then on the trainer owns copies of the weights; the model that was passed in keeps its own, while modes,
+    settings and ``requires_grad`` of its parts go on having their effect (docs/models.md). To put
     trained weights back, call ``model.load_state_dict(trainer.state_dict(pytorch_format=True))``.
 
     Args:
@@ -80,8 +81,9 @@ class ORTTrainer:
             sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
             arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs
             come in the order (loss,) + outputs of the model; the ones at the end may be left out. Or ``"auto"``: it is
-            derived from the first batch and one forward pass. Then the first dimension of all inputs is dynamic, and
-            every dimension of integer inputs; another dimension becomes so when a batch comes with another size.
+            derived from the first batch and one forward pass, on copies of both. Then the first dimension of all inputs
+            is dynamic, and every dimension of integer inputs; another dimension becomes so when a batch comes with
+            another size.
         optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig`` or ``LambConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model

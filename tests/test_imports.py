@@ -131,7 +131,7 @@ def test_only_compat_uses_the_package_from_outside() -> None:
     ("library", "places"),
     [
         ("torch.onnx", {"frontend/onnx_registry.py"}),
-        ("torch._functorch", {"frontend/capture.py"}),
+        ("torch._functorch", {"frontend/capture.py", "frontend/patches.py"}),
         ("torch.export", {"frontend/onnx_registry.py"}),
         ("onnxruntime", {"engine.py"}),
         ("safetensors", {"checkpoint/file.py"}),

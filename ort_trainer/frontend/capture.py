@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._decomp import decompositions
-from torch._functorch import utils as functorch_utils
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     ForwardTokenAOTInput,
@@ -32,26 +28,21 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import checkpoint as checkpointing
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import ExportError
 from ..model_desc import InputDescription
 from .composites import exportable_functions, replace_composites
 from .decompositions import decomposition_table
+from .patches import marked_checkpoints, right_recurrence, watch_autograd
 from .size_one import watch_size_one
 from .source import source_line, source_line_of_error
 from .step_module import StepModule
 from .symbols import SymbolTable
 from .view_ops import squeezed_sizes
 
-__all__ = ["CHECKPOINT", "Capture", "capture"]
-
-CHECKPOINT = "ort_trainer_checkpoint"
-"""Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
+__all__ = ["Capture", "capture"]
 
 
 @dataclass
@@ -108,10 +99,10 @@ def capture(
     with contextlib.ExitStack() as stack:
         # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_right_recurrence())
+        stack.enter_context(right_recurrence())
         stack.enter_context(exportable_functions())
         stack.enter_context(autocast)
-        with _watch_autograd() as custom_backward, watch_size_one() as special, _marked_checkpoints():
+        with watch_autograd() as custom_backward, watch_size_one() as special, marked_checkpoints():
             program = _export(module, tuple(sample), dims)
         _refuse_changed_constants(program)
         # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
@@ -243,86 +234,6 @@ def _explain(error: Exception, exporter: str, model: str) -> str:
             "values of tensors and calls into other libraries, such as numpy"
         )
     return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
-
-
-@contextlib.contextmanager
-def _watch_autograd() -> Iterator[list[str]]:
-    """Gives a list that tells, when the block ends, which custom backward passes the model has.
-
-    ``Function.apply`` itself may be bound to a name long before, so what it calls first is watched.
-    """
-    found: list[str] = []
-    unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
-
-    def watched_apply(args: Any) -> Any:
-        function = sys._getframe(1).f_locals.get("cls")
-        if function is CheckpointFunction:
-            raise ExportError(
-                "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
-                "captured: pass use_reentrant=False"
-            )
-        found.append(getattr(function, "__name__", "a custom function"))
-        return unwrap(args)  # type: ignore[no-untyped-call]
-
-    def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        found.append("register_hook")
-        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
-
-    with (
-        mock.patch.object(functorch_utils, "unwrap_dead_wrappers", watched_apply),
-        mock.patch.object(torch.Tensor, "register_hook", watched_hook),
-    ):
-        yield found
-
-
-@contextlib.contextmanager
-def _marked_checkpoints() -> Iterator[None]:
-    """Marks what ``torch.utils.checkpoint`` encloses, which would leave no trace: a capture has no saved tensors."""
-    enclosed = checkpointing._checkpoint_without_reentrant_generator
-    numbers = itertools.count()
-
-    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
-            yield from enclosed(*args, **kwargs)
-
-    with (
-        fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
-        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _right_recurrence() -> Iterator[None]:
-    """Mends PyTorch's decompositions of LSTM, GRU and RNN: always arithmetic, and with dropout between the layers.
-
-    Torch 2.13 drops that dropout (it compares the number of layers with the wrong thing), and picks a kernel of oneDNN
-    for an LSTM whose input needs no gradient, whose backward operator nothing translates.
-    """
-    one_layer, plain = decompositions._rnn_helper, decompositions.one_layer_lstm
-
-    def layers(
-        value: torch.Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool, layer: Any,
-    ) -> tuple[torch.Tensor, list[Any]]:  # fmt: skip
-        width = 2 if bidirectional else 1
-        value = value.transpose(0, 1) if batch_first else value
-        final: list[Any] = []
-        for start in range(0, count * width, width):
-            if start and dropout and train:
-                value = torch.dropout(value, dropout, train=True)
-            part = slice(start, start + width)
-            value, states = one_layer(  # type: ignore[no-untyped-call]
-                value, hidden[part], params[part], biases, 1, 0.0, train, bidirectional, False, layer
-            )
-            final += states
-        return (value.transpose(0, 1) if batch_first else value), final
-
-    with (
-        mock.patch.object(decompositions, "_rnn_helper", layers),
-        mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain),
-    ):
-        yield
 
 
 def _drop_assertions(core: torch.fx.GraphModule) -> None:

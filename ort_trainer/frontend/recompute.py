@@ -31,7 +31,8 @@ from torch import nn
 from ..errors import ExportError
 from ..graph import RandomInput
 from .after import AFTER
-from .capture import CHECKPOINT, Capture
+from .capture import Capture
+from .patches import CHECKPOINT
 from .step_module import RecomputeOptions
 from .symbols import hint
 
