@@ -16,6 +16,7 @@ from ..graph.names import Names
 from ..model_desc import ModelDescription
 from .borrow import borrowed
 from .capture import Capture, capture
+from .kept_state import refuse_kept_tensors
 from .quiet import quiet
 from .random_inputs import lift_random_numbers
 from .recompute import apply_recompute
@@ -80,6 +81,8 @@ def _capture(step: ExportedStep, sample: Sequence[torch.Tensor], training: bool)
                 continue
             wrong = enlarged & (set(found.symbols.fixed) | _violated(found, sizes))
             if not wrong:
+                with step.autocast_for(sample):
+                    refuse_kept_tensors(module.run, sample, module.left)
                 return found
             enlarged -= wrong
 

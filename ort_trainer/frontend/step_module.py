@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -14,6 +13,7 @@ from torch import nn
 
 from ..errors import ExportError, shown
 from ..model_desc import ModelDescription
+from .kept_state import LeftAttributes, assignments_as_updates
 from .source import forward_line
 
 __all__ = [
@@ -182,6 +182,9 @@ class StepModule(nn.Module):
 
     The loss being the only differentiable output, its tangent is the one extra input of the joint graph: the place
     where the loss scale goes in.
+
+    Attributes:
+        left: Attributes in which the last run has left tensors.
     """
 
     def __init__(self, step: ExportedStep) -> None:
@@ -190,13 +193,15 @@ class StepModule(nn.Module):
         self.loss_fn = step.loss_fn
         self._names = step.description.input_names
         self._outputs = step.description.outputs
+        self.left = LeftAttributes()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""
-        with _assignments_as_updates(self.model):
-            return self._run(*inputs)
+        with assignments_as_updates(self.model, self.left):
+            return self.run(*inputs)
 
-    def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Does so, whatever forward() does to attributes."""
         if self.loss_fn is None:
             found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))), self.model)
         else:
@@ -216,35 +221,6 @@ class StepModule(nn.Module):
             )
         described = zip(self._outputs, outputs, strict=True)
         return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
-
-
-@contextlib.contextmanager
-def _assignments_as_updates(model: nn.Module) -> Iterator[None]:
-    """Turns ``self.buffer = value`` in forward() into an update in place: the exporter drops the former."""
-    before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
-    plain = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, torch.Tensor)]
-    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
-    try:
-        yield
-    finally:
-        for owner, key, old in before:
-            if owner._buffers[key] is not old:
-                assigned.append((owner, key, old, owner._buffers[key]))
-                owner._buffers[key] = old
-    for owner, key, value in plain:
-        if vars(owner).get(key) is not value:
-            raise ExportError(
-                f"forward() of {type(owner).__name__} assigns to its attribute {key!r}, a plain tensor that it had "
-                "before, so what it holds would be lost after each step: make it a buffer, "
-                f"self.register_buffer({key!r}, ...)"
-            )
-    for owner, key, old, new in assigned:
-        if new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise ExportError(
-                f"forward() of {type(owner).__name__} assigns to its buffer {key!r} something of another shape or "
-                "dtype, which a graph can't do: keep both"
-            )
-        old.copy_(new.detach())
 
 
 def _loss(loss: torch.Tensor) -> torch.Tensor:

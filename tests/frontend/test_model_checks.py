@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from ort_trainer import ExportError, ORTTrainer, optim
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from ..helpers import MLP, MLP_DESC, assert_same_weights, mlp_batches, mlp_trainer
 
@@ -99,6 +99,7 @@ class Stateful(nn.Module):
         self.fc = nn.Linear(8, 3)
         self.kind = kind
         self.plain = torch.zeros(3)
+        self.left: torch.Tensor | None = None
         self.kept = [torch.zeros(3)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +109,11 @@ class Stateful(nn.Module):
             self.plain[1:].mul_(2.0)
         elif self.kind == "in a list":
             self.kept[0].add_(1.0)
+        elif self.kind == "read in the next call":
+            self.left = x.mean(0)[:3] if self.left is None else self.left.detach() * 0.5 + x.mean(0)[:3]
+            return self.fc(x) + self.left
+        elif self.kind == "not read":
+            self.left = x.mean(0)
         elif self.kind == "assigned":
             self.plain = self.plain + torch.arange(3.0)
         local = torch.tensor([1.0, 2.0, 3.0])
@@ -121,7 +127,8 @@ class Stateful(nn.Module):
         ("in place", "changes the attribute 'plain' in place, a plain tensor.*self.plain.add_"),
         ("a view", r"changes the attribute 'plain' in place, a plain tensor.*self.plain\[1:\]"),
         ("in a list", r"changes a tensor from outside in place, a plain tensor.*self.kept\[0\]"),
-        ("assigned", r"Stateful assigns to its attribute 'plain'.*self.register_buffer\('plain', ...\)"),
+        ("read in the next call", r"earlier call has left in one of its attributes \['Stateful.left'\]"),
+        ("assigned", r"attributes \['Stateful.plain'\], plain tensors.*self.register_buffer\('plain', ...\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*was assigned during export")
@@ -131,11 +138,46 @@ def test_tensors_that_are_no_buffers_can_not_change(kind: str, message: str) -> 
         trainer.train_step(X, Y)
 
 
-def test_tensors_that_are_no_buffers_can_be_read() -> None:
-    model = Stateful("read")
+@pytest.mark.parametrize("kind", ["read", "not read"])
+@pytest.mark.filterwarnings("ignore:.*was assigned during export")
+def test_tensors_that_are_no_buffers_can_be_read_or_left(kind: str) -> None:
+    model = Stateful(kind)
     expected = F.cross_entropy(model(X), Y).detach()
     trainer = ORTTrainer(model, DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
     assert torch.allclose(trainer.train_step(X, Y), expected)
+
+
+class Buffers(nn.Module):
+    """Assigns buffers: from the input, from each other, from what needs grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        for name in ("row", "older", "newer", "mean"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.fc(x + self.older) + self.mean[:3]
+        self.row = x[0]
+        self.newer, self.older = self.older + self.row, self.newer
+        self.mean = result.mean() * torch.arange(8.0)
+        return result
+
+
+def test_buffers_can_be_assigned_from_inputs_and_from_each_other() -> None:
+    model = Buffers()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+    trainer = ORTTrainer(model, DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    for x, y in mlp_batches(4):
+        loss = F.cross_entropy(reference(x), y)
+        assert torch.allclose(trainer.train_step(x, y), loss.detach(), rtol=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        reference.mean = reference.mean.detach()
+    assert_same_weights(trainer, reference, 1e-5)
 
 
 @pytest.mark.parametrize(
