@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx
@@ -110,8 +110,8 @@ class ModelSource(ABC):
     def buffers(self) -> Named:
         """All buffers, likewise."""
 
-    def variant(self, training: bool) -> int:
-        """Returns a number for what of the model graphs depend on; it differs where that has changed.
+    def variant(self, training: bool) -> Hashable:
+        """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
 
         Args:
             training: Whether for training graphs.
@@ -120,7 +120,7 @@ class ModelSource(ABC):
             RuntimeError: If it has become another model, or has nothing to train.
         """
         self._check_trainable(training, self.trainable)
-        return 0
+        return None
 
     def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
         if training and not trainable:
@@ -220,6 +220,9 @@ class _TorchSource(ModelSource):
         frozen = {self.canonical[name] for name in options.utils.frozen_weights}
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
         self._watch = ModelWatch(model, self.trainable, frozen)
+        self._watches = [self._watch]
+        if isinstance(loss_fn, nn.Module):
+            self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
         shared_groups({**self.parameters, **self.buffers})
         tensors = {
             name: tensor.detach()
@@ -238,10 +241,10 @@ class _TorchSource(ModelSource):
     def buffers(self) -> Named:
         return dict(self._model.named_buffers())
 
-    def variant(self, training: bool) -> int:
-        number = self._watch.variant(training)
+    def variant(self, training: bool) -> Hashable:
+        variant = tuple(watch.variant(training) for watch in self._watches)
         self._check_trainable(training, self._watch.trainable)
-        return number
+        return variant
 
     def _check_options(self) -> None:
         if self._options.utils.run_symbolic_shape_infer:
@@ -271,7 +274,7 @@ class _TorchSource(ModelSource):
             description=description,
             loss_fn=self._loss_fn,
             trainable=self._watch.trainable,
-            modes=self._watch.modes,
+            modes={part: mode for watch in self._watches for part, mode in (watch.modes or {}).items()},
             autocast=_autocast(self._options),
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,

@@ -18,20 +18,22 @@ def check_model(model: nn.Module) -> None:
         TypeError: If it is wrapped or compiled.
         ValueError: If its parameters or buffers have no values yet, or can't be changed.
     """
-    name = type(model).__name__
-    if isinstance(model, _WRAPPERS):
-        raise TypeError(
-            f"model is a {name}, which runs a model on several devices: pass the model inside, model.module"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is a TorchScript module, which can't be exported: pass the module it was made from")
     for path, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
-            where = f"model.{path}" if path else "model"
+        where, kind = f"model.{path}" if path else "model", type(module).__name__
+        if isinstance(module, _WRAPPERS):
+            raise TypeError(
+                f"{where} is a {kind}, which runs a model on several devices: use the module inside, {where}.module"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{where} is a TorchScript module, which can't be exported: use the module that it was made from"
+            )
+        if kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
             raise TypeError(
                 f"{where} is the result of torch.compile(), which leaves nothing to export: use the module inside, "
                 f"{where}._orig_mod"
             )
+    name = type(model).__name__
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:

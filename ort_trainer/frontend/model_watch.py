@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import shown
 from .step_module import canonical_names
 
 __all__ = ["ModelWatch"]
@@ -53,12 +54,13 @@ class ModelWatch:
         self._getters = [itemgetter("training", *keys) for keys in self._keys]
         counters = [(name, module, _counters(module)) for name, module in self._modules]
         self._counters = {(name, key): (vars(m), vars(m)[key]) for name, m, keys in counters for key in keys}
-        self._states: list[Any] = []
         self._variants: dict[Any, int] = {}
         self._own_modes: tuple[bool, ...] | None = None
         self.modes: dict[nn.Module, bool] | None = None
         self.trainable: frozenset[str] = frozenset()
-        self._look_at_parameters()
+        self._parameters = dict(model.named_parameters())
+        self._parts = self._parts_of_now()
+        self._states = list(map(_parameter_state, self._parameters.values()))
         self._settings = self._settings_of_now()
         self._number(self._settings)
 
@@ -74,23 +76,26 @@ class ModelWatch:
         parts = self._parts_of_now()
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             self._refuse_other_modules()
-            self._look_at_parameters()  # other objects: what load_state_dict(assign=True) leaves
+            # Other objects for the same parameters, as load_state_dict(assign=True) leaves them.
+            now = dict(self._model.named_parameters())
+            self._parts, self._parameters = parts, {name: now[name] for name in self._parameters}
         states = list(map(_parameter_state, self._parameters.values()))
         settings = self._settings_of_now()
         if states != self._states:
             self._refuse_other_parameters()
         elif _same(settings, self._settings):
             return self._current[training]
+        self._refuse_other_types(settings)
         self._number(settings)
         self._log_changes(settings, states)
         self._settings, self._states = settings, states
         return self._current[training]
 
     def check_exportable(self) -> None:
-        """Checks what matters for an export alone: that parameters have values; and warns about changed ints.
+        """Checks what matters for an export alone: that parameters still have values; and warns about changed ints.
 
         Raises:
-            RuntimeError: If so.
+            RuntimeError: If they have none.
         """
         gone = [name for name, parameter in self._parameters.items() if parameter.is_meta]
         if gone:
@@ -126,11 +131,6 @@ class ModelWatch:
         except KeyError as error:
             self._refuse([f"a module has lost its attribute {error}"])
             raise
-
-    def _look_at_parameters(self) -> None:
-        self._parts = self._parts_of_now()
-        self._parameters = dict(self._model.named_parameters())
-        self._states = list(map(_parameter_state, self._parameters.values()))
 
     def _number(self, values: list[tuple[Any, ...]]) -> None:
         """Gives what the model is now a number."""
@@ -199,6 +199,19 @@ class ModelWatch:
             changes = ["other parameters are tied"]
         self._refuse(changes)
 
+    def _refuse_other_types(self, settings: list[tuple[Any, ...]]) -> None:
+        found = [
+            f"{name}.{key}".removeprefix(".") + f" has become {shown(value)}"
+            for (name, _), keys, values in zip(self._modules, self._keys, settings, strict=True)
+            for key, value in zip(keys, values[1:], strict=True)
+            if value is not None and not isinstance(value, _PLAIN)
+        ]
+        if found:
+            raise RuntimeError(
+                f"a setting of the model is no number, truth value or string any more: {'; '.join(found[:5])}. Its "
+                "graphs could not see it change: keep it one, or make a registered buffer of it before the trainer"
+            )
+
     def _refuse(self, changes: list[str]) -> None:
         if changes:
             raise RuntimeError(
@@ -246,5 +259,5 @@ def _same(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> bool:
 
 
 def _listed(names: Collection[str]) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+    quoted = [repr(name) for name in names]
+    return ", ".join(quoted[:5]) + (f" and {len(quoted) - 5} more" if len(quoted) > 5 else "")

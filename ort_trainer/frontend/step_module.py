@@ -57,7 +57,7 @@ class ExportedStep:
         description: The model description.
         loss_fn: The loss function, or None where the model returns the loss.
         trainable: Canonical names of the parameters to train.
-        modes: Module -> whether it is in training mode in a training step; None for what ``model.train()`` makes.
+        modes: Module -> whether it is in training mode in a training step, where that is not what ``train()`` makes.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
@@ -68,7 +68,7 @@ class ExportedStep:
     description: ModelDescription
     loss_fn: LossFunction | None
     trainable: frozenset[str]
-    modes: Mapping[nn.Module, bool] | None = None
+    modes: Mapping[nn.Module, bool] = dataclasses.field(default_factory=dict)
     autocast: torch.dtype | None = None
     opset: int = 18
     simplified: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ class StepSession:
         self._reset = True
         self._scratch: dict[str, torch.Tensor] = {}
         self._updated: dict[str, torch.Tensor] = {}
-        self._runners: dict[tuple[bool, int], list[GraphRunner]] = {}
-        self._variants = {True: 0, False: 0}
+        self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
+        self._variants: dict[bool, Hashable] = {True: None, False: None}
         self._found: dict[tuple[Any, ...], GraphRunner] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._learning_rates: Sequence[float] = optimizer_config.learning_rates
@@ -109,12 +109,12 @@ class StepSession:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
         return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
 
-    def choose_variant(self, training: bool, variant: int) -> None:
+    def choose_variant(self, training: bool, variant: Hashable) -> None:
         """Chooses the variant of the model whose graphs are added, found and run from now on.
 
         Args:
             training: Which graphs.
-            variant: Any number; at first it is 0.
+            variant: Whatever stands for it; at first it is None.
         """
         self._variants[training] = variant
 

@@ -47,8 +47,9 @@ def made_in_inference_mode() -> nn.Module:
     [
         (lambda: torch.compile(MLP()), TypeError, r"model is the result of torch.compile\(\).*model._orig_mod"),
         (with_compiled_layer, TypeError, r"model.fc1 is the result of torch.compile\(\).*model.fc1._orig_mod"),
-        (lambda: nn.DataParallel(MLP()), TypeError, "model is a DataParallel.*pass the model inside, model.module"),
+        (lambda: nn.DataParallel(MLP()), TypeError, "model is a DataParallel.*use the module inside, model.module"),
         (lambda: torch.jit.script(nn.Linear(8, 3)), TypeError, "model is a TorchScript module"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 3))), TypeError, "model.0 is a TorchScript module"),
         (lazy, ValueError, r"\['fc1.weight', 'fc1.bias'\] of MLP are lazy.*run the model once"),
         (on_meta, ValueError, "are on the meta device, they have no values yet: initialize the model first"),
         (made_in_inference_mode, ValueError, r"were made under torch.inference_mode\(\)"),

@@ -158,6 +158,8 @@ OTHER_MODELS: list[tuple[Callable[[Net], object], str]] = [
     (lambda m: setattr(m.head.weight, "data", torch.zeros(3, 4)), r"had shape \[3, 16\] and has \[3, 4\]"),
     (lambda m: m.register_buffer("late", torch.zeros(1)), "module '' has other buffers"),
     (lambda m: delattr(m, "scale"), "lost its attribute 'scale'"),
+    (lambda m: setattr(m, "scale", [0.5]), r"no number, truth value or string any more: scale has become \[0.5\]"),
+    (lambda m: setattr(m, "scale", torch.ones(3)), r"scale has become Tensor\(shape=\[3\]"),
 ]
 
 
@@ -185,6 +187,12 @@ def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone() -> None:
     pair.step()
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)  # other objects, the same model
     pair.step()
+    frozen = nn.Parameter(model.head.bias.detach().clone(), requires_grad=False)
+    model.head.bias = frozen
+    pair.reference.head.bias.requires_grad_(False)
+    pair.step()
+    frozen.requires_grad_(True)
+    pair.reference.head.bias.requires_grad_(True)
     model.to("meta")
     pair.step()  # the graph is there, and the weights are the trainer's
     model.scale = 0.5
@@ -222,3 +230,16 @@ def test_a_setting_that_changes_all_the_time_is_an_error(monkeypatch: pytest.Mon
     pair.models[0].scale = 0.25
     with pytest.raises(RuntimeError, match="exported 2 times already. Make what changes all the time a registered buf"):
         pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
+
+
+def test_settings_of_a_loss_module_have_their_effect() -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    model = Net()
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    options = ORTTrainerOptions({"utils": {"frozen_weights": [name for name, _ in model.named_parameters()][1:]}})
+    trainer = ORTTrainer(model, DESC, optim.SGDConfig(lr=0.0), loss_fn=loss_fn, options=options)
+    for smoothing in (0.0, 0.3, 0.0):
+        loss_fn.label_smoothing = smoothing
+        expected = loss_fn(copy.deepcopy(model)(x), y).detach()
+        assert_close(trainer.train_step(x, y), expected, 1e-5, "loss")
+    assert len(trainer.session.graphs(True)) == 2
