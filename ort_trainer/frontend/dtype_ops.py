@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 __all__ = ["DTYPE_DECOMPOSITIONS"]
 
@@ -40,8 +41,8 @@ def _product(operator: Any) -> Callable[..., Any]:
     def product(
         input: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Any:
-        """ONNX has a product of matrices of whole numbers, but none with a sum."""
-        if not _is_whole(input):
+        """ONNX has a product with a sum for fractions only, and with factors of fp32."""
+        if not _is_whole(input) and (input.dtype != torch.float64 or alpha == beta == 1):
             return NotImplemented
         return beta * input + alpha * operator(first, second)
 
@@ -62,9 +63,48 @@ def _index_of_extremum(largest: bool) -> Callable[..., Any]:
     return index
 
 
-def _lerp(input: torch.Tensor, end: torch.Tensor, weight: float) -> Any:
-    """torch.onnx rounds the weight to fp32."""
-    return input + (end - input) * weight if input.dtype == torch.float64 else NotImplemented
+def _of_doubles(operator: Any) -> Callable[..., Any]:
+    """Returns PyTorch's own decomposition, for doubles: attributes of ONNX's operators are of fp32."""
+    decomposition = decomposition_table[operator]
+
+    def of_doubles(input: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        return decomposition(input, *args, **settings) if input.dtype == torch.float64 else NotImplemented
+
+    return of_doubles
+
+
+def _scaled(operator: Any) -> Callable[..., Any]:
+    def scaled(input: torch.Tensor, other: torch.Tensor, *, alpha: float = 1) -> Any:
+        """The factor, likewise."""
+        if alpha == 1 or torch.result_type(input, other) != torch.float64:
+            return NotImplemented
+        return operator(input, other * alpha)
+
+    return scaled
+
+
+def _power(input: torch.Tensor, exponent: float) -> Any:
+    """The exponent, likewise."""
+    if input.dtype != torch.float64 or exponent == int(exponent):
+        return NotImplemented
+    return aten.pow.Tensor_Tensor(input, aten.scalar_tensor.default(exponent, dtype=torch.float64))
+
+
+def _power_of_number(base: float, exponent: torch.Tensor) -> Any:
+    if exponent.dtype != torch.float64:
+        return NotImplemented
+    return aten.pow.Tensor_Tensor(aten.scalar_tensor.default(base, dtype=torch.float64), exponent)
+
+
+def _full(size: Sequence[Any], value: float, *, dtype: torch.dtype | None = None, **settings: Any) -> Any:
+    """The number, likewise."""
+    if dtype != torch.float64:
+        return NotImplemented
+    return aten.scalar_tensor.default(value, dtype=dtype, device=settings.get("device")).expand(size).clone()
+
+
+def _full_like(input: torch.Tensor, value: float, *, dtype: torch.dtype | None = None, **settings: Any) -> Any:
+    return _full(input.shape, value, dtype=dtype or input.dtype, device=input.device)
 
 
 def _vector_norm(
@@ -94,7 +134,22 @@ DTYPE_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.isinf.default, aten.isnan.default), _is_not_finite),
     aten.argmax.default: _index_of_extremum(largest=True),
     aten.argmin.default: _index_of_extremum(largest=False),
-    aten.lerp.Scalar: _lerp,
+    **{
+        operator: _of_doubles(operator)
+        for operator in (
+            aten.elu.default,
+            aten.hardtanh.default,
+            aten.leaky_relu.default,
+            aten.lerp.Scalar,
+            aten.native_group_norm.default,
+        )
+    },
+    aten.add.Tensor: _scaled(aten.add.Tensor),
+    aten.sub.Tensor: _scaled(aten.sub.Tensor),
+    aten.pow.Scalar: _power_of_number,
+    aten.pow.Tensor_Scalar: _power,
+    aten.full.default: _full,
+    aten.full_like.default: _full_like,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.addmm.default: _product(aten.mm.default),
     aten.baddbmm.default: _product(aten.bmm.default),

@@ -16,8 +16,9 @@ def widen_interface(model: ir.Model) -> None:
 
     Every bfloat16 number is an fp32 number, so nothing is lost.
     """
-    infer_types(model)
     graph = model.graph
+    if any(value.dtype is None for value in graph.outputs):
+        infer_types(model)
     for value in list(graph.inputs):
         if value.dtype == _NARROW:
             node = cast(value, _NARROW, f"{value.name}__bfloat16")

@@ -61,6 +61,16 @@ def test_bfloat16_is_computed_in_fp32_and_moved_as_it_is() -> None:
     assert operators(model) == ["Cast", "Tanh", "Cast", "Transpose"]
 
 
+def test_halves_are_not_added_where_they_are_scattered() -> None:
+    model = model_of(
+        "agraph (float16[n] x, int64[m] i, float16[m] y) => (float16[n] z) "
+        '{ z = ScatterElements <axis = 0, reduction = "add"> (x, i, y) }'
+    )
+    assert fit_to_kernels(model, "cpu", str) == []
+    x, i = np.ones(3, np.float16), np.array([1, 1])
+    assert run(model, x=x, i=i, y=x[:2])[0].tolist() == [1, 3, 1]
+
+
 def test_doubles_are_not_computed_in_less() -> None:
     model = model_of("agraph (double[n] x) => (double[n] z, double[n] a) { z = Erf(x) a = Add(z, x) }")
     assert fit_to_kernels(model, "cpu", lambda node: f"line of {node.op_type}") == ["Erf of double: line of Erf"]
