@@ -11,6 +11,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._decomp import decomposition_table as all_decompositions
 
 from .convolution_ops import CONVOLUTION_DECOMPOSITIONS
+from .dtype_ops import DTYPE_DECOMPOSITIONS
 from .math_ops import MATH_DECOMPOSITIONS
 from .onnx_registry import has_translation
 from .pooling_ops import POOLING_DECOMPOSITIONS
@@ -45,7 +46,17 @@ _DECOMPOSED = (
 def _mixed_layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> Any:
-    """Layer norm of fp16 values with fp32 weights, which autocast makes and ONNX does not have: computed in fp32."""
+    """Layer norm of fp16 values with fp32 weights, which autocast makes and ONNX does not have: computed in fp32.
+
+    And of doubles, of which ONNX computes the statistics in fp32.
+    """
+    if input.dtype == torch.float64:
+        axes = list(range(input.dim() - len(normalized_shape), input.dim()))
+        mean = input.mean(axes, keepdim=True)
+        rstd = (((input - mean) ** 2).mean(axes, keepdim=True) + eps).rsqrt()
+        output = (input - mean) * rstd
+        output = output if weight is None else output * weight
+        return output if bias is None else output + bias, mean, rstd
     wide = torch.float32 if weight is None else weight.dtype
     if wide == input.dtype or input.dtype not in (torch.float16, torch.bfloat16):
         return NotImplemented
@@ -138,6 +149,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
     table |= CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS | VIEW_DECOMPOSITIONS | MATH_DECOMPOSITIONS
+    table |= DTYPE_DECOMPOSITIONS
     table[aten.empty_like.default] = _empty_like
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.select_backward.default] = _select_backward

@@ -10,8 +10,9 @@ import torch
 
 from ..errors import ExportError
 from ..graph import Dim, TensorSpec, TrainingGraph
-from ..graph.bfloat16 import widen_bfloat16
+from ..graph.bfloat16 import widen_interface
 from ..graph.dims import holds, symbols_of
+from ..graph.kernels import fit_to_kernels
 from ..graph.names import Names
 from ..model_desc import ModelDescription
 from .borrow import borrowed
@@ -20,7 +21,7 @@ from .kept_state import refuse_kept_tensors
 from .quiet import quiet
 from .random_inputs import lift_random_numbers
 from .recompute import apply_recompute
-from .source import forward_line
+from .source import drop_source, forward_line, onnx_source_line
 from .step_module import ExportedStep, StepModule, canonical_names
 from .to_onnx import set_shapes, to_onnx
 
@@ -121,8 +122,8 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
         for node, entry in batch
     )
     model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified)
-    if any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph.all_nodes() for value in node.outputs):
-        widen_bfloat16(model, arithmetic=found.outputs[0].meta["val"].device.type == "cpu")
+    widen_interface(model)
+    _fit(model, found.outputs[0].meta["val"].device.type)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
     return TrainingGraph(
@@ -139,6 +140,17 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
     )
+
+
+def _fit(model: ir.Model, device: str) -> None:
+    """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
+    missing = fit_to_kernels(model, device, onnx_source_line)
+    if missing:
+        raise ExportError(
+            "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
+            "before.\n  " + "\n  ".join(missing)
+        )
+    drop_source(model)
 
 
 def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:

@@ -115,8 +115,9 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
             continue
         argument, value = node.target._schema.arguments[0], node.args[0]
         if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
-            # Without dimensions it takes part in type promotion as a number does.
-            dtype = torch.tensor(value).dtype
+            # Without dimensions it takes part in type promotion as a number does; to fp32 it would be rounded.
+            is_double = isinstance(value, float) and node.meta["val"].dtype == torch.float64
+            dtype = torch.float64 if is_double else torch.tensor(value).dtype
             with graph.inserting_before(node):
                 tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)

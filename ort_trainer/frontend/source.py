@@ -7,22 +7,40 @@ import re
 import traceback
 from pathlib import Path
 
+import onnx_ir as ir
 import torch
 from torch import nn
 
-__all__ = ["forward_line", "source_line", "source_line_of_error"]
+__all__ = ["drop_source", "forward_line", "onnx_source_line", "source_line", "source_line_of_error"]
 
+_ONNX_TRACE = "pkg.torch.onnx.stack_trace"
 # What is no user's code: PyTorch and this package.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def source_line(node: torch.fx.Node) -> str:
     """Returns file, line and text of the user's code that an operator comes from, or its module where none is known."""
-    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = modules[-1] if modules else ("", "")
     name = path.removeprefix("model").removeprefix(".")
-    return _last_of_the_user(frames, f"module {name!r}, a {str(kind).rpartition('.')[2]}" if name else "")
+    where = f"module {name!r}, a {str(kind).rpartition('.')[2]}" if name else ""
+    return _last_of_the_user(_frames(node.meta.get("stack_trace")), where)
+
+
+def onnx_source_line(node: ir.Node) -> str:
+    """Returns the same for a node that torch.onnx made of an operator."""
+    return _last_of_the_user(_frames(node.metadata_props.get(_ONNX_TRACE)))
+
+
+def drop_source(model: ir.Model, keep_lines: bool = False) -> None:
+    """Drops what torch.onnx wrote about the origin of nodes, in place; :func:`onnx_source_line` needs the lines."""
+    for node in model.graph.all_nodes():
+        trace = node.metadata_props.get(_ONNX_TRACE)
+        node.metadata_props.clear()
+        node.meta.clear()  # torch.onnx keeps the whole captured graph alive here
+        if keep_lines and trace:
+            node.metadata_props[_ONNX_TRACE] = trace
+    model.graph.metadata_props.clear()
 
 
 def forward_line(model: nn.Module) -> str:
@@ -38,6 +56,10 @@ def source_line_of_error(error: BaseException) -> str:
     """Returns the same for what raised an error while the user's code ran."""
     frames = traceback.extract_tb(error.__traceback__)
     return _last_of_the_user([(f.filename, str(f.lineno), f.name, f.line or "") for f in frames])
+
+
+def _frames(trace: str | None) -> list[tuple[str, str, str, str]]:
+    return re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', trace or "")
 
 
 def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:

@@ -13,6 +13,7 @@ from ..graph.names import Names
 from ..graph.simplify import convert_opset, simplify
 from .after import lower_after
 from .onnx_registry import translate
+from .source import drop_source
 
 __all__ = ["to_onnx"]
 
@@ -37,6 +38,9 @@ def to_onnx(
         constants: Placeholders that become constants of the model.
         opset: ONNX operator set.
         thoroughly: Whether to make the model smaller.
+
+    Returns:
+        The model; its nodes still know the lines of the user's code that they come from.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     model = translate(module, [node for node, _ in results])
@@ -53,6 +57,7 @@ def to_onnx(
     lower_after(model)
     convert_opset(model, opset)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
+    drop_source(model, keep_lines=True)
     return model
 
 
@@ -70,10 +75,6 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
         value.name = names.unique("interface")
     for value in (*graph.inputs, *graph.outputs):
         value.name = named[id(value)]
-    for node in graph.all_nodes():
-        node.metadata_props.clear()
-        node.meta.clear()  # torch.onnx keeps the whole captured graph alive here
-    graph.metadata_props.clear()
 
 
 def set_shapes(model: ir.Model, specs: Sequence[TensorSpec]) -> None:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
 from onnxscript.onnx_types import TensorType
@@ -21,6 +22,13 @@ prims = torch.ops.prims
 def sym_numel(value: TensorType) -> TensorType:
     """The number of elements of a tensor, as batch norm's gradient needs it."""
     return op.Size(value)
+
+
+def scalar_tensor(value: float, dtype: int = 1, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    """A number as a tensor; torch.onnx rounds it to fp32 on the way to a double."""
+    if isinstance(value, (int, float)):
+        return op.Constant(value=ir.tensor(value, dtype=ir.DataType(dtype)))
+    return op.Cast(value, to=dtype)
 
 
 def floordiv(first: TensorType, second: TensorType) -> TensorType:
@@ -88,6 +96,7 @@ def max_pool_with_indices(
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     AFTER: translate_after,
+    aten.scalar_tensor.default: scalar_tensor,
     aten.sym_numel.default: sym_numel,
     operator.floordiv: floordiv,
     prims.view_of.default: identity,

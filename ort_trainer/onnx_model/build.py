@@ -24,8 +24,19 @@ from .gradient import differentiate
 from .load import OnnxModel
 from .loss import merge_loss, with_loss_scale
 from .lower import lower
+from .measure import measure_shapes
 from .modes import autocast, to_evaluation, to_training
-from .nodes import SizeNeededError, Values, attributes_of, dims, names_in, names_inside, replace_all, torch_type
+from .nodes import (
+    SizeNeededError,
+    Values,
+    attributes_of,
+    dims,
+    named_symbols,
+    names_in,
+    names_inside,
+    replace_all,
+    torch_type,
+)
 
 __all__ = ["OnnxGraphBuilder", "OnnxStep", "check_description", "describe_onnx"]
 
@@ -42,8 +53,7 @@ class OnnxStep:
         loss_fn: The loss of (first output of the model, label), or None where the loss is an output.
         trainable: Names of the weights to train.
         autocast: dtype of mixed precision, or None.
-        symbolic_shapes: Whether ONNX Runtime's symbolic shape inference looks at the model in any case. If not, it does
-            where ONNX's own leaves a size open that is needed.
+        symbolic_shapes: Whether ONNX Runtime's symbolic shape inference looks at the model, besides ONNX's own.
     """
 
     model: OnnxModel
@@ -157,16 +167,17 @@ class OnnxGraphBuilder:
         """
         start = time.perf_counter()
         sizes = self.step.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        symbolic, fixed = self.step.symbolic_shapes, self._sizes_of_the_model(sizes)
+        measured, fixed = False, self._sizes_of_the_model(sizes)
         while True:
             try:
-                graph = self._assemble(batch, training, fixed, symbolic)
+                graph = self._assemble(batch, training, fixed, measured)
                 break
             except SizeNeededError as reason:
-                if reason.symbol in sizes and reason.symbol not in fixed:
-                    fixed[reason.symbol] = sizes[reason.symbol]
-                elif not symbolic:
-                    symbolic = True
+                needed = {reason.symbol, *named_symbols(reason.symbol or "")} & (sizes.keys() - fixed.keys())
+                if needed:
+                    fixed |= {symbol: sizes[symbol] for symbol in needed if symbol is not None}
+                elif not measured:
+                    measured = True
                 elif len(fixed) < len(sizes):
                     fixed = sizes
                 else:
@@ -199,15 +210,17 @@ class OnnxGraphBuilder:
         raise TypeError("an ONNX model has no other form that its graph could be compared with")
 
     def _assemble(
-        self, batch: Mapping[str, torch.Tensor], training: bool, fixed: Mapping[str, int], symbolic: bool
+        self, batch: Mapping[str, torch.Tensor], training: bool, fixed: Mapping[str, int], measured: bool
     ) -> TrainingGraph:
         step, description = self.step, self.step.description
         model = onnx.ModelProto()
         model.CopyFrom(step.model.proto)
         _check_dtypes(model, batch)
         _set_input_shapes(model, description, fixed)
-        if symbolic:
+        if step.symbolic_shapes:
             model = _inferred(model)
+        state = {**step.model.parameters, **step.model.buffers}
+        known = measure_shapes(model, description, batch, state, fixed) if measured else set()
         if step.loss_fn is not None:
             merge_loss(model, step.loss_fn, description, _prediction(step), batch, fixed, self.losses)
         keep = description.output_names
@@ -218,9 +231,8 @@ class OnnxGraphBuilder:
         random: list[RandomInput] = []
         updates: dict[str, str] = {}
         gradients: dict[str, str] = {}
-        state = [*step.model.parameters, *step.model.buffers]
         if training:
-            random, updates = to_training(model, symbols, step.model.buffers)
+            random, updates = to_training(model, symbols, step.model.buffers, measured or step.symbolic_shapes)
         else:
             to_evaluation(model)
         if step.autocast is not None:
@@ -235,6 +247,8 @@ class OnnxGraphBuilder:
         del model.graph.output[:]
         for name in (*keep, *gradients.values(), *updates.values()):
             model.graph.output.append(helper.make_tensor_value_info(name, values.type(name), None))
+        # What was measured is no promise to the engine.
+        replace_all(model.graph.value_info, [value for value in model.graph.value_info if value.name not in known])
         _drop_unused(model, description.input_names)
         used = {value.name for value in model.graph.input}
         found = ir.from_proto(model)

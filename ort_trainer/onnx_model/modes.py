@@ -39,7 +39,7 @@ def _keep_all(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
 
 
 def to_training(
-    model: onnx.ModelProto, symbols: Collection[str], buffers: Collection[str]
+    model: onnx.ModelProto, symbols: Collection[str], buffers: Collection[str], check_shapes: bool = False
 ) -> tuple[list[RandomInput], dict[str, str]]:
     """Makes random numbers inputs of the graph and new running statistics values of it, in place.
 
@@ -49,6 +49,8 @@ def to_training(
         model: The forward pass.
         symbols: Dimensions whose size a batch tells.
         buffers: Names of the running statistics.
+        check_shapes: Whether to have the engine check at every step that there are as many random numbers as elements
+            that they belong to: where shapes were not inferred by ONNX's own rules, too few might be broadcast.
 
     Returns:
         The random numbers, and buffer -> value with its new content.
@@ -72,7 +74,7 @@ def to_training(
         name = e.name("random")
         random_inputs.append(RandomInput(name, kind, torch_type(elem_type), sizes, parameters))
         model.graph.input.append(helper.make_tensor_value_info(name, elem_type, shape))
-        return name
+        return str(e("Reshape", name, e("Shape", node.input[0]))) if check_shapes and node.input else name
 
     def dropout(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
         training = constant_of(node, 2, values, np.False_)

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ..errors import ExportError
 from ..graph import Dim
+from ..graph.dims import symbols_of
 from ..graph.names import Names
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "attributes_of",
     "constant_of",
     "dims",
+    "named_symbols",
     "names_in",
     "names_inside",
     "refuse",
@@ -91,10 +93,25 @@ def replace_all(field: Any, values: Sequence[Any]) -> None:
 
 
 def dims(shape: Sequence[int | str | None] | None, symbols: Collection[str]) -> tuple[Dim, ...] | None:
-    """Returns a shape as a training graph has it, or None if it has more than numbers and these symbols."""
-    if shape is None or not all(isinstance(size, int) or size in symbols for size in shape):
+    """Returns a shape as a training graph has it, or None if it has more than numbers and these symbols.
+
+    Besides symbols a shape may have expressions over them, as a training graph has them.
+    """
+    if shape is None:
         return None
-    return tuple(size if isinstance(size, int) else f"dim({size!r})" for size in shape if size is not None)
+    found = [size if isinstance(size, int) else _dim(size, symbols) for size in shape]
+    return tuple(size for size in found if size is not None) if None not in found else None
+
+
+def _dim(size: str | None, symbols: Collection[str]) -> str | None:
+    if size in symbols:
+        return f"dim({size!r})"
+    return size if size and named_symbols(size) and named_symbols(size) <= set(symbols) else None
+
+
+def named_symbols(size: str) -> set[str]:
+    """Returns the symbols in an expression of a training graph; none for a plain name."""
+    return symbols_of(size) if "dim(" in size else set()
 
 
 class Values:
@@ -104,8 +121,11 @@ class Values:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         self._types: dict[str, int] = {}
         self._shapes: dict[str, Shape | None] = {}
+        self._others: set[str] = set()
         for value in (*graph.input, *graph.output, *graph.value_info):
             tensor = value.type.tensor_type
+            if value.type.WhichOneof("value") not in (None, "tensor_type"):
+                self._others.add(value.name)
             self._types[value.name] = tensor.elem_type
             self._shapes[value.name] = (
                 tuple(
@@ -131,9 +151,17 @@ class Values:
         """Returns whether a value is of floating point; where nothing is known, it is taken to be."""
         return self.type(name) in _FLOATS
 
+    def is_tensor(self, name: str) -> bool:
+        """Returns whether a value is a tensor, and not a sequence or an optional value."""
+        return name not in self._others
+
     def type(self, name: str) -> int:
         """Returns the ONNX element type of a value; float where nothing is known."""
-        return self._types.get(name) or TensorProto.FLOAT
+        return self.known_type(name) or TensorProto.FLOAT
+
+    def known_type(self, name: str) -> int:
+        """Returns the ONNX element type of a value; 0 where nothing is known."""
+        return self._types.get(name, TensorProto.UNDEFINED)
 
     def shape(self, name: str) -> Shape | None:
         """Returns the sizes of a value (str for a symbol, None for an unknown one), or None if not even the rank is

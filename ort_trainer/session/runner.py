@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ..engine import InferenceSession, SessionOptions
+from ..engine import InferenceSession, SessionOptions, make_session
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
 
 __all__ = ["GraphRunner", "load"]
@@ -28,8 +28,6 @@ _NUMPY_TYPES: dict[torch.dtype, Any] = {
 }
 # A training run meets as many shapes as there are (batch, length) pairs; each keeps a binding of a few kilobytes.
 _MAXIMUM_PLANS = 256
-# ONNX Runtime fuses transposes into an operator that the CPU provider has for float only.
-_DISABLED_FOR_DOUBLE = ["MatmulTransposeFusion"]
 
 
 @dataclass
@@ -179,20 +177,11 @@ def load(
     graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
 ) -> InferenceSession:
     """Returns an ONNX Runtime session of a graph."""
-    return InferenceSession(
-        ir.to_proto(graph.model).SerializeToString(),
-        sess_options=options,
-        providers=list(providers),
-        disabled_optimizers=_DISABLED_FOR_DOUBLE if _has_double(graph) else None,
-    )
+    return make_session(ir.to_proto(graph.model).SerializeToString(), options, providers)
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype
-
-
-def _has_double(graph: TrainingGraph) -> bool:
-    return any(spec.dtype == torch.float64 for spec in (*graph.inputs, *graph.outputs))
 
 
 def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
