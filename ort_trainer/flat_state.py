@@ -12,7 +12,6 @@ from .trainer import ORTTrainer
 
 __all__ = ["flat_state_dict", "load_flat_state_dict"]
 
-_PER_WEIGHT = ("Moment_1", "Moment_2", "Update_Count")
 _SHARED = "shared_optimizer_state"
 _STEP = "Step"
 
@@ -58,14 +57,16 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
+    rule = trainer.optim_config.rule
+    kept = (*rule.slots, "Update_Count")
     weights: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
         # A weight may have a name that begins like that of a moment: a moment's weight is there too.
-        key = next((k for k in _PER_WEIGHT if name.startswith(f"{k}_") and name[len(k) + 1 :] in state_dict), None)
+        key = next((k for k in kept if name.startswith(f"{k}_") and name[len(k) + 1 :] in state_dict), None)
         if key is not None:
             optimizer.setdefault(name[len(key) + 1 :], {})[key] = value
-        elif name == _STEP and trainer.optim_config.name == "LambOptimizer":
+        elif name == _STEP and rule.shares_count:
             optimizer[_SHARED] = {_STEP: value}
         else:
             weights[name] = value

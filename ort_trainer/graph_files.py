@@ -55,6 +55,7 @@ def save_graphs(
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped where gradients are not finite.
     """
+    rule = config.rule
     writers: dict[str, Any] = {
         # The forward pass with the loss, after all passes over the joint graph.
         "model_after_graph_transforms_path": lambda to: _write(
@@ -65,7 +66,7 @@ def save_graphs(
             with_optimizer(
                 graph,
                 {
-                    name: ParameterUpdate(config.name, index, hyper, limit)
+                    name: ParameterUpdate(rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit)
                     for index, hyper, limit, names in session.optimizer.groups
                     for name in names
                 },

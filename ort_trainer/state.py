@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .errors import shown, warn
-from .optim.update import MOMENT_1, MOMENT_2
+from .optim.rule import Rule
 from .ownership import owned_dtype
 from .session import StepSession
 from .window import AccumulationWindow
@@ -47,7 +47,9 @@ class Layout:
         transient: Name -> buffer that ``model.state_dict()`` leaves out.
         canonical: Name -> the first name of the same tensor.
         trainable: Canonical names of the parameters that are trained.
-        optimizer: Name of the optimizer, such as ``AdamOptimizer``.
+        rule: The optimizer's.
+        slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
+        counted: Canonical names of the parameters whose updates are counted.
         device: Where training runs.
     """
 
@@ -55,13 +57,10 @@ class Layout:
     transient: Mapping[str, torch.Tensor]
     canonical: Mapping[str, str]
     trainable: Sequence[str]
-    optimizer: str
+    rule: Rule
+    slots: Mapping[str, Sequence[str]]
+    counted: Collection[str]
     device: torch.device
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the moments that the optimizer keeps for every parameter."""
-        return () if self.optimizer == "SGDOptimizer" else (MOMENT_1, MOMENT_2)
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Restored:
     """A state dict that was read and found to fit; None stands for what it does not have."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] | None = None
     window: AccumulationWindow | None = None
@@ -133,7 +132,7 @@ def collect(
             "zero_stage": 0,
             "world_rank": 0,
             "world_size": 1,
-            "optimizer_name": layout.optimizer,
+            "optimizer_name": layout.rule.name,
             "data_parallel_size": 1,
             "horizontal_parallel_size": 1,
             "gradient_accumulation_steps": window.size,
@@ -155,17 +154,17 @@ def collect(
 
 
 def _collect_optimizer(session: StepSession, layout: Layout, array: Any) -> StateDict:
-    """Returns moments and update counts; legacy counts start at 1, so they are updates done plus 1."""
+    """Returns state tensors and update counts; legacy counts start at 1, so they are updates done plus 1."""
     optimizer = session.optimizer
     state: StateDict = {
-        name: {key: array(value) for key, value in moments.items()} for name, moments in optimizer.moments.items()
+        name: {slot: array(value) for slot, value in slots.items()} for name, slots in optimizer.slots.items() if slots
     }
     counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in optimizer.counts.items()}
-    if layout.optimizer == "AdamOptimizer":
-        for name, count in counts.items():
-            state[name][_UPDATE_COUNT] = count
-    elif layout.optimizer == "LambOptimizer":
+    if layout.rule.shares_count:
         state[_SHARED] = {_STEP: max(counts.values(), default=np.array([1], dtype=np.int64))}
+    else:
+        for name, count in counts.items():
+            state.setdefault(name, {})[_UPDATE_COUNT] = count
     return state
 
 
@@ -230,9 +229,9 @@ def apply_to_session(restored: Restored, session: StepSession) -> None:
     """Puts what :func:`read` returned into a session's tensors."""
     for name, value in restored.tensors.items():
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
-    for name, moments in restored.moments.items():
-        for key, value in moments.items():
-            session.optimizer.moments[name][key].copy_(value)
+    for name, slots in restored.slots.items():
+        for slot, value in slots.items():
+            session.optimizer.slots[name][slot].copy_(value)
     for name, count in restored.counts.items():
         session.optimizer.counts[name].fill_(count)
     if restored.gradients is not None:
@@ -335,31 +334,36 @@ def _read_optimizer(state_dict: Mapping[str, Any], layout: Layout, strict: bool,
         raise RuntimeError(
             "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which says what state_dict[optimizer] is"
         )
-    if name is not None and name != layout.optimizer:
+    if name is not None and name != layout.rule.name:
         raise ValueError(
-            f"the state is that of {name}, but the trainer uses {layout.optimizer}: make the trainer with the same "
+            f"the state is that of {name}, but the trainer uses {layout.rule.name}: make the trainer with the same "
             "optimizer config, or leave the key 'optimizer' out of the state dict"
         )
-    shared = state.pop(_SHARED, None)
-    if layout.moments:
-        compare_keys(layout.trainable, state, strict, where)
-    for parameter in layout.trainable:
-        if parameter not in state or not layout.moments:
+    shares_count = layout.rule.shares_count
+    shared = state.pop(_SHARED, None) if shares_count else None
+    each_counts = () if shares_count else layout.counted
+    expected = {name: [*layout.slots[name], *([_UPDATE_COUNT] if name in each_counts else [])] for name in layout.slots}
+    compare_keys([name for name, keys in expected.items() if keys], state, strict, where)
+    for parameter, wanted in expected.items():
+        if parameter not in state or not wanted:
             continue
         entries = _mapping(state, parameter, where)
         here = f"{where}[{parameter}]"
-        wanted = [*layout.moments, *([_UPDATE_COUNT] if layout.optimizer == "AdamOptimizer" else [])]
         compare_keys(wanted, entries, strict, here)
         like = layout.tensors[parameter]
-        moments = {key: _fitting(entries[key], like, f"{here}[{key}]") for key in layout.moments if key in entries}
-        restored.moments[parameter] = moments
-        if _UPDATE_COUNT in entries:
+        restored.slots[parameter] = {
+            slot: _fitting(entries[slot], like, f"{here}[{slot}]")
+            for slot in layout.slots[parameter]
+            if slot in entries
+        }
+        if _UPDATE_COUNT in wanted and _UPDATE_COUNT in entries:
             restored.counts[parameter] = _update_count(entries[_UPDATE_COUNT], f"{here}[{_UPDATE_COUNT}]")
-    if layout.optimizer == "LambOptimizer" and (strict or shared is not None):
+    if shares_count and (strict or shared is not None):
         if not isinstance(shared, Mapping) or _STEP not in shared:
             raise RuntimeError(f"Missing keys: ['{_STEP}'] in {where}[{_SHARED}]")
+        compare_keys([_STEP], shared, strict, f"{where}[{_SHARED}]")
         count = _update_count(shared[_STEP], f"{where}[{_SHARED}][{_STEP}]")
-        restored.counts.update(dict.fromkeys(layout.trainable, count))
+        restored.counts.update(dict.fromkeys(layout.counted, count))
 
 
 def _update_count(value: Any, where: str) -> int:

@@ -28,7 +28,7 @@ from .interrupts import uninterrupted
 from .model_desc import ModelDescription
 from .model_source import LOSSES, model_source
 from .onnx_model import OnnxModel
-from .optim import _LRScheduler, _OptimizerConfig
+from .optim import _LRScheduler, _OptimizerConfig, rules
 from .options import ORTTrainerOptions
 from .ownership import own_copies
 from .session import StepSession
@@ -84,7 +84,7 @@ class ORTTrainer:
             derived from the first batch and one forward pass, on copies of both. Then the first dimension of all inputs
             is dynamic, and every dimension of integer inputs; another dimension becomes so when a batch comes with
             another size.
-        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig`` or ``LambConfig``.
+        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LambConfig`` or ``LionConfig``.
         loss_fn: A function or module (prediction, label) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
             returns; of an ONNX model, its first output.
@@ -111,7 +111,7 @@ class ORTTrainer:
         warn_about_mixed_flavours()
         if not isinstance(optim_config, _OptimizerConfig):
             raise TypeError(
-                "optim_config must be an SGDConfig, AdamConfig, AdamWConfig or LambConfig from ort_trainer.optim, but "
+                f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}), but "
                 f"{shown(optim_config)} was given"
             )
         loss_fn = LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
@@ -140,12 +140,18 @@ class ORTTrainer:
         self._loss_scaler = self._make_loss_scaler()
         self._lr_scheduler = _own_copy(options.lr_scheduler, "lr_scheduler")
         self._train_step_info = TrainStepInfo(optim_config)
+        hyper = {
+            name: optim_config.hyper_parameters(optim_config.group_of(*names))
+            for name, names in self._source.names_of_trainable().items()
+        }
         self._layout = Layout(
             tensors=self._source.saved,
             transient=self._source.transient,
             canonical=self._source.canonical,
             trainable=self._source.trainable,
-            optimizer=optim_config.name,
+            rule=optim_config.rule,
+            slots={name: optim_config.rule.slots_for(values) for name, values in hyper.items()},
+            counted={name for name, values in hyper.items() if optim_config.rule.keeps_count(values)},
             device=self._device,
         )
         self._seed = torch.initial_seed()
@@ -348,7 +354,7 @@ class ORTTrainer:
         Args:
             pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
                 tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
-                ``optimizer`` (per weight ``Moment_1``, ``Moment_2``; Adam ``Update_Count``; LAMB
+                ``optimizer`` (per weight what its rule keeps, such as ``Moment_1``, and ``Update_Count``; LAMB
                 ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the
                 accumulation window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` where
                 there are any. Update counts are updates done plus 1, as they always were.

@@ -150,7 +150,7 @@ CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tupl
                 ("none", ValueError, "model_desc must be a dict or 'auto'"),
                 ({"inputs": []}, ValueError, "Invalid model_desc: "),
             ],
-            "optim_config": [("adam", TypeError, "optim_config must be an SGDConfig")],
+            "optim_config": [("adam", TypeError, "optim_config must be a config of ort_trainer.optim")],
             "loss_fn": [
                 (3, TypeError, "loss_fn must be a function"),
                 (lambda x: x, TypeError, "must take two arguments"),
@@ -169,7 +169,34 @@ CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tupl
             "step": [(-1, ValueError, "must not be negative"), ("1", TypeError, "must be an int")],
         },
     ),
-    optim.SGDConfig: ({}, {"params": GROUPS, "lr": RATE}),
+    optim.OptimizerConfig: (
+        {"name": "SGDOptimizer", "params": [], "defaults": {"lr": 1.0}},
+        {
+            "name": [("Adam", ValueError, "name must be one of ['AdamOptimizer'")],
+            "params": GROUPS,
+            "defaults": [({}, ValueError, "defaults must be a dict with an 'lr'")],
+        },
+    ),
+    optim.SGDConfig: (
+        {},
+        {
+            "params": GROUPS,
+            "lr": RATE,
+            "momentum": [(-0.1, ValueError, "'momentum' must be at least 0")],
+            "dampening": [("1", TypeError, "'dampening' must be a number")],
+            "weight_decay": [(-1, ValueError, "'weight_decay' must be at least 0")],
+            "nesterov": [(1, TypeError, "'nesterov' must be a bool"), (True, ValueError, "needs a momentum above 0")],
+        },
+    ),
+    optim.LionConfig: (
+        {},
+        {
+            "params": GROUPS,
+            "lr": RATE,
+            "betas": [(0.9, TypeError, "'betas' must be two"), ((1, 0.9), ValueError, "'betas' must be at least 0")],
+            "weight_decay": [("1", TypeError, "'weight_decay' must be a number")],
+        },
+    ),
     optim.AdamConfig: (
         {},
         {
@@ -203,6 +230,7 @@ CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tupl
             "ratio_max": [(float("nan"), ValueError, "'ratio_max' must be at least")],
         },
     ),
+    optim.LRScheduler: ({}, {}),
     optim.ConstantWarmupLRScheduler: ({"total_steps": 9}, {"total_steps": STEPS, "warmup": WARMUP}),
     optim.LinearWarmupLRScheduler: ({"total_steps": 9}, {"total_steps": STEPS, "warmup": WARMUP}),
     optim.CosineWarmupLRScheduler: (

@@ -23,7 +23,7 @@ ALLOWED = {
     "ownership": set(),
     "window": {"errors"},
     "amp": {"errors", "step_info"},  # for annotations only
-    "optim": {"errors", "step_info"},  # for annotations only
+    "optim": {"errors", "ownership", "step_info"},  # for annotations only
     "step_info": {"errors", "optim"},
     "model_desc": LEAVES,
     "option_checks": set(),

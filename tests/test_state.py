@@ -13,7 +13,14 @@ from ort_trainer import ORTTrainer, optim
 
 from .helpers import MLP, mlp_batches, mlp_trainer
 
-CONFIGS = {"adam": optim.AdamConfig, "lamb": optim.LambConfig, "sgd": optim.SGDConfig}
+CONFIGS = {
+    "adam": optim.AdamConfig,
+    "lamb": optim.LambConfig,
+    "sgd": optim.SGDConfig,
+    "momentum": lambda lr=0.1: optim.SGDConfig([{"params": ["fc1.bias"], "momentum": 0.0}], lr, 0.9, dampening=0.1),
+    "lion": optim.LionConfig,
+}
+SLOTS = {"adam": {"Moment_1", "Moment_2", "Update_Count"}, "lamb": {"Moment_1", "Moment_2"}, "lion": {"Moment_1"}}
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +49,21 @@ def test_layout(kind: str) -> None:
     weights = state["model"]["full_precision"]
     assert list(weights) == names and all(isinstance(w, np.ndarray) for w in weights.values())
     assert state["train_step_info"] == {"optimization_step": 2, "step": 2}
-    assert state["trainer_options"]["optimizer_name"] == type(trainer.optim_config)().name
+    assert state["trainer_options"]["optimizer_name"] == trainer.optim_config.name
     assert state["trainer_options"]["mixed_precision"] is False and state["trainer_options"]["world_size"] == 1
     optimizer = state["optimizer"]
     if kind == "sgd":
         assert optimizer == {}
     else:
         shared = optimizer.pop("shared_optimizer_state", None)
-        assert list(optimizer) == names
+        assert list(optimizer) == [name for name in names if kind != "momentum" or name != "fc1.bias"]
         assert (shared is not None) == (kind == "lamb")
         if kind == "lamb":
             assert shared["Step"].tolist() == [3] and shared["Step"].dtype == np.int64
         for name, entry in optimizer.items():
-            assert set(entry) == {"Moment_1", "Moment_2"} | ({"Update_Count"} if kind == "adam" else set())
-            assert entry["Moment_1"].shape == weights[name].shape
-            if kind == "adam":
-                assert entry["Update_Count"].tolist() == [3]
+            assert set(entry) == SLOTS.get(kind, {"Momentum", "Update_Count"})
+            assert entry.pop("Update_Count", np.array([3])).tolist() == [3]
+            assert all(value.shape == weights[name].shape for value in entry.values())
     assert state["gradients"] == {} and "last_lr" in state["lr_scheduler"]
 
 

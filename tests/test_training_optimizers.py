@@ -58,6 +58,22 @@ def test_sgd(accumulation: int) -> None:
     )
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_sgd_with_momentum(accumulation: int, clip: float | None) -> None:
+    settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+    assert_same_training(
+        MLP(),
+        MLP_DESC,
+        mlp_batches(20),
+        optim.SGDConfig(lr=0.1, **settings),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, **settings),
+        accumulation=accumulation,
+        clip=clip,
+        options=None if clip is None else {"utils": {"max_grad_norm": clip}},
+    )
+
+
 class PaperLamb(torch.optim.Optimizer):
     """Algorithm 2 of the LAMB paper, in float64."""
 

@@ -7,9 +7,9 @@ model that can be looked at, and run elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -28,18 +28,37 @@ STEP = "Step"
 DIVISOR = "__gradient_divisor"
 
 
+class RuleNodes(Protocol):
+    """An update rule that can be written as nodes: see :class:`~ort_trainer.optim.rule.Rule`."""
+
+    @property
+    def shares_count(self) -> bool:
+        """Whether all parameters have one count."""
+        ...
+
+    def nodes(
+        self, nodes: Any, weight: Any, gradient: Any, slots: Any, count: Any, rate: Any, hyper: Any
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Returns the new weight, and the new state tensors by slot."""
+        ...
+
+
 @dataclass(frozen=True)
 class ParameterUpdate:
     """How one parameter is updated.
 
     Attributes:
-        rule: ``SGDOptimizer``, ``AdamOptimizer`` or ``LambOptimizer``.
+        rule: Writes the update.
+        slots: Names of the state tensors that the parameter has.
+        counts: Whether its updates are counted.
         group: Index of its learning rate.
         hyper: The hyper-parameters of its group, as the optimizer config has them.
         limit: What the global gradient norm is clipped to; infinite for not at all.
     """
 
-    rule: str
+    rule: RuleNodes
+    slots: Sequence[str]
+    counts: bool
     group: int
     hyper: Mapping[str, Any]
     limit: float
@@ -55,8 +74,8 @@ def with_optimizer(
 ) -> ir.Model:
     """Returns a copy of a training graph that also updates the weights.
 
-    Beside the inputs of the graph it has, for a parameter ``p``: ``p.Moment_1`` and ``p.Moment_2`` (Adam, LAMB),
-    ``p.Update_Count`` (Adam) or one ``Step`` (LAMB), both int64 of shape [1], updates done plus 1 as in the state dict;
+    Beside the inputs of the graph it has, for a parameter ``p``: its state tensors, such as ``p.Moment_1``, and
+    ``p.Update_Count``, or one ``Step`` (LAMB), both int64 of shape [1], updates done plus 1 as in the state dict;
     ``__learning_rate`` of shape [rates]. Its outputs are the described ones, the new buffers, and ``p.updated``,
     ``p.Moment_1.updated`` and so on instead of the gradients.
 
@@ -94,7 +113,7 @@ class _Writer:
         self._tape = onnx_ir.tape.Tape()
         self._number = 0
         self._constants: dict[tuple[Any, ir.DataType], ir.Value] = {}
-        self._corrections: dict[tuple[int, float], ir.Value] = {}
+        self._powers: dict[tuple[int, float], ir.Value] = {}
         values = [value for node in self._graph.all_nodes() for value in node.outputs]
         taken = (*values, *self._graph.inputs, *self._graph.initializers.values())
         self._names = Names([value.name or "" for value in taken])
@@ -104,34 +123,29 @@ class _Writer:
         norm = self._norm(gradients.values())
         finite = None
         if self._check_finite:
-            finite = self._op("Not", self._op("Or", self._op("IsNaN", norm), self._op("IsInf", norm)))
+            finite = self.op("Not", self.op("Or", self.op("IsNaN", norm), self.op("IsInf", norm)))
         rates = self._input(LEARNING_RATE, ir.DataType.FLOAT, [self._rates])
         results: dict[str, ir.Value] = {}
         step = None
-        if any(update.rule == "LambOptimizer" for update in self._updates.values()):
+        if any(update.rule.shares_count for update in self._updates.values()):
             step = self._input(STEP, ir.DataType.INT64, [1])
         for name, gradient in gradients.items():
             update = self._updates[name]
             weight = self._inputs[self._source.state[name]]
-            rate = self._op("Gather", rates, self._constant(update.group, ir.DataType.INT64))
+            rate = self.op("Gather", rates, self._constant(update.group, ir.DataType.INT64))
             rate = self._like(rate, weight)
             if math.isfinite(update.limit):
-                excess = self._op("Div", norm, self._constant(update.limit, ir.DataType.FLOAT))
-                excess = self._op("Max", excess, self._constant(1.0, ir.DataType.FLOAT))
-                gradient = self._op("Div", gradient, self._like(excess, weight))
-            changed: dict[str, tuple[ir.Value, ir.Value]] = {}
-            if update.rule == "SGDOptimizer":
-                new = self._op("Sub", weight, self._op("Mul", rate, gradient))
-            else:
-                count = step if step is not None else self._input(f"{name}.Update_Count", ir.DataType.INT64, [1])
-                first, second = (self._input(f"{name}.{m}", weight.dtype, weight.shape) for m in _MOMENTS)
-                new_first = self._average(first, gradient, update.hyper["alpha"])
-                new_second = self._average(second, self._op("Mul", gradient, gradient), update.hyper["beta"])
-                changed |= {f"{name}.Moment_1": (first, new_first), f"{name}.Moment_2": (second, new_second)}
-                if step is None:
-                    changed[f"{name}.Update_Count"] = (count, self._next(count))
-                apply = self._adam if update.rule == "AdamOptimizer" else self._lamb
-                new = apply(weight, new_first, new_second, count, rate, update.hyper)
+                excess = self.op("Div", norm, self._constant(update.limit, ir.DataType.FLOAT))
+                excess = self.op("Max", excess, self._constant(1.0, ir.DataType.FLOAT))
+                gradient = self.op("Div", gradient, self._like(excess, weight))
+            slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
+            count = step if update.rule.shares_count else None
+            if update.counts and count is None:
+                count = self._input(f"{name}.Update_Count", ir.DataType.INT64, [1])
+            new, kept = update.rule.nodes(self, weight, gradient, slots, count, rate, update.hyper)
+            changed = {f"{name}.{slot}": (slots[slot], value) for slot, value in kept.items()}
+            if count is not None and count is not step:
+                changed[f"{name}.Update_Count"] = (count, self._next(count))
             changed[name] = (weight, new)
             for key, (old, value) in changed.items():
                 results[f"{key}.updated"] = self._chosen(finite, old, value)
@@ -166,7 +180,7 @@ class _Writer:
         else:
             assert self._source.loss_scale is not None
             scale = self._inputs[self._source.loss_scale.name]
-            divisor = self._op("Squeeze", scale) if self._source.loss_scale.shape else scale
+            divisor = self.op("Squeeze", scale) if self._source.loss_scale.shape else scale
         found = {}
         for name, output in self._source.gradients.items():
             gradient = self._outputs[output]
@@ -176,98 +190,43 @@ class _Writer:
             gradient.type = _type(weight)
             if self._accumulate:
                 earlier = self._input(f"{name}.grad.accumulated", weight.dtype, weight.shape)
-                gradient = self._op("Add", gradient, earlier)
-            found[name] = self._op("Div", gradient, self._like(divisor, weight))
+                gradient = self.op("Add", gradient, earlier)
+            found[name] = self.op("Div", gradient, self._like(divisor, weight))
         return found
 
     def _norm(self, gradients: Iterable[ir.Value]) -> ir.Value:
-        squares = [self._op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients]
+        squares = [self.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients]
         squares = [self._cast(square, ir.DataType.FLOAT) for square in squares]
-        return self._op("Sqrt", self._op("Sum", *squares))
-
-    def _average(self, moment: ir.Value, value: ir.Value, decay: float) -> ir.Value:
-        kept = self._op("Mul", moment, self._number_like(decay, moment))
-        return self._op("Add", kept, self._op("Mul", value, self._number_like(1.0 - decay, moment)))
-
-    def _correction(self, count: ir.Value, decay: float, like: ir.Value) -> ir.Value:
-        """Returns 1 - decay^count; in float64, as fp32 would lose its digits for the first counts."""
-        key = (id(count), decay)
-        if key not in self._corrections:
-            exponent = self._cast(self._op("Squeeze", count), ir.DataType.DOUBLE)
-            power = self._op("Pow", self._constant(decay, ir.DataType.DOUBLE), exponent)
-            self._corrections[key] = self._op("Sub", self._constant(1.0, ir.DataType.DOUBLE), power)
-        return self._like(self._corrections[key], like)
-
-    def _corrected(
-        self, first: ir.Value, second: ir.Value, count: ir.Value, hyper: Mapping[str, Any]
-    ) -> tuple[ir.Value, ir.Value]:
-        if not hyper["do_bias_correction"]:
-            return first, second
-        return (
-            self._op("Div", first, self._correction(count, hyper["alpha"], first)),
-            self._op("Div", second, self._correction(count, hyper["beta"], second)),
-        )
-
-    def _adam(
-        self,
-        weight: ir.Value,
-        first: ir.Value,
-        second: ir.Value,
-        count: ir.Value,
-        rate: ir.Value,
-        hyper: Mapping[str, Any],
-    ) -> ir.Value:
-        decay = self._op("Mul", rate, self._number_like(hyper["lambda_coef"], weight))
-        epsilon = self._number_like(hyper["epsilon"], weight)
-        if hyper["weight_decay_mode"] == 0:
-            first, second = self._corrected(first, second, count, hyper)
-            step = self._op("Div", first, self._op("Add", self._op("Sqrt", second), epsilon))
-            moved = self._op("Sub", weight, self._op("Mul", rate, step))
-            return self._op("Sub", moved, self._op("Mul", decay, weight))
-        step = self._op("Div", first, self._op("Add", self._op("Sqrt", second), epsilon))
-        if hyper["do_bias_correction"]:
-            numerator = self._op("Sqrt", self._correction(count, hyper["beta"], weight))
-            rate = self._op("Mul", rate, self._op("Div", numerator, self._correction(count, hyper["alpha"], weight)))
-        moved = self._op("Sub", weight, self._op("Mul", rate, step))
-        return self._op("Sub", moved, self._op("Mul", decay, moved))
-
-    def _lamb(
-        self,
-        weight: ir.Value,
-        first: ir.Value,
-        second: ir.Value,
-        count: ir.Value,
-        rate: ir.Value,
-        hyper: Mapping[str, Any],
-    ) -> ir.Value:
-        first, second = self._corrected(first, second, count, hyper)
-        denominator = self._op("Add", self._op("Sqrt", second), self._number_like(hyper["epsilon"], weight))
-        direction = self._op("Div", first, denominator)
-        decay = self._op("Mul", weight, self._number_like(hyper["lambda_coef"], weight))
-        direction = self._op("Add", direction, decay)
-        norms = [self._op("Sqrt", self._op("ReduceSumSquare", v, keepdims=0)) for v in (weight, direction)]
-        ratio = self._op("Div", *norms)
-        zero = self._number_like(0.0, weight)
-        usable = self._op("And", *(self._op("Greater", norm, zero) for norm in norms))
-        for bound, op_type in ((hyper["ratio_min"], "Max"), (hyper["ratio_max"], "Min")):
-            if math.isfinite(bound):
-                ratio = self._op(op_type, ratio, self._number_like(bound, weight))
-        ratio = self._op("Where", usable, ratio, self._number_like(1.0, weight))
-        return self._op("Sub", weight, self._op("Mul", self._op("Mul", rate, ratio), direction))
+        return self.op("Sqrt", self.op("Sum", *squares))
 
     def _next(self, count: ir.Value) -> ir.Value:
-        return self._op("Add", count, self._constant(1, ir.DataType.INT64))
+        return self.op("Add", count, self._constant(1, ir.DataType.INT64))
 
     def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
-        chosen = new if finite is None else self._op("Where", finite, new, old)
+        chosen = new if finite is None else self.op("Where", finite, new, old)
         chosen.type, chosen.shape = _type(old), old.shape
         return chosen
 
-    def _op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+    def number(self, value: float, like: ir.Value) -> ir.Value:
+        """Returns a constant of another value's type."""
+        assert like.dtype is not None
+        return self._constant(value, like.dtype)
+
+    def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
+        """Returns 1 - base ** exponent; in float64, as fp32 would lose its digits for the first counts."""
+        key = (id(exponent), base)
+        if key not in self._powers:
+            wide = self._cast(self.op("Squeeze", exponent), ir.DataType.DOUBLE)
+            power = self.op("Pow", self._constant(base, ir.DataType.DOUBLE), wide)
+            self._powers[key] = self.op("Sub", self._constant(1.0, ir.DataType.DOUBLE), power)
+        return self._like(self._powers[key], like)
+
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """Returns the result of a node; its type is that of the first input."""
         result = self._tape.op(op_type, inputs, attributes)
         result.name = self._names.unique(f"optimizer_{self._number}")
         self._number += 1
-        logical = op_type in ("And", "Greater", "IsInf", "IsNaN", "Not", "Or")
+        logical = op_type in ("And", "Equal", "Greater", "IsInf", "IsNaN", "Not", "Or")
         like = inputs[1 if op_type == "Where" else 0]
         result.type = ir.TensorType(ir.DataType.BOOL) if logical else _type(like)
         return result
@@ -276,16 +235,12 @@ class _Writer:
         if value.dtype == dtype:
             return value
         assert dtype is not None
-        result = self._op("Cast", value, to=int(dtype))
+        result = self.op("Cast", value, to=int(dtype))
         result.type = ir.TensorType(dtype)
         return result
 
     def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
         return self._cast(value, other.dtype)
-
-    def _number_like(self, number: float, other: ir.Value) -> ir.Value:
-        assert other.dtype is not None
-        return self._constant(number, other.dtype)
 
     def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
         key = (number, dtype)
@@ -308,6 +263,3 @@ def _type(value: ir.Value) -> ir.TensorType:
     """Returns a type of its own: a type object that two values share would be changed for both."""
     assert value.dtype is not None
     return ir.TensorType(value.dtype)
-
-
-_MOMENTS = ("Moment_1", "Moment_2")

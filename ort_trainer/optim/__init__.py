@@ -1,6 +1,7 @@
 """Optimizer configs, learning-rate schedules, and the weight update itself."""
 
-from .config import AdamConfig, AdamWConfig, LambConfig, SGDConfig, _OptimizerConfig
+from . import rules
+from .config import OptimizerConfig
 from .lr_scheduler import (
     ConstantWarmupLRScheduler,
     CosineWarmupLRScheduler,
@@ -8,16 +9,26 @@ from .lr_scheduler import (
     PolyWarmupLRScheduler,
     _LRScheduler,
 )
+from .rules import *  # noqa: F403 - what is found there, so that a new optimizer is a new file and nothing else
+from .rules import AdamConfig, AdamWConfig, LambConfig, LionConfig, SGDConfig
+
+LRScheduler = _LRScheduler
+# The names that the legacy package had for the bases.
+_OptimizerConfig = OptimizerConfig
 
 __all__ = [
     "AdamConfig",
     "AdamWConfig",
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
+    "LRScheduler",
     "LambConfig",
     "LinearWarmupLRScheduler",
+    "LionConfig",
+    "OptimizerConfig",
     "PolyWarmupLRScheduler",
     "SGDConfig",
     "_LRScheduler",
     "_OptimizerConfig",
 ]
+__all__ += [name for name in rules.__all__ if name not in __all__]

@@ -5,11 +5,14 @@ import copy
 import numpy as np
 import pytest
 
-from ort_trainer.optim import AdamConfig, AdamWConfig, LambConfig, SGDConfig, _OptimizerConfig
+from ort_trainer.optim import AdamConfig, AdamWConfig, LambConfig, LionConfig, SGDConfig, _OptimizerConfig
+from ort_trainer.optim.rule import RULES
 
 
 def test_defaults() -> None:
-    assert SGDConfig().defaults == {"lr": 0.001}
+    settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+    assert SGDConfig().defaults == {"lr": 0.001, **settings}
+    assert LionConfig().defaults == {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
     assert AdamConfig().defaults == {
         "lr": 0.001,
         "alpha": 0.9,
@@ -32,7 +35,7 @@ def test_defaults() -> None:
         "do_bias_correction": False,
     }
     names = [config.name for config in (AdamConfig(), LambConfig(), SGDConfig())]
-    assert tuple(names) == _OptimizerConfig.NAMES
+    assert names == ["AdamOptimizer", "LambOptimizer", "SGDOptimizer"] and set(names) < RULES.keys()
 
 
 def test_groups_are_completed_and_the_callers_are_not_touched() -> None:
@@ -61,7 +64,11 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: SGDConfig([{"params": ["a"], "alpha": 1.0}]), ValueError, r"sets 'alpha', which SGDConfig .*\['lr'\]"),
+        (
+            lambda: SGDConfig([{"params": ["a"], "alpha": 1.0}]),
+            ValueError,
+            r"sets 'alpha', which SGDConfig .*\['dampening', 'lr', 'momentum'",
+        ),
         (lambda: AdamConfig(lr=-1), ValueError, "'lr' must be at least 0, but -1"),
         (lambda: AdamConfig(lr="a"), TypeError, "'lr' must be a number, but 'a'"),
         (lambda: AdamConfig(lr=True), TypeError, "'lr' must be a number"),
@@ -94,6 +101,16 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
             ValueError,
             "parameter 'a' is in groups 0 and 1",
         ),
+        (lambda: SGDConfig(momentum=-0.1), ValueError, "'momentum' must be at least 0"),
+        (lambda: SGDConfig(nesterov=1), TypeError, "'nesterov' must be a bool"),
+        (lambda: SGDConfig(nesterov=True), ValueError, "'nesterov' needs a momentum above 0 and no dampening"),
+        (
+            lambda: SGDConfig([{"params": ["a"], "dampening": 0.5}], momentum=0.9, nesterov=True),
+            ValueError,
+            "dampening",
+        ),
+        (lambda: LionConfig(betas=(0.9, 1.0)), ValueError, "'betas' must be at least 0 and below 1"),
+        (lambda: LionConfig(betas=0.9), TypeError, "'betas' must be two numbers"),
         (lambda: _OptimizerConfig("Other", [], {"lr": 1}), ValueError, "name must be one of"),
         (lambda: _OptimizerConfig("SGDOptimizer", [], {}), ValueError, "defaults must be a dict with an 'lr'"),
     ],

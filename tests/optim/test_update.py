@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ort_trainer.optim import AdamConfig, LambConfig, SGDConfig
+from ort_trainer.optim import AdamConfig, LambConfig, LionConfig, SGDConfig
 from ort_trainer.optim.update import OptimizerUpdate, global_norm
 
 SHAPES = {"a": (5, 7), "b": (3,), "c": (), "d": (1, 1)}
@@ -44,6 +45,66 @@ def run_both(config, optimizer_of, clip: float | None, divisor: float = 1.0) -> 
 def test_sgd(divisor: float) -> None:
     config = SGDConfig(lr=0.1)
     run_both(config, lambda p: torch.optim.SGD(p.values(), lr=0.1), None, divisor)
+
+
+SGD = [
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.8, "dampening": 0.3},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
+]
+
+
+@pytest.mark.parametrize("divisor", [1.0, 1024.0])
+@pytest.mark.parametrize("settings", SGD, ids=lambda s: "-".join(s))
+def test_sgd_with_momentum(settings: dict[str, Any], divisor: float) -> None:
+    run_both(SGDConfig(lr=0.05, **settings), lambda p: torch.optim.SGD(p.values(), lr=0.05, **settings), None, divisor)
+
+
+def test_sgd_in_groups_some_without_momentum() -> None:
+    config = SGDConfig([{"params": ["a", "c"], "momentum": 0.0, "lr": 0.1}], lr=0.1, momentum=0.9)
+    assert config.rule.slots_for(config.hyper_parameters(0)) == ()
+
+    def optimizer(p: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        plain = {"params": [p["a"], p["c"]], "momentum": 0.0}
+        return torch.optim.SGD([plain, {"params": [p["b"], p["d"]]}], lr=0.1, momentum=0.9)
+
+    run_both(config, optimizer, None)
+
+
+def test_a_first_gradient_that_comes_late_is_a_first_one() -> None:
+    config = SGDConfig(lr=0.1, momentum=0.9, dampening=0.5)
+    weights = tensors(0)
+    reference = {name: torch.nn.Parameter(value.clone()) for name, value in weights.items()}
+    update, optimizer = make(config, weights, clip=False), torch.optim.SGD(reference.values(), 0.1, 0.9, 0.5)
+    for step in range(4):
+        gradients = {name: g for name, g in tensors(step).items() if step > 1 or name != "b"}
+        for name, parameter in reference.items():
+            parameter.grad = gradients[name].clone() if name in gradients else None
+        optimizer.step()
+        update.step(gradients, [0.1])
+    for name, value in weights.items():
+        torch.testing.assert_close(value, reference[name].detach())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lion_against_the_algorithm_of_its_paper(decay: float) -> None:
+    config = LionConfig(lr=0.01, betas=(0.8, 0.95), weight_decay=decay)
+    weights = tensors(0)
+    update = make(config, weights, clip=False)
+    expected = {name: value.numpy().astype(np.float64) for name, value in weights.items()}
+    moments = {name: np.zeros_like(value) for name, value in expected.items()}
+    for step in range(20):
+        gradients = tensors(100 + step)
+        for name, gradient in gradients.items():
+            g = gradient.numpy().astype(np.float64)
+            direction = np.sign(0.8 * moments[name] + 0.2 * g)
+            expected[name] = expected[name] - 0.01 * (direction + decay * expected[name])
+            moments[name] = 0.95 * moments[name] + 0.05 * g
+        update.step({name: g * 8 for name, g in gradients.items()}, [0.01], divisor=8.0)
+    for name, value in weights.items():
+        np.testing.assert_allclose(value.numpy(), expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("divisor", [1.0, 1024.0])
@@ -144,7 +205,7 @@ def test_clipping_limits_differ_per_group() -> None:
     norm = float(global_norm(gradients.values()))
     before = {name: g.clone() for name, g in gradients.items()}
     update.step(gradients, [0.0])
-    first = {name: update.moments[name]["Moment_1"] for name in weights}
+    first = {name: update.slots[name]["Moment_1"] for name in weights}
     torch.testing.assert_close(first["a"], 0.1 * before["a"] * 0.1 / norm)
     torch.testing.assert_close(first["b"], 0.1 * before["b"])
 
@@ -156,13 +217,13 @@ def test_a_step_that_is_not_finite_changes_nothing(config, bad: float) -> None:
     update = make(config, weights, clip=True)
     update.step(tensors(1), [0.1], check_finite=True)
     before = {name: value.clone() for name, value in weights.items()}
-    moments = {name: {k: m.clone() for k, m in entry.items()} for name, entry in update.moments.items()}
+    moments = {name: {k: m.clone() for k, m in entry.items()} for name, entry in update.slots.items()}
     counts = {name: float(count) for name, count in update.counts.items()}
     gradients = tensors(2)
     gradients["a"][2, 3] = bad
     assert update.step(gradients, [0.1], check_finite=True) is False
     assert all(torch.equal(weights[name], value) for name, value in before.items())
-    assert all(torch.equal(update.moments[n][k], m) for n, entry in moments.items() for k, m in entry.items())
+    assert all(torch.equal(update.slots[n][k], m) for n, entry in moments.items() for k, m in entry.items())
     assert {name: float(count) for name, count in update.counts.items()} == counts
     assert update.step(tensors(2), [0.1], check_finite=True) is True
 

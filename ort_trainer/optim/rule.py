@@ -1,0 +1,137 @@
+"""``Rule``: what an optimizer is, as the rest of the package sees it. Each file in ``rules/`` has one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+__all__ = ["RULES", "Nodes", "ParameterBatch", "Rule", "by_count"]
+
+RULES: dict[str, Rule] = {}
+"""Name of an optimizer -> its rule; every rule enters itself when its class is made."""
+
+
+@dataclass
+class ParameterBatch:
+    """Parameters of one group, which are updated with the same hyper-parameters.
+
+    Attributes:
+        weights: The parameters; they are changed in place.
+        gradients: Their gradients, of the same shapes; they may be used as scratch memory.
+        slots: The state tensors of each, by slot; they are changed in place.
+        counts: Updates done, of each, a float32 scalar; it is counted up in place. None of those that keep no count.
+        lr: The learning rate.
+        divisor: What the gradients are to be divided by: a number, or a scalar tensor where they are clipped.
+        hyper: The hyper-parameters, without the learning rate.
+    """
+
+    weights: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    slots: list[Mapping[str, torch.Tensor]]
+    counts: list[torch.Tensor | None]
+    lr: float
+    divisor: float | torch.Tensor
+    hyper: Mapping[str, Any]
+
+    def slot(self, name: str) -> list[torch.Tensor]:
+        """Returns one state tensor of every parameter."""
+        return [slots[name] for slots in self.slots]
+
+    def divide(self) -> None:
+        """Divides the gradients, in place, where there is something to divide by."""
+        if isinstance(self.divisor, torch.Tensor) or self.divisor != 1.0:
+            torch._foreach_div_(self.gradients, self.divisor)
+            self.divisor = 1.0
+
+    def part(self, indices: Iterable[int]) -> ParameterBatch:
+        """Returns some of the parameters."""
+        chosen = list(indices)
+        weights, gradients, slots, counts = (
+            [values[index] for index in chosen] for values in (self.weights, self.gradients, self.slots, self.counts)
+        )
+        return ParameterBatch(weights, gradients, slots, counts, self.lr, self.divisor, self.hyper)  # type: ignore[arg-type]
+
+
+def by_count(batch: ParameterBatch) -> list[tuple[int, ParameterBatch]]:
+    """Splits parameters by the number of updates that they have had; there is more than one only in odd cases."""
+    groups: dict[int, list[int]] = {}
+    for index, count in enumerate(batch.counts):
+        groups.setdefault(0 if count is None else int(count), []).append(index)
+    return [(count, batch.part(indices)) for count, indices in sorted(groups.items())]
+
+
+class Nodes(Protocol):
+    """Writes a rule as ONNX nodes. Values are ``onnx_ir`` values."""
+
+    def op(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+        """Returns the result of a node; its type is that of the first input."""
+        ...
+
+    def number(self, value: float, like: Any) -> Any:
+        """Returns a constant of another value's type."""
+        ...
+
+    def power(self, base: float, exponent: Any, like: Any) -> Any:
+        """Returns ``1 - base ** exponent`` of an int64 exponent, computed in float64, as another value's type."""
+        ...
+
+
+class Rule(ABC):
+    """How an optimizer changes a weight, what it keeps for that, and how both look in a state dict and in ONNX.
+
+    Attributes:
+        name: The name in state dicts, such as ``AdamOptimizer``.
+        slots: Names of the state tensors, of the parameter's shape, that a parameter may have.
+        shares_count: Whether a state dict has one count for all parameters, ``shared_optimizer_state``, as legacy's
+            LAMB; if not, each parameter that keeps a count has ``Update_Count``.
+    """
+
+    name: ClassVar[str]
+    slots: ClassVar[tuple[str, ...]]
+    shares_count: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        RULES[cls.name] = cls()
+
+    def slots_for(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the state tensors that parameters with these hyper-parameters have."""
+        return self.slots
+
+    def keeps_count(self, hyper: Mapping[str, Any]) -> bool:
+        """Returns whether the updates of parameters with these hyper-parameters are counted."""
+        return True
+
+    @abstractmethod
+    def update(self, batch: ParameterBatch) -> None:
+        """Updates parameters once, in place, with their state tensors and counts."""
+
+    @abstractmethod
+    def nodes(
+        self,
+        nodes: Nodes,
+        weight: Any,
+        gradient: Any,
+        slots: Mapping[str, Any],
+        count: Any,
+        rate: Any,
+        hyper: Mapping[str, Any],
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Writes the same as ONNX nodes.
+
+        Args:
+            nodes: Writes them.
+            weight: The weight.
+            gradient: Its gradient, divided and clipped.
+            slots: Its state tensors.
+            count: Updates done plus 1, an int64 of shape [1]; None where no count is kept.
+            rate: The learning rate, a scalar of the weight's type.
+            hyper: The hyper-parameters.
+
+        Returns:
+            The new weight, and the new state tensors by slot.
+        """

@@ -1,0 +1,222 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.adamw import adamw
+
+from ...errors import shown
+from ..config import ParameterGroups, number
+from ..rule import Nodes, ParameterBatch, Rule, by_count
+from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, average, corrected
+
+__all__ = ["AdamConfig", "AdamWConfig"]
+
+# A step count so large that every bias correction 1 - beta^t is exactly 1: Adam without bias correction.
+_NO_CORRECTION = 1e30
+
+
+class AdamConfig(AdaptiveConfig):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
+
+    With the gradient g, weight w, moments m and v, update number t (from 1), and c1 = 1 - alpha^t, c2 = 1 - beta^t
+    (both 1 without bias correction): ``m = alpha m + (1 - alpha) g``, ``v = beta v + (1 - beta) g^2``, then
+
+    - ``BEFORE_WEIGHT_UPDATE``: ``w -= lr (m / c1 / (sqrt(v / c2) + epsilon) + lambda w)``, which is
+      ``torch.optim.AdamW``;
+    - ``AFTER_WEIGHT_UPDATE``: ``z = w - lr sqrt(c2) / c1 m / (sqrt(v) + epsilon)``, ``w = z - lr lambda z``, which is
+      the AdamW that Hugging Face Transformers had.
+
+    Args:
+        params: Parameter groups by name, each with any of the hyper-parameters below.
+        lr: Learning rate, at least 0.
+        alpha: Decay of the first moment, in [0, 1).
+        beta: Decay of the second moment, in [0, 1).
+        lambda_coef: Weight decay, at least 0.
+        epsilon: Added to the denominator, at least 0.
+        max_norm_clip: Limit of the global gradient norm, above 0; used while ``utils.grad_norm_clip`` is on.
+        do_bias_correction: Whether c1 and c2 are used.
+        weight_decay_mode: A :class:`DecayMode`.
+    """
+
+    class DecayMode(IntEnum):
+        """When weight decay is applied."""
+
+        BEFORE_WEIGHT_UPDATE = 0
+        AFTER_WEIGHT_UPDATE = 1
+
+    def __init__(
+        self,
+        params: ParameterGroups = (),
+        lr: float = 0.001,
+        alpha: float = 0.9,
+        beta: float = 0.999,
+        lambda_coef: float = 0.0,
+        epsilon: float = 1e-8,
+        max_norm_clip: float = 1.0,
+        do_bias_correction: bool = True,
+        weight_decay_mode: DecayMode = DecayMode.BEFORE_WEIGHT_UPDATE,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "beta": beta,
+            "lambda_coef": lambda_coef,
+            "epsilon": epsilon,
+            "max_norm_clip": max_norm_clip,
+            "do_bias_correction": do_bias_correction,
+            "weight_decay_mode": weight_decay_mode,
+        }
+        super().__init__("AdamOptimizer", params, defaults)
+
+    def _checked(self, key: str, value: Any) -> Any:
+        if key != "weight_decay_mode":
+            return super()._checked(key, value)
+        if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(self.DecayMode):
+            raise ValueError(f"'weight_decay_mode' must be an AdamConfig.DecayMode, but {shown(value)} was given")
+        return self.DecayMode(value)
+
+
+class AdamWConfig(AdamConfig):
+    """``torch.optim.AdamW``, with its argument names and defaults.
+
+    The same rule as :class:`AdamConfig` in mode ``BEFORE_WEIGHT_UPDATE``, and checkpoints of both are interchangeable.
+    Gradients are not clipped unless a limit is given, here or in ``utils.max_grad_norm``: torch's optimizer does not
+    clip either.
+
+    Args:
+        params: Parameter groups by name, each with any of the hyper-parameters below.
+        lr: Learning rate, at least 0.
+        betas: Decay of the first and of the second moment, each in [0, 1).
+        eps: Added to the denominator, at least 0.
+        weight_decay: Weight decay, at least 0.
+        max_norm_clip: Limit of the global gradient norm, above 0; used while ``utils.grad_norm_clip`` is on.
+    """
+
+    _NAMES: ClassVar[dict[str, str]] = {"eps": "epsilon", "weight_decay": "lambda_coef"}
+
+    def __init__(
+        self,
+        params: ParameterGroups = (),
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm_clip: float = math.inf,
+    ) -> None:
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm_clip": max_norm_clip}
+        super().__init__(params, lr, **self._own_names(given))
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the first and of the second moment."""
+        return (self.alpha, self.beta)
+
+    @property
+    def eps(self) -> float:
+        """What is added to the denominator."""
+        return float(self.epsilon)
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay."""
+        return float(self.lambda_coef)
+
+    def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = {own: name for name, own in self._NAMES.items()}
+        shown = {names.get(key, key): value for key, value in values.items()}
+        if "alpha" in shown:
+            shown["betas"] = (shown.pop("alpha"), shown.pop("beta"))
+        allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")
+        return {key: shown[key] for key in allowed if key in shown}
+
+    def _own_names(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")
+        own: dict[str, Any] = {}
+        for key, value in group.items():
+            if key not in allowed:
+                raise ValueError(f"AdamWConfig does not have {key!r}: a parameter group has {list(allowed)}")
+            if key == "betas":
+                if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+                    raise TypeError(f"'betas' must be two numbers, but {shown(value)} was given")
+                own["alpha"], own["beta"] = (number("betas", beta, below=1.0) for beta in value)
+            elif key in self._NAMES:
+                own[self._NAMES[key]] = number(key, value)
+            else:
+                own[key] = value
+        return own
+
+
+class _Adam(Rule):
+    """On torch's fused kernel."""
+
+    name = "AdamOptimizer"
+    slots = (MOMENT_1, MOMENT_2)
+
+    def update(self, batch: ParameterBatch) -> None:
+        if batch.hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE:
+            self._update(batch, batch.hyper["epsilon"], batch.hyper["lambda_coef"])
+            return
+        for count, part in by_count(batch):
+            hyper = batch.hyper
+            # This mode adds epsilon before the second moment's correction: the kernel adds it after.
+            correction = math.sqrt(1.0 - hyper["beta"] ** (count + 1)) if hyper["do_bias_correction"] else 1.0
+            self._update(part, hyper["epsilon"] / correction, 0.0)
+            if hyper["lambda_coef"]:
+                torch._foreach_mul_(part.weights, 1.0 - batch.lr * hyper["lambda_coef"])
+
+    def _update(self, batch: ParameterBatch, epsilon: float, decay: float) -> None:
+        counts = [count for count in batch.counts if count is not None]
+        is_corrected = batch.hyper["do_bias_correction"]
+        divisor = batch.divisor
+        if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
+            divisor = torch.tensor(divisor, device=batch.weights[0].device)
+        adamw(
+            batch.weights,
+            batch.gradients,
+            batch.slot(MOMENT_1),
+            batch.slot(MOMENT_2),
+            [],
+            counts if is_corrected else [torch.full_like(count, _NO_CORRECTION) for count in counts],
+            fused=True,
+            grad_scale=divisor if isinstance(divisor, torch.Tensor) else None,
+            amsgrad=False,
+            beta1=batch.hyper["alpha"],
+            beta2=batch.hyper["beta"],
+            lr=batch.lr,
+            weight_decay=decay,
+            eps=epsilon,
+            maximize=False,
+        )
+        if not is_corrected:
+            torch._foreach_add_(counts, 1)
+
+    def nodes(
+        self,
+        nodes: Nodes,
+        weight: Any,
+        gradient: Any,
+        slots: Mapping[str, Any],
+        count: Any,
+        rate: Any,
+        hyper: Mapping[str, Any],
+    ) -> tuple[Any, Mapping[str, Any]]:
+        first = average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
+        second = average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
+        kept = {MOMENT_1: first, MOMENT_2: second}
+        decay = nodes.op("Mul", rate, nodes.number(hyper["lambda_coef"], weight))
+        epsilon = nodes.number(hyper["epsilon"], weight)
+        before = hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
+        if before:
+            first, second = corrected(nodes, first, second, count, hyper)
+        elif hyper["do_bias_correction"]:
+            numerator = nodes.op("Sqrt", nodes.power(hyper["beta"], count, weight))
+            rate = nodes.op("Mul", rate, nodes.op("Div", numerator, nodes.power(hyper["alpha"], count, weight)))
+        step = nodes.op("Div", first, nodes.op("Add", nodes.op("Sqrt", second), epsilon))
+        moved = nodes.op("Sub", weight, nodes.op("Mul", rate, step))
+        return nodes.op("Sub", moved, nodes.op("Mul", decay, weight if before else moved)), kept

@@ -1,0 +1,125 @@
+"""Gradient descent, with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..config import OptimizerConfig, ParameterGroups, flag, number
+from ..rule import Nodes, ParameterBatch, Rule, by_count
+
+__all__ = ["SGDConfig"]
+
+MOMENTUM = "Momentum"
+
+
+class SGDConfig(OptimizerConfig):
+    """Gradient descent, as ``torch.optim.SGD``.
+
+    With the gradient g and the weight w: ``d = g + weight_decay w``; with momentum
+    ``b = momentum b + (1 - dampening) d`` (``b = d`` in the first update), and ``d = d + momentum b`` with
+    ``nesterov``, else ``d = b``; ``w -= lr d``.
+    (I. Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.)
+
+    Args:
+        params: Parameter groups by name, each with any of the hyper-parameters below.
+        lr: Learning rate, at least 0.
+        momentum: Decay of the average of the gradients, at least 0; 0 is none.
+        dampening: By how much less than in full a gradient goes into the average.
+        weight_decay: Factor on the weights that are added to their gradients, at least 0.
+        nesterov: Whether to look ahead along the average; it needs a momentum, and no dampening.
+    """
+
+    def __init__(
+        self,
+        params: ParameterGroups = (),
+        lr: float = 0.001,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__("SGDOptimizer", params, defaults)
+
+    def _checked(self, key: str, value: Any) -> Any:
+        return flag(key, value) if key == "nesterov" else number(key, value)
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        if values.get("nesterov") and (not values["momentum"] or values["dampening"]):
+            raise ValueError(
+                f"'nesterov' needs a momentum above 0 and no dampening, but momentum is {values['momentum']:g} and "
+                f"dampening {values['dampening']:g}"
+            )
+
+
+class _SGD(Rule):
+    name = "SGDOptimizer"
+    slots = (MOMENTUM,)
+
+    def slots_for(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.slots if hyper.get("momentum") else ()
+
+    def keeps_count(self, hyper: Mapping[str, Any]) -> bool:
+        return bool(hyper.get("momentum"))  # its first update is another one
+
+    def update(self, batch: ParameterBatch) -> None:
+        momentum, decay = batch.hyper.get("momentum", 0.0), batch.hyper.get("weight_decay", 0.0)
+        if not momentum and not decay and not isinstance(batch.divisor, torch.Tensor):
+            # The divisor goes into the rate, without a pass of its own over the gradients.
+            torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr / batch.divisor)
+            return
+        batch.divide()
+        if decay:
+            torch._foreach_add_(batch.gradients, batch.weights, alpha=decay)
+        if momentum:
+            for count, part in by_count(batch):
+                self._average(part, momentum, is_first=count == 0)
+        torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr)
+
+    def _average(self, batch: ParameterBatch, momentum: float, is_first: bool) -> None:
+        """Puts what the weights move by into the gradients."""
+        averages = batch.slot(MOMENTUM)
+        if is_first:
+            torch._foreach_copy_(averages, batch.gradients)
+        else:
+            torch._foreach_mul_(averages, momentum)
+            torch._foreach_add_(averages, batch.gradients, alpha=1.0 - batch.hyper["dampening"])
+        if batch.hyper["nesterov"]:
+            torch._foreach_add_(batch.gradients, averages, alpha=momentum)
+        else:
+            torch._foreach_copy_(batch.gradients, averages)
+        torch._foreach_add_([count for count in batch.counts if count is not None], 1)
+
+    def nodes(
+        self,
+        nodes: Nodes,
+        weight: Any,
+        gradient: Any,
+        slots: Mapping[str, Any],
+        count: Any,
+        rate: Any,
+        hyper: Mapping[str, Any],
+    ) -> tuple[Any, Mapping[str, Any]]:
+        kept: dict[str, Any] = {}
+        if hyper.get("weight_decay"):
+            decay = nodes.op("Mul", weight, nodes.number(hyper["weight_decay"], weight))
+            gradient = nodes.op("Add", gradient, decay)
+        if slots:
+            momentum = nodes.number(hyper["momentum"], weight)
+            share = nodes.op("Mul", gradient, nodes.number(1.0 - hyper["dampening"], weight))
+            average = nodes.op("Add", nodes.op("Mul", slots[MOMENTUM], momentum), share)
+            is_first = nodes.op("Equal", count, nodes.number(1, count))
+            average = nodes.op("Where", is_first, gradient, average)
+            kept[MOMENTUM] = average
+            ahead = nodes.op("Add", gradient, nodes.op("Mul", average, momentum))
+            gradient = ahead if hyper["nesterov"] else average
+        return nodes.op("Sub", weight, nodes.op("Mul", rate, gradient)), kept
