@@ -11,6 +11,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._decomp import decomposition_table as all_decompositions
 
 from .convolution_ops import CONVOLUTION_DECOMPOSITIONS
+from .division_ops import DIVISION_DECOMPOSITIONS
 from .math_ops import MATH_DECOMPOSITIONS
 from .onnx_registry import has_translation
 from .pooling_ops import POOLING_DECOMPOSITIONS
@@ -138,6 +139,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
     table |= CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS | VIEW_DECOMPOSITIONS | MATH_DECOMPOSITIONS
+    table |= DIVISION_DECOMPOSITIONS
     table[aten.empty_like.default] = _empty_like
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.select_backward.default] = _select_backward

@@ -117,6 +117,8 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
         if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
             # Without dimensions it takes part in type promotion as a number does.
             dtype = torch.tensor(value).dtype
+            if isinstance(value, float) and getattr(node.meta["val"], "dtype", None) == torch.float64:
+                dtype = torch.float64  # single precision would round it
             with graph.inserting_before(node):
                 tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
 from onnxscript.onnx_types import TensorType
@@ -26,6 +27,32 @@ def sym_numel(value: TensorType) -> TensorType:
 def floordiv(first: TensorType, second: TensorType) -> TensorType:
     """Integer division that rounds down, as Python's does; ONNX's rounds towards zero."""
     return op.Div(op.Sub(first, op.Mod(first, second)), second)
+
+
+def divide(first: TensorType, second: TensorType) -> TensorType:
+    """Division of floats, or of integers towards zero."""
+    return op.Div(first, second)
+
+
+def number(s: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """A number in the precision that it is asked for: torch.onnx rounds it to fp32 on the way to double precision."""
+    if isinstance(s, (bool, int, float)):
+        return op.Constant(value=ir.tensor(s, dtype=ir.DataType.FLOAT if dtype == -1 else ir.DataType(dtype)))
+    return s if dtype == -1 else op.Cast(s, to=dtype)
+
+
+def full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """The same number in every element."""
+    if dtype == -1 and isinstance(fill_value, (bool, int)):
+        dtype = ir.DataType.BOOL if isinstance(fill_value, bool) else ir.DataType.INT64
+    value = number(fill_value, dtype)
+    sizes = [op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [-1]) for n in size]
+    return op.Expand(value, op.Concat(*sizes, axis=0) if sizes else op.Constant(value_ints=[]))
+
+
+def full_like(value: TensorType, fill_value: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """A number in the shape and, where no other is given, the type of a tensor."""
+    return op.Expand(number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))
 
 
 def identity(value: TensorType) -> TensorType:
@@ -90,6 +117,10 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     AFTER: translate_after,
     aten.sym_numel.default: sym_numel,
     operator.floordiv: floordiv,
+    prims.div.default: divide,
+    aten.scalar_tensor.default: number,
+    aten.full.default: full,
+    aten.full_like.default: full_like,
     prims.view_of.default: identity,
     prims.hypot.default: hypot,
     prims.fmax.default: fmax,
