@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions
 
-from .pooling_ops import averages
-
 __all__ = ["exportable_functions", "replace_composites"]
 
 aten = torch.ops.aten
@@ -109,16 +107,20 @@ def _embedding_bag(
 
 def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
     difference = (first.unsqueeze(-2) - second.unsqueeze(-3)).abs()
+    # The absolute value of NaN has a gradient of zero, its distance has none.
+    difference = difference * torch.where(difference.isnan(), math.nan, 1.0)
     if p == 0:
-        return _with_zero_gradient((difference != 0).to(first.dtype).sum(-1), difference)
+        return _with_zero_gradient(
+            torch.where(difference.isnan(), math.nan, (difference != 0).to(first.dtype)).sum(-1), difference
+        )
     if p == 1:
         return difference.sum(-1)
     if p == math.inf:
         return difference.amax(-1)
-    apart = difference > 0
+    apart = difference != 0  # NaN is
     total = torch.where(apart, torch.where(apart, difference, 1.0).pow(p), 0.0).sum(-1)
     # The gradient of equal points is zero, and a power below 1 has none at zero.
-    return torch.where(total > 0, torch.where(total > 0, total, 1.0).pow(1 / p), 0.0)
+    return torch.where(total != 0, torch.where(total != 0, total, 1.0).pow(1 / p), 0.0)
 
 
 def _pdist(points: torch.Tensor, p: float = 2.0) -> torch.Tensor:
@@ -172,10 +174,14 @@ def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> to
 
 
 def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
+    """The mean of a box is a mean of means, axis by axis; a product with a matrix would spread infinities."""
     counts = [*output_size] * 3 if len(output_size) == 1 else output_size
     for axis, count in zip((-3, -2, -1), counts, strict=True):
-        matrix = averages(input.shape[axis], count, input)
-        input = (input.movedim(axis, -1) @ matrix.transpose(0, 1)).movedim(-1, axis)
+        size, means = input.shape[axis], []
+        for place in range(int(count)):
+            start, stop = place * size // count, ((place + 1) * size + count - 1) // count
+            means.append(input.narrow(axis, start, stop - start).mean(axis))
+        input = torch.stack(means, axis)
     return input
 
 
@@ -197,11 +203,31 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     valid = (target < 0).long().cumsum(1) == 0
     label = torch.where(valid, target, 0)
     is_label = (torch.nn.functional.one_hot(label, classes) * valid.unsqueeze(-1)).sum(1) > 0
-    margin = (1.0 - input.gather(1, label).unsqueeze(-1) + input.unsqueeze(1)).clamp_min(0)
+    margin = (1.0 - input.gather(1, label).unsqueeze(-1) + input.unsqueeze(1)).relu()
     counted = valid.unsqueeze(-1) & ~is_label.unsqueeze(1)
     loss = torch.where(counted, margin, 0.0).sum((1, 2)) / classes
     loss = loss[0] if single else loss
     return _reduced(loss, reduction)
+
+
+def _multi_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
+    """A margin that is met exactly has no gradient. (In PyTorch's own decomposition it has.)"""
+    single = input.dim() < 2
+    rows, label = (input.reshape(1, -1), target.reshape(1)) if single else (input, target)
+    classes = rows.shape[1]
+    violated = (margin - rows.gather(1, label[:, None]) + rows).relu()
+    violated = violated if p == 1 else violated.square()
+    violated = violated if weight is None else violated * weight[label][:, None]
+    others = torch.arange(classes, device=rows.device) != label[:, None]
+    loss = torch.where(others, violated, 0.0).sum(1) / classes
+    return _reduced(loss[0] if single and reduction == 0 else loss, reduction)
 
 
 def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
@@ -229,31 +255,64 @@ def _aminmax(
     return _amin(input, dims, keepdim), _amax(input, dims, keepdim)
 
 
-def _sorted(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    values, indices = torch.sort(input if input.dim() else input.unsqueeze(0), dim=dim)
-    return values, indices
-
-
-def _at(
-    found: tuple[torch.Tensor, torch.Tensor], place: Size, dim: int, keepdim: bool, scalar: bool
+def _kth(
+    input: torch.Tensor, places: Callable[[torch.Tensor, Size], Any], dim: int, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, indices = (part.narrow(dim, place, 1) for part in found)
-    if keepdim and not scalar:
-        return values, indices
-    return values.squeeze(dim), indices.squeeze(dim)
+    """Returns the elements at some places of the order; NaN comes last."""
+    row = input if input.dim() else input.unsqueeze(0)
+    indices = torch.sort(row, dim=dim, stable=True).indices
+    chosen = indices.gather(dim, places(row, row.shape[dim]))
+    values = row.gather(dim, chosen)
+    if keepdim and input.dim():
+        return values, chosen
+    return values.squeeze(dim), chosen.squeeze(dim)
 
 
 def _kthvalue(input: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    return _at(_sorted(input, dim), k - 1, dim, keepdim, input.dim() == 0)
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        return torch.full_like(row.narrow(dim, 0, 1), k - 1, dtype=torch.long)
+
+    return _kth(input, places, dim, keepdim)
 
 
 def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    size = input.shape[dim] if input.dim() else 1
-    return _at(_sorted(input, dim), (size - 1) // 2, dim, keepdim, input.dim() == 0)
+    """If there is a NaN, it is the median, and the last in the order."""
+
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        middle = torch.full_like(row.narrow(dim, 0, 1), (size - 1) // 2, dtype=torch.long)
+        return torch.where(row.isnan().any(dim, keepdim=True), size - row.isnan().sum(dim, keepdim=True), middle)
+
+    return _kth(input, places, dim, keepdim)
 
 
-def _median(input: torch.Tensor) -> torch.Tensor:
-    return _median_dim(input.flatten(), 0)[0]
+def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        known: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
+        return ((known - 1) // 2).clamp(min=0)
+
+    return _kth(input, places, dim, keepdim)
+
+
+def _whole_median(along: Callable[..., tuple[torch.Tensor, torch.Tensor]], name: str) -> Callable[..., torch.Tensor]:
+    def median(input: torch.Tensor) -> torch.Tensor:
+        """All elements that equal the median share its gradient."""
+        value = along(input.detach().flatten(), 0)[0]
+        if not input.is_floating_point():
+            return value
+        same = (input == value) | (input.isnan() & value.isnan())
+        shared = torch.where(same, input, 0.0).sum() / same.sum()
+        return torch.where(value.isnan(), shared, torch.where(same, input, -math.inf).amax())
+
+    median.__name__ = median.__qualname__ = name
+    return median
+
+
+_median, _nanmedian = _whole_median(_median_dim, "_median"), _whole_median(_nanmedian_dim, "_nanmedian")
+
+
+def _erf(input: torch.Tensor) -> torch.Tensor:
+    """ONNX Runtime has 1 for NaN. (In GELU the input is a factor besides.)"""
+    return torch.erf(input) + torch.where(input.isnan(), input, 0.0).detach()
 
 
 def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -302,11 +361,23 @@ def _scatter_reduce(
     if input.dtype in (torch.float16, torch.bfloat16):
         wide = _scatter_reduce(input.float(), dim, index, src.float(), reduce, include_self=include_self)
         return wide.to(input.dtype)
+    if reduce in ("amax", "amin") and input.is_floating_point():
+        return _scatter_extremum(input, dim, index, src, reduce, include_self)
     if reduce != "mean":
         return aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)  # type: ignore[no-any-return]
     total = input.scatter_reduce(dim, index, src, "sum", include_self=include_self)
     ones = torch.ones_like(input).scatter_reduce(dim, index, torch.ones_like(src), "sum", include_self=include_self)
     return total / ones
+
+
+def _scatter_extremum(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, include_self: bool
+) -> torch.Tensor:
+    """ONNX Runtime leaves NaN out of a maximum."""
+    best: torch.Tensor = aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)
+    unknown = input.isnan().to(input.dtype)
+    unknown = unknown.scatter_reduce(dim, index, src.isnan().to(input.dtype), "sum", include_self=include_self)
+    return best + torch.where(unknown > 0, math.nan, 0.0)
 
 
 def _index_reduce(
@@ -418,12 +489,16 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
     aten.adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
     aten.pad.default: _pad,
+    aten.multi_margin_loss.default: _multi_margin_loss,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
     aten.amax.default: _amax,
     aten.amin.default: _amin,
     aten.aminmax.default: _aminmax,
     aten.kthvalue.default: _kthvalue,
+    aten.erf.default: _erf,
     aten.median.default: _median,
+    aten.nanmedian.default: _nanmedian,
+    aten.nanmedian.dim: _nanmedian_dim,
     aten.median.dim: _median_dim,
     aten.cummax.default: _cummax,
     aten.cummin.default: _cummin,

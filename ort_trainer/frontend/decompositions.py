@@ -21,6 +21,7 @@ from .view_ops import VIEW_DECOMPOSITIONS
 __all__ = ["decomposition_table"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 # Kept whole, although PyTorch would take them apart: other code of this package handles them.
 _KEPT = (
@@ -66,7 +67,9 @@ def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, i
 def _safe_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Softmax that is 0 where a whole row is masked by -inf: the row's maximum tells, cheaper than all its elements."""
     input = input if dtype is None else input.to(dtype)
-    masked = input.amax(dim, keepdim=True) == float("-inf")
+    # Of the maximum ONNX Runtime leaves NaN out, of the sum it does not.
+    masked = prims.amax.default(input, [dim % input.dim()]).unsqueeze(dim) == float("-inf")
+    masked = masked & (input.sum(dim, keepdim=True) == float("-inf"))
     return torch.where(masked, 0.0, torch.softmax(input, dim))
 
 
@@ -125,6 +128,18 @@ def _index_put(
     return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
 
 
+def _product() -> Callable[..., Any]:
+    def product(*args: Any, **kwargs: Any) -> Any:
+        """A sum over no elements is zero; ONNX Runtime leaves the memory as it finds it."""
+        first, second = args[-2:]
+        if first.shape[-1] != 0:
+            return NotImplemented
+        empty = first.new_zeros([*first.shape[:-1], *second.shape[-1:]] if second.dim() > 1 else first.shape[:-1])
+        return empty if len(args) == 2 else empty + kwargs.get("beta", 1) * args[0]
+
+    return product
+
+
 @functools.cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> decomposition.
@@ -148,6 +163,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.scatter_reduce.two] = _scatter_mean
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
+    for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.mv.default, aten.dot.default):
+        table[operator] = _product()
     for operator in (*_KEPT, *RANDOM_OPERATORS):
         table.pop(operator, None)
     return table

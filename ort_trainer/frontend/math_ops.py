@@ -11,6 +11,7 @@ import torch
 __all__ = ["MATH_DECOMPOSITIONS"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -25,33 +26,90 @@ def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None)
 
 def _extremum(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-        """No dimensions mean all."""
+        """No dimensions mean all; and ONNX Runtime leaves NaN out."""
         if input.dim() == 0:
             return input.clone()
-        return NotImplemented if len(dim) else operator(input, list(range(input.dim())), keepdim)
+        dims = sorted({axis % input.dim() for axis in dim}) or list(range(input.dim()))
+        result = operator(input, dims)
+        if input.is_floating_point():
+            result = torch.where(input.isnan().any(dims), math.nan, result)
+        for axis in dims if keepdim else []:
+            result = result.unsqueeze(axis)
+        return result
+
+    return extremum
+
+
+def _vector_norm(
+    input: torch.Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The Euclidean norm by its formula, and the maximum norm by one that knows NaN: ONNX Runtime's are wrong there."""
+    dims = list(range(input.dim())) if dim is None else list(dim)
+    wide = input if dtype is None else input.to(dtype)
+    if ord == 2:
+        return (wide * wide).sum(dims, keepdim=keepdim).sqrt()
+    if ord == math.inf:
+        return wide.abs().amax(dims, keepdim=keepdim)
+    if ord == -math.inf:
+        return wide.abs().amin(dims, keepdim=keepdim)
+    return NotImplemented
+
+
+def _angle(input: torch.Tensor) -> torch.Tensor:
+    """Of a real number; NaN has none."""
+    angle = torch.where(input < 0, math.pi, 0.0)
+    return torch.where(input.isnan(), math.nan, angle) if input.is_floating_point() else angle
+
+
+def _soft_margin_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int
+) -> torch.Tensor:
+    """PyTorch's formula: NaN where the exponential overflows to infinity."""
+    growth = (-target * input).exp()
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    return share * (-target * growth / (growth + 1))
+
+
+def _whole_extremum(operator: Any) -> Callable[..., torch.Tensor]:
+    def extremum(input: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.bool:
+            return operator(input.int(), []).bool()  # type: ignore[no-any-return]
+        return operator(input, [])  # type: ignore[no-any-return]
 
     return extremum
 
 
 def _signbit(input: torch.Tensor) -> torch.Tensor:
-    """ONNX can't tell a negative zero from a positive one."""
-    return input < 0
+    """One by a negative zero is negative: ONNX has no other way to tell."""
+    if not input.is_floating_point():
+        return input < 0
+    return torch.where(input == 0, 1 / input, input) < 0
 
 
 def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
-    negative = other < 0 if isinstance(other, torch.Tensor) else torch.full_like(input, other) < 0
-    return torch.where(negative, -input.abs(), input.abs())
+    if not isinstance(other, torch.Tensor):
+        other = torch.full((), float(other), device=input.device)
+    size = input.abs() if input.is_floating_point() else input.abs().to(torch.get_default_dtype())
+    return torch.where(_signbit(other), -size, size)
 
 
-def _of_truth_values(operator: Any) -> Callable[..., Any]:
-    def extremum(input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-        """ONNX has no order of truth values."""
-        if input.dtype != torch.bool:
-            return NotImplemented
-        values, indices = operator(input.int(), dim, keepdim)
-        return values.bool(), indices
-
-    return extremum
+def _atan2(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The angle of a point, by the arc tangent of a number up to 1; zeros have signs, and infinities are equal."""
+    dtype = torch.result_type(input, other)
+    y, x = (value.to(dtype if dtype.is_floating_point else torch.float32) for value in (input, other))
+    height, width = y.abs(), x.abs()
+    low, high = torch.minimum(height, width), torch.maximum(height, width)
+    ratio = torch.where(low == high, (low > 0).to(low.dtype), low / high)
+    angle = ratio.atan()
+    angle = torch.where(height > width, math.pi / 2 - angle, angle)
+    angle = torch.where(_signbit(x), math.pi - angle, angle)
+    angle = torch.where(_signbit(y), -angle, angle)
+    return torch.where(high.isnan(), high, angle)
 
 
 # The recurrences lift an argument by so much before the asymptotic series begins.
@@ -70,7 +128,9 @@ def _lgamma(input: torch.Tensor) -> torch.Tensor:
     series = 1 / (12 * z) - 1 / (360 * z.pow(3)) + 1 / (1260 * z.pow(5)) - 1 / (1680 * z.pow(7))
     result = (z - 0.5) * z.log() - z + 0.5 * math.log(2 * math.pi) + series - product.log()
     mirrored = math.log(math.pi) - _sin_pi(x).abs().log() - result
-    return torch.where(reflected, mirrored, result).to(input.dtype)
+    result = torch.where(reflected, mirrored, result)
+    pole = (x <= 0) & (x == x.floor()) | x.isinf()
+    return torch.where(pole, math.inf, result).to(input.dtype)
 
 
 def _digamma(input: torch.Tensor) -> torch.Tensor:
@@ -84,7 +144,10 @@ def _digamma(input: torch.Tensor) -> torch.Tensor:
     for step in range(_LIFT):
         result = result - 1 / (y + step)
     cotangent = _sin_pi(x + 0.5) / torch.where(reflected, _sin_pi(x), 1.0)
-    return torch.where(reflected, result - math.pi * cotangent, result).to(input.dtype)
+    result = torch.where(reflected, result - math.pi * cotangent, result)
+    result = torch.where((x < 0) & (x == x.floor()), math.nan, result)
+    result = torch.where(x == 0, -1 / x, result)
+    return torch.where(x == math.inf, x, result).to(input.dtype)
 
 
 def _polygamma(order: int, input: torch.Tensor) -> Any:
@@ -128,10 +191,14 @@ def _erfinv(input: torch.Tensor) -> torch.Tensor:
 
 MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cumprod.default: _cumprod,
-    aten.amax.default: _extremum(aten.amax.default),
-    aten.amin.default: _extremum(aten.amin.default),
-    aten.max.dim: _of_truth_values(aten.max.dim),
-    aten.min.dim: _of_truth_values(aten.min.dim),
+    aten.amax.default: _extremum(prims.amax.default),
+    aten.amin.default: _extremum(prims.amin.default),
+    aten.max.default: _whole_extremum(aten.amax.default),
+    aten.min.default: _whole_extremum(aten.amin.default),
+    aten.atan2.default: _atan2,
+    aten.angle.default: _angle,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten.signbit.default: _signbit,
     aten.copysign.Tensor: _copysign,
     aten.copysign.Scalar: _copysign,

@@ -29,6 +29,7 @@ from ..errors import ExportError
 from .quiet import quiet
 from .source import source_line
 from .translations import TRANSLATIONS
+from .zero_dimensional import lift_zero_dimensional
 
 __all__ = ["has_translation", "translate"]
 
@@ -67,6 +68,8 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
+    lift_zero_dimensional(graph)
+    results = list(end.args[0])
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
         try:
@@ -101,10 +104,12 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
     unknown: dict[str, str] = {}
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
-            unknown.setdefault(str(node.target), source_line(node))
+        if not isinstance(node.target, torch._ops.OperatorBase):
+            continue
+        if not has_translation(node.target):
+            unknown.setdefault(f"{node.target} has no ONNX translation", source_line(node))
     if unknown:
-        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
+        lines = [f"{what}: {line}" for what, line in unknown.items()]
         raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
 
 

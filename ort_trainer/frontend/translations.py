@@ -12,6 +12,7 @@ from onnxscript import opset18 as op
 from onnxscript.onnx_types import TensorType
 
 from .after import AFTER, translate_after
+from .order_translations import ORDER_TRANSLATIONS
 
 __all__ = ["TRANSLATIONS"]
 
@@ -79,38 +80,42 @@ def fmin(first: TensorType, second: TensorType) -> TensorType:
     return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Min(first, second)))
 
 
-def max_pool_with_indices(
-    value: TensorType,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> tuple[TensorType, TensorType]:
-    """Max pooling with indices into each channel's plane, as PyTorch counts them.
+def square_root(value: TensorType) -> TensorType:
+    """The square root; ONNX Runtime has NaN for infinity, and loses the sign of a zero."""
+    special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.IsInf(value, detect_negative=0))
+    return op.Div(value, op.Sqrt(op.Where(special, op.CastLike(1.0, value), value)))
 
-    ONNX counts through the whole tensor. What torch.onnx does to find the difference, a second pooling of the whole
-    input, costs as much as the pooling itself; the rest of a division by the plane's size does not.
-    """
-    dims = len(kernel_size)
 
-    def each(values: Sequence[int]) -> list[int]:
-        return [*values] * dims if len(values) == 1 else [*values]
+def reciprocal_square_root(value: TensorType) -> TensorType:
+    """One by the square root."""
+    return op.Reciprocal(square_root(value))
 
-    batched = value if len(value.shape) == dims + 2 else op.Unsqueeze(value, [0])
-    pooled, flat = op.MaxPool(
-        batched,
-        kernel_shape=each(kernel_size),
-        strides=each(stride) if len(stride) else each(kernel_size),
-        pads=each(padding) * 2,
-        dilations=each(dilation),
-        ceil_mode=int(ceil_mode),
-    )
-    plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
-    indices = op.Mod(flat, plane)
-    if batched is not value:
-        pooled, indices = op.Squeeze(pooled, [0]), op.Squeeze(indices, [0])
-    return pooled, indices
+
+def clamp_min(value: TensorType, low: Any) -> TensorType:
+    """The larger one: a Clip without an upper limit makes the largest finite number of infinity."""
+    return op.Max(value, _like(low, value))
+
+
+def clamp_max(value: TensorType, high: Any) -> TensorType:
+    """The smaller one, likewise."""
+    return op.Min(value, _like(high, value))
+
+
+def clamp(value: TensorType, low: Any = None, high: Any = None) -> TensorType:
+    """A value within two limits; if they contradict each other, the upper one counts."""
+    value = value if low is None else clamp_min(value, low)
+    return value if high is None else clamp_max(value, high)
+
+
+def _like(number: Any, value: TensorType) -> TensorType:
+    return op.Constant(value=ir.tensor(number, dtype=value.dtype)) if isinstance(number, (int, float)) else number
+
+
+def sign(value: TensorType) -> TensorType:
+    """The sign; NaN has none in PyTorch."""
+    if not value.dtype.is_floating_point():
+        return op.Sign(value)
+    return op.Where(op.IsNaN(value), op.CastLike(0.0, value), op.Sign(value))
 
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
@@ -125,6 +130,12 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     prims.hypot.default: hypot,
     prims.fmax.default: fmax,
     prims.fmin.default: fmin,
-    aten.max_pool2d_with_indices.default: max_pool_with_indices,
-    aten.max_pool3d_with_indices.default: max_pool_with_indices,
+    aten.sqrt.default: square_root,
+    aten.rsqrt.default: reciprocal_square_root,
+    aten.clamp.default: clamp,
+    aten.clamp_min.default: clamp_min,
+    aten.clamp_max.default: clamp_max,
+    aten.sign.default: sign,
+    aten.sgn.default: sign,
+    **ORDER_TRANSLATIONS,
 }

@@ -172,7 +172,6 @@ def test_gaussian_likelihood(full: bool) -> None:
         (aten.copysign.Tensor, (torch.randn(6), torch.randn(6))),
         (aten.copysign.Scalar, (torch.randn(6), -2.0)),
         (aten.signbit.default, (torch.randn(6),)),
-        (aten.max.dim, (torch.tensor([[False, True], [False, False]]), 1)),
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
