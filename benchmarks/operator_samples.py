@@ -60,6 +60,15 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (r"nn\.functional\.(interpolate|upsample).*linear.*", {"infinities"}, False,
      "PyTorch leaves out products of zero and infinity, in some of its kernels"),
     (_CONVOLUTION, {"infinities"}, False, "PyTorch leaves out products of zero and infinity, in some of its kernels"),
+    (r"nn\.functional\.scaled_dot_product_attention", {"infinities", "NaN"}, False,
+     "PyTorch's kernels differ in what NaN under the mask does"),
+    (r"mvlgamma.*", EDGES, True, "the sign of an infinity at a pole, by the sign of a zero that rounding makes"),
+    (r"nn\.functional\.embedding_bag", {"infinities"}, True, "PyTorch leaves out products of zero and infinity"),
+    (r"(nn\.functional\.)?grid_samp.*", {"infinities", "NaN"}, False,
+     "at a place that is not finite PyTorch has NaN, zero or the border, and here is NaN"),
+    (r"nn\.functional\.embedding_bag", {"NaN"}, False, "PyTorch lets NaN be the maximum of a bag, by its place"),
+    (r"digamma|special\.polygamma.*|polygamma.*|lgamma", EDGES, True,
+     "PyTorch's derivatives at poles are rounding errors"),
     (r"cdist", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
     (r"prod|masked\.prod", {"infinities"}, True, "PyTorch has two formulas for the gradient, by the values"),
 )  # fmt: skip
@@ -87,6 +96,8 @@ def samples(op: Any, limit: int) -> Iterator[tuple[int, Call]]:
     """Yields at most so many samples, evenly spread, each with its number."""
     torch.manual_seed(0)
     found = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+    if op.name == "nn.functional.multi_head_attention_forward":  # its dropout has no name in the samples
+        found = [sample for sample in found if not (sample.kwargs.get("training", True) and sample.args[9])]
     found = [sample for sample in found if not sample.kwargs.get("dropout_p")]
     chosen = range(len(found))
     if len(found) > limit:

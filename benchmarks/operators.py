@@ -32,7 +32,11 @@ TOGETHER = 12
 AGREES, UNTRANSLATED, REFUSED, WRONG, OPEN, SKIPPED = (
     "agrees", "no translation", "refused", "wrong", "left open", "skipped"
 )  # fmt: skip
-_NO_TRANSLATION = ("has no ONNX translation", "depends on the values of tensors")
+_NO_TRANSLATION = (
+    "has no ONNX translation",
+    "gives complex numbers",
+    "what it does next depends on the values of tensors",
+)
 
 Finding = dict[str, Any]
 """``operator``, ``counts`` (outcome -> number of samples) and ``messages`` (outcome, sample and edge case, what)."""
@@ -257,9 +261,9 @@ def show(finding: Finding, everything: bool = False) -> None:
     print(f"{finding['operator']}: {finding['counts']} {finding.get('seconds', '')}", flush=True)
     shown: set[str] = set()
     for outcome, sample, message in finding["messages"]:
-        if (everything or outcome == WRONG) and message[:60] not in shown:
-            shown.add(message[:60])
-            print(f"    {outcome} [{sample}] {message}", flush=True)
+        if (everything or outcome == WRONG) and message[:25] not in shown:
+            shown.add(message[:25])
+            print(f"    {outcome} [{sample}] {message[:200]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions
 
+from ..errors import ExportError
+
 __all__ = ["exportable_functions", "replace_composites"]
 
 aten = torch.ops.aten
@@ -47,7 +49,11 @@ def exportable_functions() -> Iterator[None]:
 def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align_corners: bool) -> Any:
     if input.dim() != 4:
         return aten.grid_sampler.default(input, grid, mode, padding, align_corners)
+    # A place that is NaN or infinite would become an index somewhere in memory.
+    finite = grid.isfinite()
+    grid = torch.where(finite, grid, 0.0)
     sampled = decompositions._grid_sampler_2d(input, grid, mode, padding, align_corners)  # type: ignore[no-untyped-call]
+    sampled = torch.where(finite.all(-1).unsqueeze(1), sampled, math.nan)
     return _with_zero_gradient(sampled, grid) if mode == 1 else sampled
 
 
@@ -92,15 +98,23 @@ def _embedding_bag(
     bag = (place[:, None] >= starts).sum(1) - 1
     rows = weight[indices]
     rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
-    kept = torch.ones_like(indices, dtype=torch.bool) if padding_idx is None else indices != padding_idx
+    if padding_idx is None:
+        kept = torch.ones_like(indices, dtype=torch.bool)
+    else:
+        kept = indices != padding_idx % weight.shape[0]
     count = torch.zeros_like(starts).index_add(0, bag, kept.to(starts.dtype))
     shape = (starts.shape[0], weight.shape[1])
     if mode == 2:
-        lowest = torch.where(kept[:, None], rows, -math.inf)
-        best = rows.new_full(shape, -math.inf).scatter_reduce(0, bag[:, None].expand(rows.shape), lowest, "amax")
-        result = torch.where(count[:, None] > 0, best, 0.0)
+        into = bag[:, None].expand(rows.shape)
+        considered = torch.where(kept[:, None], rows, -math.inf).detach()
+        best = rows.new_full(shape, -math.inf).scatter_reduce(0, into, considered, "amax")
+        # Of equal rows the first one has the gradient.
+        last = torch.full_like(best, rows.shape[0] - 1)
+        candidates = torch.where(kept[:, None] & (considered == best[bag]), place[:, None].to(rows.dtype), last[0])
+        first = last.scatter_reduce(0, into, candidates, "amin").long()
+        result = torch.where(count[:, None] > 0, rows.gather(0, first), 0.0)
     else:
-        result = rows.new_zeros(shape).index_add(0, bag, rows * kept[:, None])
+        result = rows.new_zeros(shape).index_add(0, bag, torch.where(kept[:, None], rows, 0.0))
         result = result / count.clamp(min=1)[:, None] if mode == 1 else result
     return result, bag, count, count
 
@@ -203,11 +217,16 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     valid = (target < 0).long().cumsum(1) == 0
     label = torch.where(valid, target, 0)
     is_label = (torch.nn.functional.one_hot(label, classes) * valid.unsqueeze(-1)).sum(1) > 0
-    margin = (1.0 - input.gather(1, label).unsqueeze(-1) + input.unsqueeze(1)).relu()
+    margin = _positive(1.0 - input.gather(1, label).unsqueeze(-1) + input.unsqueeze(1))
     counted = valid.unsqueeze(-1) & ~is_label.unsqueeze(1)
     loss = torch.where(counted, margin, 0.0).sum((1, 2)) / classes
     loss = loss[0] if single else loss
     return _reduced(loss, reduction)
+
+
+def _positive(value: torch.Tensor) -> torch.Tensor:
+    """Returns what is more than zero, which neither zero nor NaN is, and zero elsewhere."""
+    return torch.where(value > 0, value, 0.0)
 
 
 def _multi_margin_loss(
@@ -222,7 +241,7 @@ def _multi_margin_loss(
     single = input.dim() < 2
     rows, label = (input.reshape(1, -1), target.reshape(1)) if single else (input, target)
     classes = rows.shape[1]
-    violated = (margin - rows.gather(1, label[:, None]) + rows).relu()
+    violated = _positive(margin - rows.gather(1, label[:, None]) + rows)
     violated = violated if p == 1 else violated.square()
     violated = violated if weight is None else violated * weight[label][:, None]
     others = torch.arange(classes, device=rows.device) != label[:, None]
@@ -310,6 +329,11 @@ def _whole_median(along: Callable[..., tuple[torch.Tensor, torch.Tensor]], name:
 _median, _nanmedian = _whole_median(_median_dim, "_median"), _whole_median(_nanmedian_dim, "_nanmedian")
 
 
+def _erfc(input: torch.Tensor) -> torch.Tensor:
+    """The same."""
+    return torch.erfc(input) + torch.where(input.isnan(), input, 0.0).detach()
+
+
 def _erf(input: torch.Tensor) -> torch.Tensor:
     """ONNX Runtime has 1 for NaN. (In GELU the input is a factor besides.)"""
     return torch.erf(input) + torch.where(input.isnan(), input, 0.0).detach()
@@ -377,14 +401,20 @@ def _scatter_extremum(
     best: torch.Tensor = aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)
     unknown = input.isnan().to(input.dtype)
     unknown = unknown.scatter_reduce(dim, index, src.isnan().to(input.dtype), "sum", include_self=include_self)
-    return best + torch.where(unknown > 0, math.nan, 0.0)
+    return best * torch.where(unknown > 0, math.nan, 1.0)
 
 
 def _index_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
+    if reduce in ("amax", "amin") and not include_self:
+        raise ExportError(
+            "aten.index_reduce.default has no ONNX translation for include_self=False and the reduction "
+            f"{reduce!r}: use scatter_reduce, or start with {'-' * (reduce == 'amax')}inf"
+        )
     shape = [1] * input.dim()
-    shape[dim] = -1
+    if shape:
+        shape[dim] = -1
     spread = index.reshape(shape).expand(source.shape)
     return _scatter_reduce(input, dim, spread, source, reduce, include_self=include_self)
 
@@ -496,6 +526,7 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.aminmax.default: _aminmax,
     aten.kthvalue.default: _kthvalue,
     aten.erf.default: _erf,
+    aten.erfc.default: _erfc,
     aten.median.default: _median,
     aten.nanmedian.default: _nanmedian,
     aten.nanmedian.dim: _nanmedian_dim,

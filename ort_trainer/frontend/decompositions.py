@@ -80,12 +80,16 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
 
 
-def _scatter_mean(
+def _scatter_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """ONNX has no mean, and torch.onnx takes it for an assignment. (Before differentiation it is a composite; this is
-    for a model that is differentiated as it stands.)
+    """ONNX has no mean, and torch.onnx takes it for an assignment; and it begins a maximum with a finite number.
+
+    (Before differentiation the mean is a composite; this is for a model that is differentiated as it stands.)
     """
+    if reduce in ("amax", "amin") and not include_self and input.is_floating_point():
+        start = aten.scatter.value(input, dim, index, float("-inf" if reduce == "amax" else "inf"))
+        return aten.scatter_reduce.two(start, dim, index, src, reduce)
     if reduce != "mean":
         return NotImplemented
     total = aten.scatter_reduce.two(input, dim, index, src, "sum", include_self=include_self)
@@ -160,7 +164,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
-    table[aten.scatter_reduce.two] = _scatter_mean
+    table[aten.scatter_reduce.two] = _scatter_reduce
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
     for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.mv.default, aten.dot.default):

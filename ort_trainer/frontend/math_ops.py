@@ -24,6 +24,18 @@ def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None)
     return upto.prod(-1).movedim(-1, dim)
 
 
+def _logcumsumexp(input: torch.Tensor, dim: int) -> torch.Tensor:
+    """Likewise, each sum less its own maximum, if that is finite."""
+    if input.dim() == 0:
+        return input.clone()
+    place = torch.arange(input.shape[dim], device=input.device)
+    upto = torch.where(place <= place[:, None], input.movedim(dim, -1).unsqueeze(-2), -math.inf)
+    highest = upto.amax(-1, keepdim=True)
+    highest = torch.where(highest.isinf(), 0.0, highest)
+    total = (upto - highest).exp().sum(-1).log() + highest.squeeze(-1)
+    return total.movedim(-1, dim)
+
+
 def _extremum(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
         """No dimensions mean all; and ONNX Runtime leaves NaN out."""
@@ -73,6 +85,53 @@ def _soft_margin_loss_backward(
     growth = (-target * input).exp()
     share = grad_output / input.numel() if reduction == 1 else grad_output
     return share * (-target * growth / (growth + 1))
+
+
+def _smooth_l1_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    """What is neither beyond beta nor beyond its negative is divided by it, NaN included."""
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    x = input - target
+    inner = x / beta if beta else x
+    slope = torch.where(x <= -beta, -1.0, torch.where(x >= beta, 1.0, inner))
+    return share * (slope if beta else torch.where(x == 0, 0.0, slope))
+
+
+def _logit_backward(grad_output: torch.Tensor, input: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    """Outside of what eps leaves there is no gradient, and NaN is not outside."""
+    outside = (input < (eps or 0.0)) | (input > 1 - (eps or 0.0))
+    return torch.where(outside, math.nan if eps is None else 0.0, grad_output / (input * (1 - input)))
+
+
+def _log_softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """ONNX Runtime's is wrong for NaN and infinities in double precision."""
+    if input.dtype != torch.float64:
+        return NotImplemented
+    less = input - input.amax(dim, keepdim=True)
+    return less - less.exp().sum(dim, keepdim=True).log()
+
+
+def _softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """Likewise."""
+    if input.dtype != torch.float64:
+        return NotImplemented
+    growth = (input - input.amax(dim, keepdim=True)).exp()
+    return growth / growth.sum(dim, keepdim=True)
+
+
+def _comparison(operator: Any) -> Callable[..., Any]:
+    def compare(input: torch.Tensor, other: torch.Tensor | float) -> Any:
+        """ONNX Runtime compares no short integers."""
+        if not any(isinstance(value, torch.Tensor) and value.dtype in _SHORT for value in (input, other)):
+            return NotImplemented
+        return operator(*(v.int() if isinstance(v, torch.Tensor) and v.dtype in _SHORT else v for v in (input, other)))
+
+    return compare
+
+
+_SHORT = (torch.int8, torch.uint8, torch.int16)
+_COMPARISONS = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 
 
 def _whole_extremum(operator: Any) -> Callable[..., torch.Tensor]:
@@ -191,12 +250,18 @@ def _erfinv(input: torch.Tensor) -> torch.Tensor:
 
 MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cumprod.default: _cumprod,
+    aten.logcumsumexp.default: _logcumsumexp,
     aten.amax.default: _extremum(prims.amax.default),
     aten.amin.default: _extremum(prims.amin.default),
     aten.max.default: _whole_extremum(aten.amax.default),
     aten.min.default: _whole_extremum(aten.amin.default),
     aten.atan2.default: _atan2,
     aten.angle.default: _angle,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.logit_backward.default: _logit_backward,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: _softmax,
+    **{overload: _comparison(overload) for operator in _COMPARISONS for overload in (operator.Tensor, operator.Scalar)},
     aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.signbit.default: _signbit,

@@ -8,6 +8,7 @@ step behind it; that step is private, one more reason for the bound on the torch
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,8 +98,25 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
         )
         try:
             return _core._exported_program_to_onnx_program(program, registry=_registry()).model
-        except torch.onnx.errors.OnnxExporterError as error:
-            raise ExportError(f"the graph can't be translated to ONNX: {error}: {error.__cause__}") from error
+        except Exception as error:
+            raise ExportError(_explain(error, module.graph)) from error
+
+
+def _explain(error: Exception, graph: torch.fx.Graph) -> str:
+    """Returns what could not be translated, and where in the user's code it is."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            return (
+                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX has not; "
+                f"compute with their real and imaginary parts: {source_line(node)}"
+            )
+    found = re.search(r"translating node %(\w+)", str(error))
+    for node in graph.nodes:
+        if found is not None and node.name == found[1]:
+            cause = str(error.__cause__).partition("\n")[0]
+            return f"the graph can't be translated to ONNX: {node.target}, {cause}: {source_line(node)}"
+    return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
 
 
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:

@@ -59,12 +59,21 @@ def _place_of_best(largest: bool) -> Callable[..., Any]:
         if rank == 0:
             return op.Constant(value_int=0)
         keys = _keys(value, largest)
+        if value.dtype == ir.DataType.INT64:  # ONNX Runtime has a TopK of these, and no ArgMax
+            _, first = op.TopK(keys if dim is not None else op.Reshape(keys, [-1]), [1], axis=dim or 0, largest=largest)
+            return _shaped(first, rank, dim, keepdim)
         if dim is not None:
             return best(keys, axis=dim, keepdims=int(keepdim))
         first = best(op.Reshape(keys, [-1]), axis=0, keepdims=0)
         return op.Reshape(first, [1] * rank) if keepdim else first
 
     return place
+
+
+def _shaped(first: TensorType, rank: int, dim: int | None, keepdim: bool) -> TensorType:
+    if dim is not None:
+        return first if keepdim else op.Squeeze(first, [dim])
+    return op.Reshape(first, [1] * rank if keepdim else op.Constant(value_ints=[]))
 
 
 _argmax, _argmin = _place_of_best(True), _place_of_best(False)

@@ -66,8 +66,11 @@ def hypot(first: TensorType, second: TensorType) -> TensorType:
     first, second = op.Abs(first), op.Abs(second)
     larger = op.Max(first, second)
     scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
+    infinite = op.Or(op.IsInf(first), op.IsInf(second))
+    infinity = op.CastLike(float("inf"), larger)
     first, second = op.Div(first, scale), op.Div(second, scale)
-    return op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+    length = op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+    return op.Where(infinite, infinity, length)
 
 
 def fmax(first: TensorType, second: TensorType) -> TensorType:
