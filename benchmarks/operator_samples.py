@@ -55,7 +55,7 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (r"(var|std)_mean.*|.*(batch|layer|group|instance)_norm.*", {"infinities"}, False,
      "PyTorch's mean of infinities is NaN or infinite, by the order of the elements"),
     (r"nn\.functional\.gelu", {"infinities"}, False, "PyTorch's GELU of infinity is NaN or infinity, by the kernel"),
-    (r"nn\.functional\.(hardswish|softshrink)", {"NaN"}, False,
+    (r"nn\.functional\.(hardswish|softshrink)|logit", {"NaN"}, False,
      "PyTorch's gradient is NaN, zero or neither, by the place of the element"),
     (r"nn\.functional\.(interpolate|upsample).*linear.*", {"infinities"}, False,
      "PyTorch leaves out products of zero and infinity, in some of its kernels"),
@@ -69,8 +69,8 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (r"nn\.functional\.embedding_bag", {"NaN"}, False, "PyTorch lets NaN be the maximum of a bag, by its place"),
     (r"digamma|special\.polygamma.*|polygamma.*|lgamma", EDGES, True,
      "PyTorch's derivatives at poles are rounding errors"),
-    (r"cdist", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
-    (r"prod|masked\.prod", {"infinities"}, True, "PyTorch has two formulas for the gradient, by the values"),
+    (r"[cp]dist", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
+    (r"prod|masked\.prod", {"infinities", "NaN"}, True, "PyTorch has two formulas for the gradient, by the values"),
 )  # fmt: skip
 """What PyTorch itself leaves open: operators, edge cases, whether the values are compared nevertheless, and why."""
 
@@ -99,6 +99,7 @@ def samples(op: Any, limit: int) -> Iterator[tuple[int, Call]]:
     if op.name == "nn.functional.multi_head_attention_forward":  # its dropout has no name in the samples
         found = [sample for sample in found if not (sample.kwargs.get("training", True) and sample.args[9])]
     found = [sample for sample in found if not sample.kwargs.get("dropout_p")]
+    assert found, "all samples have dropout"
     chosen = range(len(found))
     if len(found) > limit:
         chosen = sorted({round(place * (len(found) - 1) / (limit - 1)) for place in range(limit)})

@@ -107,6 +107,10 @@ class Inspection:
                 if edge and not comparison.module.named(place):
                     continue
                 sample = f"{number}{edge and ', '}{edge}"
+                question = open_question(self.name, edge)
+                if question is not None and not question[0]:
+                    self._note(OPEN, sample, question[1])  # PyTorch may even crash
+                    continue
                 try:
                     theirs = comparison.theirs(place)
                 except Exception as error:
@@ -114,10 +118,6 @@ class Inspection:
                     continue
                 if isinstance(ours, Exception):
                     self._note(_outcome(ours), sample, _line(ours))
-                    continue
-                question = open_question(self.name, edge)
-                if question is not None and not question[0]:
-                    self._note(OPEN, sample, question[1])
                     continue
                 what = difference(ours[place], theirs, values_only=question is not None)
                 self._note(AGREES if what is None else WRONG, sample, what or "")
@@ -231,6 +231,7 @@ def main() -> None:
     if arguments.work:
         work(arguments.limit)
         return
+    import operator_report
     import operator_samples
 
     names = list(operator_samples.operators())
@@ -249,6 +250,7 @@ def main() -> None:
             file.write(json.dumps(finding) + "\n")
             file.flush()
             show(finding)
+    operator_report.write(list(read(arguments.found).values()), arguments.limit)
 
 
 def read(path: Path) -> dict[str, Finding]:

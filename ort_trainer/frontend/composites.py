@@ -130,11 +130,19 @@ def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mo
     if p == 1:
         return difference.sum(-1)
     if p == math.inf:
-        return difference.amax(-1)
+        return _chebyshev(difference)
     apart = difference != 0  # NaN is
     total = torch.where(apart, torch.where(apart, difference, 1.0).pow(p), 0.0).sum(-1)
     # The gradient of equal points is zero, and a power below 1 has none at zero.
     return torch.where(total != 0, torch.where(total != 0, total, 1.0).pow(1 / p), 0.0)
+
+
+def _chebyshev(difference: torch.Tensor) -> torch.Tensor:
+    """Returns the largest along the last dimension; each that equals it has the whole gradient."""
+    largest = difference.amax(-1)
+    value = largest.detach()
+    total = torch.where(difference == value.unsqueeze(-1), difference, 0.0).sum(-1)
+    return torch.where(value.isfinite(), value + (total - total.detach()), largest)
 
 
 def _pdist(points: torch.Tensor, p: float = 2.0) -> torch.Tensor:

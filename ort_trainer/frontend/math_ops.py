@@ -98,12 +98,6 @@ def _smooth_l1_loss_backward(
     return share * (slope if beta else torch.where(x == 0, 0.0, slope))
 
 
-def _logit_backward(grad_output: torch.Tensor, input: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-    """Outside of what eps leaves there is no gradient, and NaN is not outside."""
-    outside = (input < (eps or 0.0)) | (input > 1 - (eps or 0.0))
-    return torch.where(outside, math.nan if eps is None else 0.0, grad_output / (input * (1 - input)))
-
-
 def _log_softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
     """ONNX Runtime's is wrong for NaN and infinities in double precision."""
     if input.dtype != torch.float64:
@@ -258,7 +252,6 @@ MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.atan2.default: _atan2,
     aten.angle.default: _angle,
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
-    aten.logit_backward.default: _logit_backward,
     aten._log_softmax.default: _log_softmax,
     aten._softmax.default: _softmax,
     **{overload: _comparison(overload) for operator in _COMPARISONS for overload in (operator.Tensor, operator.Scalar)},

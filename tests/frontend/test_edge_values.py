@@ -72,7 +72,8 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
         (lambda x: (x > 0).max(1), (ROWS,)),
         (lambda x: x.new_zeros(3, 5).scatter_reduce(0, torch.tensor([[0] * 5, [1] * 5, [0] * 5, [2] * 5]), x, "amax"),
          (ROWS,)),
-        (lambda x: x.index_reduce(0, torch.tensor([0, 0, 2]), x[1:], "amin", include_self=False), (ROWS,)),
+        (lambda x: x.index_reduce(0, torch.tensor([0, 0, 2]), x[1:], "amin"), (ROWS,)),
+        (lambda x: x.scatter_reduce(0, torch.tensor([[0] * 5, [2] * 5]), x[1:3], "amax", include_self=False), (ROWS,)),
     ],
     "orders": [
         (lambda x: x.sort(dim=1, stable=True), (ROWS,)),
@@ -99,6 +100,7 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
     ],
     "distances": [
         (lambda x, y: [torch.cdist(x, y, p) for p in (0.0, 1.0)], (ROWS[2:, :2], ROWS[:, :2])),
+        (lambda x, y: torch.cdist(x, y, INF), (torch.eye(3), torch.zeros(2, 3))),
     ],
     "ties": [
         (lambda x: F.multi_margin_loss(x, CLASSES, reduction="none"), (MARGINS,)),
@@ -111,6 +113,22 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
     ],
     "attention of NaN": [
         (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (torch.tensor([[[[NAN], [1.0], [2.0]]]]),)),
+    ],
+    "almost nothing": [
+        (lambda x: [(x + 1e-8).log(), x + 1e-12, (x - 1e-10).sign(), 1e-9 + x, x.clamp_min(1e-12).log()],
+         (torch.zeros(3),)),
+        (lambda x: [(x * 1.000005 - x) * 1e5, (x / 0.999995 - x) * 1e5, x * 1 + 0 - x / 1], (torch.ones(3),)),
+    ],
+    "bags": [
+        (lambda x: [F.embedding_bag(torch.tensor([[1, 2, 3], [4, 4, 0]]), x[:5], mode=m, padding_idx=-1)
+                    for m in ("sum", "mean", "max")], (torch.rand(5, 3),)),
+        (lambda x: F.embedding_bag(torch.tensor([[0, 1, 2], [3, 1, 0]]), x, mode="max"), (torch.ones(4, 2),)),
+        (lambda x: F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), x, mode="mean", padding_idx=2),
+         (torch.tensor([[1.0], [2.0], [INF], [4.0]]),)),
+    ],
+    "double precision": [
+        (lambda x: [x.double().log_softmax(1), x.double().softmax(1)], (ROWS,)),
+        (lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"), (ROWS,)),
     ],
     "no elements": [
         (lambda x, y: [x @ y, x[0] @ y, torch.addmm(x.sum() + torch.ones(4), x, y), torch.bmm(x[None], y[None])],
@@ -176,6 +194,13 @@ def test_what_can_not_be_loaded_is_named() -> None:
     )
     with pytest.raises(RuntimeError, match=r"aten\.(cos|sin)\.default"):
         trainer.train_step(torch.ones(2, 3))
+
+
+def test_a_reduction_that_leaves_the_start_out_is_refused() -> None:
+    """PyTorch lets the element that it leaves out have a share of the gradient."""
+    x = torch.rand(3, 3).requires_grad_()
+    with pytest.raises(ExportError, match=r"aten\.index_reduce\.default.*include_self=False"):
+        Comparison([Call(lambda x: x.index_reduce(0, torch.tensor([0, 0, 2]), x, "amin", include_self=False), [x])])
 
 
 def test_complex_numbers_are_refused() -> None:
