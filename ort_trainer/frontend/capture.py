@@ -342,10 +342,7 @@ def _sort(
         elif isinstance(what, TangentAOTInput):
             result.tangent = node
         else:
-            raise ExportError(
-                f"the model needs {type(what).__name__} as an input of its graph, which is not supported: it comes "
-                "from an operator with side effects or from a tensor subclass"
-            )
+            raise ExportError(_unsupported_input(type(what).__name__, joint.graph))
     _lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
@@ -363,6 +360,12 @@ def _sort(
         else:
             raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
     return result
+
+
+def _unsupported_input(kind: str, graph: torch.fx.Graph) -> str:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        return f"{node.args[1]} has no ONNX translation, as it does more than compute: {source_line(node)}"
+    return f"the model needs {kind} as an input of its graph, which is not supported: it comes from a tensor subclass"
 
 
 def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:

@@ -59,17 +59,24 @@ def _vector_norm(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
-    """The Euclidean norm by its formula, and the maximum norm by one that knows NaN: ONNX Runtime's are wrong there."""
+) -> torch.Tensor:
+    """Norms by their formulas: ONNX Runtime's are wrong at infinities and NaN. 16-bit floats are summed in fp32."""
     dims = list(range(input.dim())) if dim is None else list(dim)
-    wide = input if dtype is None else input.to(dtype)
-    if ord == 2:
-        return (wide * wide).sum(dims, keepdim=keepdim).sqrt()
+    dtype = dtype or input.dtype
+    size = input.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype).abs()
     if ord == math.inf:
-        return wide.abs().amax(dims, keepdim=keepdim)
-    if ord == -math.inf:
-        return wide.abs().amin(dims, keepdim=keepdim)
-    return NotImplemented
+        result = size.amax(dims, keepdim=keepdim)
+    elif ord == -math.inf:
+        result = size.amin(dims, keepdim=keepdim)
+    elif ord == 0:
+        result = (size != 0).to(size.dtype).sum(dims, keepdim=keepdim)
+    elif ord == 1:
+        result = size.sum(dims, keepdim=keepdim)
+    elif ord == 2:
+        result = (size * size).sum(dims, keepdim=keepdim).sqrt()
+    else:
+        result = size.pow(ord).sum(dims, keepdim=keepdim).pow(1 / ord)
+    return result.to(dtype)
 
 
 def _angle(input: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,10 @@ from .zero_dimensional import lift_zero_dimensional
 __all__ = ["has_translation", "translate"]
 
 
+# torch.onnx translates them into what no ONNX Runtime loads.
+_UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default)
+
+
 @functools.cache
 def _registry() -> _registration.ONNXRegistry:
     with quiet():
@@ -46,7 +50,7 @@ def _registry() -> _registration.ONNXRegistry:
 
 def has_translation(operator: Any) -> bool:
     """Returns whether torch.onnx translates an ATen operator."""
-    return bool(_registry().is_registered(operator))
+    return operator not in _UNUSABLE and bool(_registry().is_registered(operator))
 
 
 def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:

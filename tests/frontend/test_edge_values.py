@@ -45,6 +45,8 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
         (torch.rsqrt, (EDGES,)),
         (lambda x: F.normalize(x, p=2.0, dim=-1), (EDGES,)),
         (lambda x: F.normalize(x, p=0.5, dim=0), (EDGES[None],)),
+        (lambda x: [torch.linalg.vector_norm(x, p, dim=0, keepdim=True) for p in (0, 1, 2, 3, -2, 0.5)], (EDGES[5:],)),
+        (lambda x: torch.linalg.vector_norm(x, -2, keepdim=True), (EDGES[5:],)),
         (torch.acosh, (EDGES,)),
         (torch.asinh, (EDGES,)),
         (torch.hypot, (EDGES, EDGES[:, None])),
