@@ -62,6 +62,8 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (_CONVOLUTION, {"infinities"}, False, "PyTorch leaves out products of zero and infinity, in some of its kernels"),
     (r"nn\.functional\.scaled_dot_product_attention", {"infinities", "NaN"}, False,
      "PyTorch's kernels differ in what NaN under the mask does"),
+    (r"nn\.functional\.ctc_loss", {"infinities", "NaN"}, True,
+     "PyTorch's gradient is NaN in places that the loss does not see"),
     (r"mvlgamma.*", EDGES, True, "the sign of an infinity at a pole, by the sign of a zero that rounding makes"),
     (r"nn\.functional\.embedding_bag", {"infinities"}, True, "PyTorch leaves out products of zero and infinity"),
     (r"(nn\.functional\.)?grid_samp.*", {"infinities", "NaN"}, False,
@@ -69,7 +71,7 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (r"nn\.functional\.embedding_bag", {"NaN"}, False, "PyTorch lets NaN be the maximum of a bag, by its place"),
     (r"digamma|special\.polygamma.*|polygamma.*|lgamma", EDGES, True,
      "PyTorch's derivatives at poles are rounding errors"),
-    (r"[cp]dist", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
+    (r"(nn\.functional\.pdist|cdist)", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
     (r"prod|masked\.prod", {"infinities", "NaN"}, True, "PyTorch has two formulas for the gradient, by the values"),
 )  # fmt: skip
 """What PyTorch itself leaves open: operators, edge cases, whether the values are compared nevertheless, and why."""

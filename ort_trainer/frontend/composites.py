@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions
 
-from ..errors import ExportError
+from .loss_composites import LOSS_COMPOSITES, ctc_loss, gaussian_nll_loss
+from .order_composites import ORDER_COMPOSITES
 
 __all__ = ["exportable_functions", "replace_composites"]
 
@@ -40,8 +41,8 @@ def replace_composites(module: torch.fx.GraphModule) -> None:
 def exportable_functions() -> Iterator[None]:
     """Replaces functions that look at the values of tensors by ones that don't."""
     with (
-        mock.patch.object(torch, "ctc_loss", _ctc_loss),
-        mock.patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss),
+        mock.patch.object(torch, "ctc_loss", ctc_loss),
+        mock.patch.object(F, "gaussian_nll_loss", gaussian_nll_loss),
     ):
         yield
 
@@ -217,157 +218,14 @@ def _pad(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", value
     return input
 
 
-def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    """The labels of a sample end at the first -1. (Torch 2.13's own decomposition counts what follows as class 0.)"""
-    single = input.dim() < 2
-    input, target = (input.reshape(1, -1), target.reshape(1, -1)) if single else (input, target)
-    classes = input.shape[1]
-    valid = (target < 0).long().cumsum(1) == 0
-    label = torch.where(valid, target, 0)
-    is_label = (torch.nn.functional.one_hot(label, classes) * valid.unsqueeze(-1)).sum(1) > 0
-    margin = _positive(1.0 - input.gather(1, label).unsqueeze(-1) + input.unsqueeze(1))
-    counted = valid.unsqueeze(-1) & ~is_label.unsqueeze(1)
-    loss = torch.where(counted, margin, 0.0).sum((1, 2)) / classes
-    loss = loss[0] if single else loss
-    return _reduced(loss, reduction)
+def _with_nan(operator: Any, name: str) -> Callable[..., torch.Tensor]:
+    def function(input: torch.Tensor) -> torch.Tensor:
+        """ONNX Runtime's error function of NaN is 1. (In GELU the input is a factor besides.)"""
+        result: torch.Tensor = operator(input)
+        return result + torch.where(input.isnan(), input, 0.0).detach()
 
-
-def _positive(value: torch.Tensor) -> torch.Tensor:
-    """Returns what is more than zero, which neither zero nor NaN is, and zero elsewhere."""
-    return torch.where(value > 0, value, 0.0)
-
-
-def _multi_margin_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-) -> torch.Tensor:
-    """A margin that is met exactly has no gradient. (In PyTorch's own decomposition it has.)"""
-    single = input.dim() < 2
-    rows, label = (input.reshape(1, -1), target.reshape(1)) if single else (input, target)
-    classes = rows.shape[1]
-    violated = _positive(margin - rows.gather(1, label[:, None]) + rows)
-    violated = violated if p == 1 else violated.square()
-    violated = violated if weight is None else violated * weight[label][:, None]
-    others = torch.arange(classes, device=rows.device) != label[:, None]
-    loss = torch.where(others, violated, 0.0).sum(1) / classes
-    return _reduced(loss[0] if single and reduction == 0 else loss, reduction)
-
-
-def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
-    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
-
-
-def _extremum(operator: Any, name: str) -> Callable[..., torch.Tensor]:
-    def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
-        """The gradient asks which elements equal the extremum; in fp16 ONNX Runtime may round only one of the two."""
-        if input.dtype in (torch.float16, torch.bfloat16):
-            return operator(input.float(), dim, keepdim).to(input.dtype)  # type: ignore[no-any-return]
-        return operator(input, dim, keepdim)  # type: ignore[no-any-return]
-
-    extremum.__name__ = extremum.__qualname__ = name
-    return extremum
-
-
-_amax, _amin = _extremum(aten.amax.default, "_amax"), _extremum(aten.amin.default, "_amin")
-
-
-def _aminmax(
-    input: torch.Tensor, *, dim: int | None = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dims = [] if dim is None else [dim]
-    return _amin(input, dims, keepdim), _amax(input, dims, keepdim)
-
-
-def _kth(
-    input: torch.Tensor, places: Callable[[torch.Tensor, Size], Any], dim: int, keepdim: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the elements at some places of the order; NaN comes last."""
-    row = input if input.dim() else input.unsqueeze(0)
-    indices = torch.sort(row, dim=dim, stable=True).indices
-    chosen = indices.gather(dim, places(row, row.shape[dim]))
-    values = row.gather(dim, chosen)
-    if keepdim and input.dim():
-        return values, chosen
-    return values.squeeze(dim), chosen.squeeze(dim)
-
-
-def _kthvalue(input: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
-        return torch.full_like(row.narrow(dim, 0, 1), k - 1, dtype=torch.long)
-
-    return _kth(input, places, dim, keepdim)
-
-
-def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """If there is a NaN, it is the median, and the last in the order."""
-
-    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
-        middle = torch.full_like(row.narrow(dim, 0, 1), (size - 1) // 2, dtype=torch.long)
-        return torch.where(row.isnan().any(dim, keepdim=True), size - row.isnan().sum(dim, keepdim=True), middle)
-
-    return _kth(input, places, dim, keepdim)
-
-
-def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
-        known: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
-        return ((known - 1) // 2).clamp(min=0)
-
-    return _kth(input, places, dim, keepdim)
-
-
-def _whole_median(along: Callable[..., tuple[torch.Tensor, torch.Tensor]], name: str) -> Callable[..., torch.Tensor]:
-    def median(input: torch.Tensor) -> torch.Tensor:
-        """All elements that equal the median share its gradient."""
-        value = along(input.detach().flatten(), 0)[0]
-        if not input.is_floating_point():
-            return value
-        same = (input == value) | (input.isnan() & value.isnan())
-        shared = torch.where(same, input, 0.0).sum() / same.sum()
-        return torch.where(value.isnan(), shared, torch.where(same, input, -math.inf).amax())
-
-    median.__name__ = median.__qualname__ = name
-    return median
-
-
-_median, _nanmedian = _whole_median(_median_dim, "_median"), _whole_median(_nanmedian_dim, "_nanmedian")
-
-
-def _erfc(input: torch.Tensor) -> torch.Tensor:
-    """The same."""
-    return torch.erfc(input) + torch.where(input.isnan(), input, 0.0).detach()
-
-
-def _erf(input: torch.Tensor) -> torch.Tensor:
-    """ONNX Runtime has 1 for NaN. (In GELU the input is a factor besides.)"""
-    return torch.erf(input) + torch.where(input.isnan(), input, 0.0).detach()
-
-
-def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def cumulative(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if input.dim() == 0:
-            return input.clone(), torch.zeros_like(input, dtype=torch.long)
-        size = input.shape[dim]
-        place = torch.arange(size, device=input.device)
-        row = input.movedim(dim, -1).unsqueeze(-2)
-        if input.is_floating_point():
-            worst: float = -sign * math.inf
-        else:
-            worst = torch.iinfo(input.dtype).min if sign > 0 else torch.iinfo(input.dtype).max
-        upto = torch.where(place <= place[:, None], row, torch.full_like(row[..., :1], worst))
-        # Of equal elements the last one counts, so they are looked through backwards; what comes later does not count.
-        indices = torch.minimum(size - 1 - best(upto.flip(-1), dim=-1).indices, place).movedim(-1, dim)
-        return input.gather(dim, indices), indices
-
-    cumulative.__name__ = cumulative.__qualname__ = f"_cum{best.__name__}"
-    return cumulative
-
-
-_cummax, _cummin = _cumulative(torch.max, 1), _cumulative(torch.min, -1)
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
 def _masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -415,100 +273,11 @@ def _scatter_extremum(
 def _index_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
-    if reduce in ("amax", "amin") and not include_self:
-        raise ExportError(
-            "aten.index_reduce.default has no ONNX translation for include_self=False and the reduction "
-            f"{reduce!r}: use scatter_reduce, or start with {'-' * (reduce == 'amax')}inf"
-        )
     shape = [1] * input.dim()
     if shape:
         shape[dim] = -1
     spread = index.reshape(shape).expand(source.shape)
     return _scatter_reduce(input, dim, spread, source, reduce, include_self=include_self)
-
-
-def _gaussian_nll_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    var: torch.Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """The documented formula of ``F.gaussian_nll_loss``, which looks for negative variances first."""
-    variance = var * torch.ones_like(input) if isinstance(var, float) else var
-    if variance.shape == input.shape[:-1]:
-        variance = variance.unsqueeze(-1)
-    # The clamp has no part in the gradient.
-    variance = variance + (variance.clamp(min=eps) - variance).detach()
-    loss = 0.5 * (variance.log() + (input - target).square() / variance)
-    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return _reduced(loss, ("none", "mean", "sum").index(reduction))
-
-
-# A logarithm of zero that stays finite, so that no infinity meets a zero in the backward pass.
-_LOG_ZERO = -1e30
-
-
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor | Sequence[int],
-    target_lengths: torch.Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> torch.Tensor:
-    """Connectionist temporal classification by the forward recursion of Graves et al. (2006), unrolled over time.
-
-    Args:
-        log_probs: (time, batch, classes), or (time, classes).
-        targets: (batch, length) padded, or all labels in one row.
-        input_lengths: Of each sample.
-        target_lengths: Of each sample.
-        blank: Class of the blank.
-        reduction: 0 none, 1 mean of the losses divided by the target's length, 2 sum.
-        zero_infinity: Whether an impossible alignment costs 0 instead of infinity.
-    """
-    single = log_probs.dim() == 2
-    log_probs = log_probs.unsqueeze(1) if single else log_probs
-    steps, batch = log_probs.shape[:2]
-    frames, lengths = (
-        torch.as_tensor(given, device=log_probs.device).long().reshape(-1).expand(batch)
-        for given in (input_lengths, target_lengths)
-    )
-    targets = targets.long()
-    if targets.dim() == 1:
-        place = (lengths.cumsum(0) - lengths)[:, None] + torch.arange(targets.shape[0], device=targets.device)
-        targets = targets[place.clamp(max=targets.shape[0] - 1)]
-    # Blanks stand before, between and behind the labels.
-    blanks = torch.full_like(targets, blank)
-    states = torch.cat([torch.stack([blanks, targets], 2).flatten(1), blanks[:, :1]], 1)
-    before = F.pad(states, (2, 0), value=blank)[:, : states.shape[1]]
-    may_skip = (states != blank) & (states != before)
-    emitted = log_probs.gather(2, states.expand(steps, batch, states.shape[1]))
-    first = torch.arange(states.shape[1], device=states.device) < 2
-    alpha = torch.where(first, emitted[0], _LOG_ZERO)
-    edge = torch.full_like(alpha[:, :2], _LOG_ZERO)
-    for step in range(1, int(steps)):
-        padded = torch.cat([edge, alpha], 1)
-        ways = [alpha, padded[:, 1:-1], torch.where(may_skip, padded[:, :-2], _LOG_ZERO)]
-        largest = torch.maximum(torch.maximum(ways[0], ways[1]), ways[2]).detach()
-        onward = torch.stack(ways).sub(largest).exp().sum(0).log() + largest + emitted[step]
-        alpha = torch.where((step < frames)[:, None], onward, alpha)
-    last = alpha.gather(1, 2 * lengths[:, None])
-    label = alpha.gather(1, (2 * lengths[:, None] - 1).clamp(min=0))
-    label = torch.where(lengths[:, None] > 0, label, _LOG_ZERO)
-    loss = -torch.logsumexp(torch.cat([last, label], 1), 1)
-    # PyTorch's backward pass takes the inputs for logarithms of probabilities that sum to 1, also where they do not.
-    within = (torch.arange(steps, device=frames.device)[:, None] < frames).unsqueeze(-1)
-    total = torch.where(within, log_probs.exp(), 0.0).sum((0, 2))
-    loss = loss + (total - total.detach())
-    impossible = loss > -_LOG_ZERO / 2
-    loss = torch.where(impossible, 0.0 if zero_infinity else math.inf, loss)
-    if reduction == 1:
-        return (loss / lengths.clamp(min=1)).mean()
-    return loss.sum() if reduction == 2 else loss[0] if single else loss
 
 
 _COMPOSITES: dict[Any, Callable[..., Any]] = {
@@ -527,23 +296,14 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
     aten.adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
     aten.pad.default: _pad,
-    aten.multi_margin_loss.default: _multi_margin_loss,
-    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
-    aten.amax.default: _amax,
-    aten.amin.default: _amin,
-    aten.aminmax.default: _aminmax,
-    aten.kthvalue.default: _kthvalue,
-    aten.erf.default: _erf,
-    aten.erfc.default: _erfc,
-    aten.median.default: _median,
-    aten.nanmedian.default: _nanmedian,
-    aten.nanmedian.dim: _nanmedian_dim,
-    aten.median.dim: _median_dim,
-    aten.cummax.default: _cummax,
-    aten.cummin.default: _cummin,
+    aten.erf.default: _with_nan(aten.erf.default, "_erf"),
+    aten.erfc.default: _with_nan(aten.erfc.default, "_erfc"),
+    aten.special_ndtr.default: _with_nan(aten.special_ndtr.default, "_ndtr"),
     aten.masked_scatter.default: _masked_scatter,
     aten.take.default: _take,
     aten.put.default: _put,
     aten.scatter_reduce.two: _scatter_reduce,
     aten.index_reduce.default: _index_reduce,
+    **LOSS_COMPOSITES,
+    **ORDER_COMPOSITES,
 }

@@ -20,7 +20,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 __all__ = ["Call", "Comparison", "NotComparable", "assert_same", "difference"]
 
 # Relative to the element, and to the largest finite element of the tensor (or 1).
-FORWARD, BACKWARD = (2e-5, 2e-6), (1e-4, 3e-5)
+FORWARD, BACKWARD = (2e-5, 2e-6), (1e-4, 1e-4)
 
 
 @dataclass(frozen=True)
