@@ -173,7 +173,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.scatter_reduce.two] = _scatter_reduce
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
-    for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.mv.default, aten.dot.default):
+    for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default):
         table[operator] = _product()
     for operator in (*_KEPT, *_REFUSED, *RANDOM_OPERATORS):
         table.pop(operator, None)

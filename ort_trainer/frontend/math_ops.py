@@ -135,6 +135,16 @@ _SHORT = (torch.int8, torch.uint8, torch.int16)
 _COMPARISONS = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 
 
+def _pairwise(operator: Any) -> Callable[..., Any]:
+    def extremum(input: torch.Tensor, other: torch.Tensor) -> Any:
+        """In 16 bits ONNX Runtime may lose a NaN."""
+        if input.dtype not in (torch.float16, torch.bfloat16) or other.dtype != input.dtype:
+            return NotImplemented
+        return operator(input.float(), other.float()).to(input.dtype)
+
+    return extremum
+
+
 def _whole_extremum(operator: Any) -> Callable[..., torch.Tensor]:
     def extremum(input: torch.Tensor) -> torch.Tensor:
         if input.dtype == torch.bool:
@@ -256,6 +266,8 @@ MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _extremum(prims.amin.default),
     aten.max.default: _whole_extremum(aten.amax.default),
     aten.min.default: _whole_extremum(aten.amin.default),
+    aten.maximum.default: _pairwise(aten.maximum.default),
+    aten.minimum.default: _pairwise(aten.minimum.default),
     aten.atan2.default: _atan2,
     aten.angle.default: _angle,
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,

@@ -148,7 +148,8 @@ def _max_pool_with_indices(
     far = _far_padding(sizes, kernel, step, pads, spread) if ceil_mode else pads
     alone = len(value.shape) == dims + 1
     batched = op.Unsqueeze(value, [0]) if alone else value
-    keys = _keys(value) if value.dtype in _FINITE else value
+    known = value.dtype is not None and value.dtype.is_floating_point()
+    keys = _keys(value) if known else value
     pooled, flat = op.MaxPool(
         op.Unsqueeze(keys, [0]) if alone else keys,
         kernel_shape=kernel,
@@ -157,7 +158,7 @@ def _max_pool_with_indices(
         dilations=spread,
         ceil_mode=int(far is None),
     )
-    if value.dtype in _FINITE:
+    if known:
         pooled = op.Reshape(op.Gather(op.Reshape(batched, [-1]), op.Reshape(flat, [-1]), axis=0), op.Shape(flat))
     plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
     indices = op.Mod(flat, plane)

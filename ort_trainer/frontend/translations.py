@@ -66,8 +66,8 @@ def hypot(first: TensorType, second: TensorType) -> TensorType:
     first, second = op.Abs(first), op.Abs(second)
     larger = op.Max(first, second)
     scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
-    infinite = op.Or(op.IsInf(first), op.IsInf(second))
     infinity = op.CastLike(float("inf"), larger)
+    infinite = op.Or(op.Equal(first, infinity), op.Equal(second, infinity))
     first, second = op.Div(first, scale), op.Div(second, scale)
     length = op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
     return op.Where(infinite, infinity, length)
@@ -85,7 +85,7 @@ def fmin(first: TensorType, second: TensorType) -> TensorType:
 
 def square_root(value: TensorType) -> TensorType:
     """The square root; ONNX Runtime has NaN for infinity, and loses the sign of a zero."""
-    special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.IsInf(value, detect_negative=0))
+    special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.Equal(value, op.CastLike(float("inf"), value)))
     return op.Div(value, op.Sqrt(op.Where(special, op.CastLike(1.0, value), value)))
 
 
@@ -106,6 +106,8 @@ def clamp_max(value: TensorType, high: Any) -> TensorType:
 
 def clamp(value: TensorType, low: Any = None, high: Any = None) -> TensorType:
     """A value within two limits; if they contradict each other, the upper one counts."""
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return op.Clip(value, _like(low, value), _like(high, value))
     value = value if low is None else clamp_min(value, low)
     return value if high is None else clamp_max(value, high)
 

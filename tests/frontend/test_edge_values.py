@@ -148,6 +148,8 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
         (lambda x: F.cosine_similarity(x, 2 * x, dim=0) + F.normalize(x, dim=0), (NUMBER,)),
     ],
     "shapes of a product": [
+        (lambda x: [torch.mv(x, x[0]), torch.mv(x.T, x[1]), torch.dot(x[0], x[1]), torch.addr(x, x[0], x[1])],
+         (torch.rand(3, 3),)),
         (lambda x: [torch.addmm(x[0, :1], x, x), torch.addmm(x[:, :1], x, x, beta=2), torch.addmm(x[0, 0], x, x)],
          (torch.rand(3, 3),)),
     ],
@@ -181,6 +183,20 @@ def test_orders_of_other_types(dtype: torch.dtype) -> None:
 
     comparison = Comparison([Call(function, [x])])
     assert difference(comparison.ours()[0], comparison.theirs(0)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_edges_of_other_types(dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.to(dtype)
+        pair = [x.clamp(min=0.5), x.clamp(-1, 2), x.sign(), x.abs(), torch.maximum(x, x.flip(0)), x.copysign(-x)]
+        return [*pair, x.sqrt(), x.amax(), x.argmax(), x.sort(stable=True)[0], F.max_pool2d(x.view(1, 1, 2, 5), 2)]
+
+    comparison = Comparison([Call(function, [EDGES])])
+    ours, theirs = comparison.ours()[0], comparison.theirs(0)
+    for number, (a, b) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert a.dtype == b.dtype, number
+        torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float64 else 1e-7, atol=0, equal_nan=True)
 
 
 class Failing(torch.nn.Module):
