@@ -101,8 +101,9 @@ def _reason(message: str) -> str:
     complex_number = re.search(r"(\S+) gives complex numbers", message)
     if complex_number:
         return f"complex numbers, from `{complex_number[1]}`"
-    if "what it does next depends on the values" in message:
-        return "what it does next depends on the values of tensors"
+    by_values = re.search(r"(what it does next|the result of \S+) depends on the values of tensors", message)
+    if by_values:
+        return by_values[0]
     text = re.sub(r"the graph can't be translated to ONNX: |: File .*|\s+its line in.*", "", message)
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : ", "", re.sub(r"/\S*/", "", text))
     return _escaped(re.sub(r"0x\w+|(?<=[_ ,=\[(/])-?\d+(?:\.\d+)?", "N", text)[:160])

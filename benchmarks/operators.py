@@ -36,7 +36,7 @@ AGREES, UNTRANSLATED, REFUSED, WRONG, OPEN, SKIPPED = (
 _NO_TRANSLATION = (
     "has no ONNX translation",
     "gives complex numbers",
-    "what it does next depends on the values of tensors",
+    "depends on the values of tensors, which a graph",
 )
 
 Finding = dict[str, Any]

@@ -31,7 +31,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointFunction
@@ -40,8 +39,9 @@ from ..errors import ExportError
 from ..model_desc import InputDescription
 from .composites import exportable_functions, replace_composites
 from .decompositions import decomposition_table
+from .explain import explain, unsupported_input
 from .size_one import watch_size_one
-from .source import source_line, source_line_of_error
+from .source import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable
 from .view_ops import squeezed_sizes
@@ -187,7 +187,7 @@ def _export(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(_explain(error, "torch.export", type(module.model).__name__)) from error
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
 
 
 def _differentiate(
@@ -201,24 +201,7 @@ def _differentiate(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(_explain(error, "AOTAutograd", type(module.model).__name__)) from error
-
-
-def _explain(error: Exception, exporter: str, model: str) -> str:
-    """Returns what the exporter could not do, where, and what to do instead."""
-    if isinstance(error, GuardOnDataDependentSymNode):
-        what = "what it does next depends on the values of tensors, which a graph does not know"
-        hint = (
-            "Where it is an 'if', compute both and choose with torch.where; where it is a number taken out of a tensor "
-            "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
-        )
-    else:
-        what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
-        hint = (
-            "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
-            "values of tensors and calls into other libraries, such as numpy"
-        )
-    return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
+        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
 
 
 @contextlib.contextmanager
@@ -342,7 +325,7 @@ def _sort(
         elif isinstance(what, TangentAOTInput):
             result.tangent = node
         else:
-            raise ExportError(_unsupported_input(type(what).__name__, joint.graph))
+            raise ExportError(unsupported_input(type(what).__name__, joint.graph))
     _lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
@@ -360,12 +343,6 @@ def _sort(
         else:
             raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
     return result
-
-
-def _unsupported_input(kind: str, graph: torch.fx.Graph) -> str:
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
-        return f"{node.args[1]} has no ONNX translation, as it does more than compute: {source_line(node)}"
-    return f"the model needs {kind} as an input of its graph, which is not supported: it comes from a tensor subclass"
 
 
 def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:
