@@ -12,7 +12,7 @@ FIRST_ONLY := examples package describe bad_input options batch model_desc
 FIRST_ONLY := $(FIRST_ONLY:%=tests/test_%.py) tests/checkpoint \
 	$(addprefix tests/compat/test_,older_api.py names.py options.py checkpoint.py)
 
-.PHONY: setup setup-stock demo test lint format bench fidelity docs clean
+.PHONY: setup setup-stock demo test lint format bench fidelity operators docs clean
 
 # The stamp depends on what is installed, so that a changed constraint installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -54,6 +54,10 @@ bench: setup
 
 fidelity: setup
 	$(BIN)/python benchmarks/fidelity.py
+
+# Where it was ended, it goes on; build/operators.jsonl is what it knows.
+operators: setup
+	$(BIN)/python benchmarks/operators.py
 
 docs: setup
 	$(BIN)/python docs/generate.py

@@ -20,6 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from sections import read_section  # noqa: E402
+
 from tests.fidelity.catalogue import SECTIONS  # noqa: E402
 from tests.fidelity.compare import compare  # noqa: E402
 
@@ -42,6 +44,8 @@ eager PyTorch, from the same weights on the same batches, which change between t
   sizes needed.
 
 The tests ask for a loss within 1e-4, and each weight within 1e-4 or 10 times what PyTorch differs from itself.
+
+[PyTorch's own samples of its operators](operators.md) are compared one by one; the totals are at the end.
 """
 
 
@@ -95,7 +99,8 @@ def main() -> None:
                 print(lines[-1], flush=True)
             lines.append("")
     if arguments.only is None:
-        arguments.out.write_text("\n".join(lines))
+        operators = read_section(arguments.out, "operators")  # benchmarks/operators.py wrote it
+        arguments.out.write_text("\n".join([*lines, operators]).rstrip() + "\n")
 
 
 if __name__ == "__main__":

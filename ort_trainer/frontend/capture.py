@@ -17,27 +17,25 @@ import torch
 from torch import nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
-    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
-    ViewBaseAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ExportError
 from ..model_desc import InputDescription
 from .composites import exportable_functions, replace_composites
 from .decompositions import decomposition_table
+from .explain import explain, unsupported_input
 from .patches import marked_checkpoints, right_recurrence, watch_autograd
 from .size_one import watch_size_one
-from .source import source_line, source_line_of_error
+from .source import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable
 from .view_ops import squeezed_sizes
@@ -202,7 +200,7 @@ def _export(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(_explain(error, "torch.export", type(module.model).__name__)) from error
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
 
 
 def _differentiate(
@@ -216,24 +214,7 @@ def _differentiate(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(_explain(error, "AOTAutograd", type(module.model).__name__)) from error
-
-
-def _explain(error: Exception, exporter: str, model: str) -> str:
-    """Returns what the exporter could not do, where, and what to do instead."""
-    if isinstance(error, GuardOnDataDependentSymNode):
-        what = "what it does next depends on the values of tensors, which a graph does not know"
-        hint = (
-            "Where it is an 'if', compute both and choose with torch.where; where it is a number taken out of a tensor "
-            "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
-        )
-    else:
-        what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
-        hint = (
-            "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
-            "values of tensors and calls into other libraries, such as numpy"
-        )
-    return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
+        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
 
 
 def _drop_assertions(core: torch.fx.GraphModule) -> None:
@@ -277,7 +258,7 @@ def _sort(
         elif isinstance(what, TangentAOTInput):
             result.tangent = node
         else:
-            raise ExportError(_why_unknown(what, joint.graph))
+            raise ExportError(unsupported_input(what, joint.graph))
     _lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
@@ -324,25 +305,6 @@ def _sort_mutation(
             "outside forward(), or make it a buffer"
         )
     # An input of the batch that forward() changes in place is the caller's tensor, which the trainer leaves alone.
-
-
-def _why_unknown(what: Any, graph: torch.fx.Graph) -> str:
-    """Returns why a graph would need an input that is no tensor of the step."""
-    if isinstance(what, ViewBaseAOTInput):
-        base = getattr(what.base_of, "target", None)
-        name = "a tensor" if base is None else repr(str(base).removeprefix("model."))
-        return (
-            f"forward() changes in place what {name} is a view of, or has a view of: in a graph the change would not "
-            "reach the other. Keep one of the two, and take the view in forward()"
-        )
-    if isinstance(what, ForwardTokenAOTInput):
-        effects = [node for node in graph.nodes if "with_effects" in str(node.target)]
-        lines = [f"{node.args[1]}: {source_line(node)}" for node in effects] or ["an operator"]
-        return "these operators have effects beside their results, which no graph contains:\n  " + "\n  ".join(lines)
-    return (
-        f"the model needs a {type(what).__name__} as an input of its graph, which is not supported: it comes from a "
-        "tensor subclass"
-    )
 
 
 def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:

@@ -134,6 +134,9 @@ def convolution_backward(
             grad_input = aten.convolution.default(
                 grad_output, weight, None, stride, padding, dilation, False, [0] * dims, groups
             )
+            for axis in range(dims):
+                if output_padding[axis] >= stride[axis]:  # so much of it holds a whole step more
+                    grad_input = aten.slice.Tensor(grad_input, 2 + axis, 0, input.shape[2 + axis], 1)
         else:
             grad_input = _convolution_input_gradient(grad_output, input, weight, stride, padding, dilation, groups)
     if output_mask[1]:

@@ -11,6 +11,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._decomp import decomposition_table as all_decompositions
 
 from .convolution_ops import CONVOLUTION_DECOMPOSITIONS
+from .division_ops import DIVISION_DECOMPOSITIONS
 from .dtype_ops import DTYPE_DECOMPOSITIONS
 from .math_ops import MATH_DECOMPOSITIONS
 from .onnx_registry import has_translation
@@ -21,6 +22,7 @@ from .view_ops import VIEW_DECOMPOSITIONS
 __all__ = ["decomposition_table"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 # Kept whole, although PyTorch would take them apart: other code of this package handles them.
 _KEPT = (
@@ -29,6 +31,12 @@ _KEPT = (
     # ONNX has these products; what PyTorch makes of them it has not.
     aten.prod.default,
     aten.prod.dim_int,
+)
+
+# Not taken apart, so that they are refused.
+_REFUSED = (
+    # ONNX has no complementary error function, and the difference from 1 has no digits where this one begins to matter.
+    aten.special_log_ndtr.default,
 )
 
 # Taken apart, although torch.onnx would take them whole.
@@ -76,7 +84,9 @@ def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, i
 def _safe_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Softmax that is 0 where a whole row is masked by -inf: the row's maximum tells, cheaper than all its elements."""
     input = input if dtype is None else input.to(dtype)
-    masked = input.amax(dim, keepdim=True) == float("-inf")
+    # Of the maximum ONNX Runtime leaves NaN out, of the sum it does not.
+    masked = prims.amax.default(input, [dim % input.dim()]).unsqueeze(dim) == float("-inf")
+    masked = masked & (input.sum(dim, keepdim=True) == float("-inf"))
     return torch.where(masked, 0.0, torch.softmax(input, dim))
 
 
@@ -87,12 +97,16 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
 
 
-def _scatter_mean(
+def _scatter_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """ONNX has no mean, and torch.onnx takes it for an assignment. (Before differentiation it is a composite; this is
-    for a model that is differentiated as it stands.)
+    """ONNX has no mean, and torch.onnx takes it for an assignment; and it begins a maximum with a finite number.
+
+    (Before differentiation the mean is a composite; this is for a model that is differentiated as it stands.)
     """
+    if reduce in ("amax", "amin") and not include_self and input.is_floating_point():
+        start = aten.scatter.value(input, dim, index, float("-inf" if reduce == "amax" else "inf"))
+        return aten.scatter_reduce.two(start, dim, index, src, reduce)
     if reduce != "mean":
         return NotImplemented
     total = aten.scatter_reduce.two(input, dim, index, src, "sum", include_self=include_self)
@@ -135,6 +149,15 @@ def _index_put(
     return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
 
 
+def _product(*args: Any, **kwargs: Any) -> Any:
+    """A sum over no elements is zero; ONNX Runtime leaves the memory as it finds it."""
+    first, second = args[-2:]
+    if not isinstance(first.shape[-1], int) or first.shape[-1] != 0:
+        return NotImplemented
+    empty = first.new_zeros([*first.shape[:-1], *second.shape[-1:]])
+    return empty if len(args) == 2 else empty + kwargs.get("beta", 1) * args[0]
+
+
 @functools.cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> decomposition.
@@ -149,15 +172,17 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             table[operator] = decomposition
     table.update(get_decompositions(list(_DECOMPOSED)))
     table |= CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS | VIEW_DECOMPOSITIONS | MATH_DECOMPOSITIONS
-    table |= DTYPE_DECOMPOSITIONS
+    table |= DIVISION_DECOMPOSITIONS | DTYPE_DECOMPOSITIONS
     table[aten.empty_like.default] = _empty_like
     table[aten.native_layer_norm.default] = _mixed_layer_norm
     table[aten.select_backward.default] = _select_backward
     table[aten._safe_softmax.default] = _safe_softmax
     table[aten.scatter_add.default] = _scatter_add
-    table[aten.scatter_reduce.two] = _scatter_mean
+    table[aten.scatter_reduce.two] = _scatter_reduce
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
-    for operator in (*_KEPT, *RANDOM_OPERATORS):
+    for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+        table[operator] = _product
+    for operator in (*_KEPT, *_REFUSED, *RANDOM_OPERATORS):
         table.pop(operator, None)
     return table

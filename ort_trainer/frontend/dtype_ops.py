@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,28 +106,6 @@ def _full_like(input: torch.Tensor, value: float, *, dtype: torch.dtype | None =
     return _full(input.shape, value, dtype=dtype or input.dtype, device=input.device)
 
 
-def _vector_norm(
-    input: torch.Tensor,
-    ord: float = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """torch.onnx computes the norm of doubles in fp32."""
-    input = input if dtype is None else input.to(dtype)
-    if input.dtype != torch.float64:
-        return NotImplemented
-    size, axes = input.abs(), list(range(input.dim())) if dim is None else list(dim)
-    if ord in (math.inf, -math.inf):
-        return (torch.amax if ord > 0 else torch.amin)(size, axes, keepdim)
-    if ord == 0:
-        return (size != 0).to(input.dtype).sum(axes, keepdim)
-    if ord == 1:
-        return size.sum(axes, keepdim)
-    return (size * size).sum(axes, keepdim).sqrt() if ord == 2 else (size**ord).sum(axes, keepdim) ** (1 / ord)
-
-
 DTYPE_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.ceil.default, aten.floor.default, aten.round.default, aten.trunc.default), _rounding),
     **dict.fromkeys((aten.isinf.default, aten.isnan.default), _is_not_finite),
@@ -150,7 +127,6 @@ DTYPE_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: _power,
     aten.full.default: _full,
     aten.full_like.default: _full_like,
-    aten.linalg_vector_norm.default: _vector_norm,
     aten.addmm.default: _product(aten.mm.default),
     aten.baddbmm.default: _product(aten.bmm.default),
     aten.__lshift__.Scalar: _shift(aten.bitwise_left_shift.Tensor_Scalar, alias=True),

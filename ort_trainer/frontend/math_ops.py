@@ -11,6 +11,7 @@ import torch
 __all__ = ["MATH_DECOMPOSITIONS"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -23,35 +24,162 @@ def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None)
     return upto.prod(-1).movedim(-1, dim)
 
 
+def _logcumsumexp(input: torch.Tensor, dim: int) -> torch.Tensor:
+    """Likewise, each sum less its own maximum, if that is finite."""
+    if input.dim() == 0:
+        return input.clone()
+    place = torch.arange(input.shape[dim], device=input.device)
+    upto = torch.where(place <= place[:, None], input.movedim(dim, -1).unsqueeze(-2), -math.inf)
+    highest = upto.amax(-1, keepdim=True)
+    highest = torch.where(highest.isinf(), 0.0, highest)
+    total = (upto - highest).exp().sum(-1).log() + highest.squeeze(-1)
+    return total.movedim(-1, dim)
+
+
 def _extremum(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-        """No dimensions mean all."""
+        """No dimensions mean all; and ONNX Runtime leaves NaN out."""
         if input.dim() == 0:
             return input.clone()
-        return NotImplemented if len(dim) else operator(input, list(range(input.dim())), keepdim)
+        dims = sorted({axis % input.dim() for axis in dim}) or list(range(input.dim()))
+        result = operator(input, dims)
+        if input.is_floating_point():
+            result = torch.where(input.isnan().any(dims), math.nan, result)
+        for axis in dims if keepdim else []:
+            result = result.unsqueeze(axis)
+        return result
+
+    return extremum
+
+
+def _vector_norm(
+    input: torch.Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Norms by their formulas: ONNX Runtime's are wrong at infinities and NaN. 16-bit floats are summed in fp32."""
+    dims = list(range(input.dim())) if dim is None else list(dim)
+    dtype = dtype or input.dtype
+    size = input.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype).abs()
+    if ord == math.inf:
+        result = size.amax(dims, keepdim=keepdim)
+    elif ord == -math.inf:
+        result = size.amin(dims, keepdim=keepdim)
+    elif ord == 0:
+        result = (size != 0).to(size.dtype).sum(dims, keepdim=keepdim)
+    elif ord == 1:
+        result = size.sum(dims, keepdim=keepdim)
+    elif ord == 2:
+        result = (size * size).sum(dims, keepdim=keepdim).sqrt()
+    else:
+        result = size.pow(ord).sum(dims, keepdim=keepdim).pow(1 / ord)
+    return result.to(dtype)
+
+
+def _angle(input: torch.Tensor) -> torch.Tensor:
+    """Of a real number; NaN has none."""
+    angle = torch.where(input < 0, math.pi, 0.0)
+    return torch.where(input.isnan(), math.nan, angle) if input.is_floating_point() else angle
+
+
+def _soft_margin_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int
+) -> torch.Tensor:
+    """PyTorch's formula: NaN where the exponential overflows to infinity."""
+    growth = (-target * input).exp()
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    return share * (-target * growth / (growth + 1))
+
+
+def _smooth_l1_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    """What is neither beyond beta nor beyond its negative is divided by it, NaN included."""
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    x = input - target
+    inner = x / beta if beta else x
+    slope = torch.where(x <= -beta, -1.0, torch.where(x >= beta, 1.0, inner))
+    return share * (slope if beta else torch.where(x == 0, 0.0, slope))
+
+
+def _log_softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """ONNX Runtime's is wrong for NaN and infinities in double precision."""
+    if input.dtype != torch.float64:
+        return NotImplemented
+    less = input - input.amax(dim, keepdim=True)
+    return less - less.exp().sum(dim, keepdim=True).log()
+
+
+def _softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """Likewise."""
+    if input.dtype != torch.float64:
+        return NotImplemented
+    growth = (input - input.amax(dim, keepdim=True)).exp()
+    return growth / growth.sum(dim, keepdim=True)
+
+
+def _comparison(operator: Any) -> Callable[..., Any]:
+    def compare(input: torch.Tensor, other: torch.Tensor | float) -> Any:
+        """ONNX Runtime compares no short integers."""
+        if not any(isinstance(value, torch.Tensor) and value.dtype in _SHORT for value in (input, other)):
+            return NotImplemented
+        return operator(*(v.int() if isinstance(v, torch.Tensor) and v.dtype in _SHORT else v for v in (input, other)))
+
+    return compare
+
+
+_SHORT = (torch.int8, torch.uint8, torch.int16)
+_COMPARISONS = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+
+
+def _pairwise(operator: Any) -> Callable[..., Any]:
+    def extremum(input: torch.Tensor, other: torch.Tensor) -> Any:
+        """In 16 bits ONNX Runtime may lose a NaN."""
+        if input.dtype not in (torch.float16, torch.bfloat16) or other.dtype != input.dtype:
+            return NotImplemented
+        return operator(input.float(), other.float()).to(input.dtype)
+
+    return extremum
+
+
+def _whole_extremum(operator: Any) -> Callable[..., torch.Tensor]:
+    def extremum(input: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.bool:
+            return operator(input.int(), []).bool()  # type: ignore[no-any-return]
+        return operator(input, [])  # type: ignore[no-any-return]
 
     return extremum
 
 
 def _signbit(input: torch.Tensor) -> torch.Tensor:
-    """ONNX can't tell a negative zero from a positive one."""
-    return input < 0
+    """One by a negative zero is negative: ONNX has no other way to tell."""
+    if not input.is_floating_point():
+        return input < 0
+    return torch.where(input == 0, 1 / input, input) < 0
 
 
 def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
-    negative = other < 0 if isinstance(other, torch.Tensor) else torch.full_like(input, other) < 0
-    return torch.where(negative, -input.abs(), input.abs())
+    if not isinstance(other, torch.Tensor):
+        other = torch.full((), float(other), device=input.device)
+    size = input.abs() if input.is_floating_point() else input.abs().to(torch.get_default_dtype())
+    return torch.where(_signbit(other), -size, size)
 
 
-def _of_truth_values(operator: Any) -> Callable[..., Any]:
-    def extremum(input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-        """ONNX has no order of truth values."""
-        if input.dtype != torch.bool:
-            return NotImplemented
-        values, indices = operator(input.int(), dim, keepdim)
-        return values.bool(), indices
-
-    return extremum
+def _atan2(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The angle of a point, by the arc tangent of a number up to 1; zeros have signs, and infinities are equal."""
+    dtype = torch.result_type(input, other)
+    y, x = (value.to(dtype if dtype.is_floating_point else torch.float32) for value in (input, other))
+    height, width = y.abs(), x.abs()
+    low, high = torch.minimum(height, width), torch.maximum(height, width)
+    ratio = torch.where(low == high, (low > 0).to(low.dtype), low / high)
+    angle = ratio.atan()
+    angle = torch.where(height > width, math.pi / 2 - angle, angle)
+    angle = torch.where(_signbit(x), math.pi - angle, angle)
+    angle = torch.where(_signbit(y), -angle, angle)
+    return torch.where(high.isnan(), high, angle)
 
 
 # The recurrences lift an argument by so much before the asymptotic series begins.
@@ -70,7 +198,9 @@ def _lgamma(input: torch.Tensor) -> torch.Tensor:
     series = 1 / (12 * z) - 1 / (360 * z.pow(3)) + 1 / (1260 * z.pow(5)) - 1 / (1680 * z.pow(7))
     result = (z - 0.5) * z.log() - z + 0.5 * math.log(2 * math.pi) + series - product.log()
     mirrored = math.log(math.pi) - _sin_pi(x).abs().log() - result
-    return torch.where(reflected, mirrored, result).to(input.dtype)
+    result = torch.where(reflected, mirrored, result)
+    pole = (x <= 0) & (x == x.floor()) | x.isinf()
+    return torch.where(pole, math.inf, result).to(input.dtype)
 
 
 def _digamma(input: torch.Tensor) -> torch.Tensor:
@@ -84,7 +214,10 @@ def _digamma(input: torch.Tensor) -> torch.Tensor:
     for step in range(_LIFT):
         result = result - 1 / (y + step)
     cotangent = _sin_pi(x + 0.5) / torch.where(reflected, _sin_pi(x), 1.0)
-    return torch.where(reflected, result - math.pi * cotangent, result).to(input.dtype)
+    result = torch.where(reflected, result - math.pi * cotangent, result)
+    result = torch.where((x < 0) & (x == x.floor()), math.nan, result)
+    result = torch.where(x == 0, -1 / x, result)
+    return torch.where(x == math.inf, x, result).to(input.dtype)
 
 
 def _polygamma(order: int, input: torch.Tensor) -> Any:
@@ -128,10 +261,21 @@ def _erfinv(input: torch.Tensor) -> torch.Tensor:
 
 MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cumprod.default: _cumprod,
-    aten.amax.default: _extremum(aten.amax.default),
-    aten.amin.default: _extremum(aten.amin.default),
-    aten.max.dim: _of_truth_values(aten.max.dim),
-    aten.min.dim: _of_truth_values(aten.min.dim),
+    aten.logcumsumexp.default: _logcumsumexp,
+    aten.amax.default: _extremum(prims.amax.default),
+    aten.amin.default: _extremum(prims.amin.default),
+    aten.max.default: _whole_extremum(aten.amax.default),
+    aten.min.default: _whole_extremum(aten.amin.default),
+    aten.maximum.default: _pairwise(aten.maximum.default),
+    aten.minimum.default: _pairwise(aten.minimum.default),
+    aten.atan2.default: _atan2,
+    aten.angle.default: _angle,
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: _softmax,
+    **{overload: _comparison(overload) for operator in _COMPARISONS for overload in (operator.Tensor, operator.Scalar)},
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten.signbit.default: _signbit,
     aten.copysign.Tensor: _copysign,
     aten.copysign.Scalar: _copysign,

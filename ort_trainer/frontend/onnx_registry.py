@@ -8,6 +8,7 @@ step behind it; that step is private, one more reason for the bound on the torch
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,13 @@ from ..errors import ExportError
 from .quiet import quiet
 from .source import source_line
 from .translations import TRANSLATIONS
+from .zero_dimensional import lift_zero_dimensional
 
 __all__ = ["has_translation", "translate"]
+
+
+# torch.onnx translates them into what no ONNX Runtime loads.
+_UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default)
 
 
 @functools.cache
@@ -44,7 +50,7 @@ def _registry() -> _registration.ONNXRegistry:
 
 def has_translation(operator: Any) -> bool:
     """Returns whether torch.onnx translates an ATen operator."""
-    return bool(_registry().is_registered(operator))
+    return operator not in _UNUSABLE and bool(_registry().is_registered(operator))
 
 
 def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
@@ -67,6 +73,8 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
+    lift_zero_dimensional(graph)
+    results = list(end.args[0])
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
         try:
@@ -94,17 +102,36 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
         )
         try:
             return _core._exported_program_to_onnx_program(program, registry=_registry()).model
-        except torch.onnx.errors.OnnxExporterError as error:
-            raise ExportError(f"the graph can't be translated to ONNX: {error}: {error.__cause__}") from error
+        except Exception as error:
+            raise ExportError(_explain(error, module.graph)) from error
+
+
+def _explain(error: Exception, graph: torch.fx.Graph) -> str:
+    """Returns what could not be translated, and where in the user's code it is."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            return (
+                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX has not; "
+                f"compute with their real and imaginary parts: {source_line(node)}"
+            )
+    found = re.search(r"translating node %(\w+)", str(error))
+    for node in graph.nodes:
+        if found is not None and node.name == found[1]:
+            cause = str(error.__cause__).partition("\n")[0]
+            return f"the graph can't be translated to ONNX: {node.target}, {cause}: {source_line(node)}"
+    return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
 
 
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
     unknown: dict[str, str] = {}
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
-            unknown.setdefault(str(node.target), source_line(node))
+        if not isinstance(node.target, torch._ops.OperatorBase):
+            continue
+        if not has_translation(node.target):
+            unknown.setdefault(f"{node.target} has no ONNX translation", source_line(node))
     if unknown:
-        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
+        lines = [f"{what}: {line}" for what, line in unknown.items()]
         raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
 
 
@@ -116,7 +143,7 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
         argument, value = node.target._schema.arguments[0], node.args[0]
         if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
             # Without dimensions it takes part in type promotion as a number does; to fp32 it would be rounded.
-            is_double = isinstance(value, float) and node.meta["val"].dtype == torch.float64
+            is_double = isinstance(value, float) and getattr(node.meta["val"], "dtype", None) == torch.float64
             dtype = torch.float64 if is_double else torch.tensor(value).dtype
             with graph.inserting_before(node):
                 tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})

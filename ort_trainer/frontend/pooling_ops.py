@@ -16,19 +16,21 @@ Size = Any
 """An int, or a symbolic one."""
 
 
-def _max_pool_backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: torch.Tensor,
-) -> torch.Tensor:
-    """Gradient of max pooling: each output's gradient goes to the input that was the maximum."""
-    dims = 2 if input.dim() in (3, 4) else 3
-    return _scatter_to_maxima(grad_output, input, indices, dims)
+def _max_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
+    def max_pool_backward(
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Gradient of max pooling: each output's gradient goes to the input that was the maximum."""
+        return _scatter_to_maxima(grad_output, input, indices, dims)
+
+    return max_pool_backward
 
 
 def _scatter_to_maxima(
@@ -163,8 +165,8 @@ def _counts(
 
 
 POOLING_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
-    aten.max_pool3d_with_indices_backward.default: _max_pool_backward,
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
+    aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
     aten.avg_pool2d.default: _avg_pool(2),
     aten.avg_pool3d.default: _avg_pool(3),
     aten.avg_pool2d_backward.default: _avg_pool_backward(2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -44,6 +45,7 @@ def to_onnx(
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     model = translate(module, [node for node, _ in results])
+    operators = {node.name: str(node.meta.get("original_aten", node.target)) for node in module.graph.nodes}
     values = dict(zip(placeholders, model.graph.inputs, strict=True))
     model.graph.inputs.clear()
     model.graph.inputs.extend(values[node] for node, _ in inputs)
@@ -56,9 +58,18 @@ def to_onnx(
     simplify(model, thoroughly)
     lower_after(model)
     convert_opset(model, opset)
+    _name_nodes(model, operators)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     drop_source(model, keep_lines=True)
     return model
+
+
+def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
+    """Names every node by the operator that it comes from: ONNX Runtime's errors have nothing but the node's name."""
+    for number, node in enumerate(model.graph.all_nodes()):
+        source = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+        operator = operators.get(source[1]) if source is not None else None
+        node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
 
 
 def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from onnxscript import opset18 as op
 from onnxscript.onnx_types import TensorType
 
 from .after import AFTER, translate_after
+from .order_translations import ORDER_TRANSLATIONS
 
 __all__ = ["TRANSLATIONS"]
 
@@ -36,6 +37,32 @@ def floordiv(first: TensorType, second: TensorType) -> TensorType:
     return op.Div(op.Sub(first, op.Mod(first, second)), second)
 
 
+def divide(first: TensorType, second: TensorType) -> TensorType:
+    """Division of floats, or of integers towards zero."""
+    return op.Div(first, second)
+
+
+def number(s: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """A number in the precision that it is asked for: torch.onnx rounds it to fp32 on the way to double precision."""
+    if isinstance(s, (bool, int, float)):
+        return op.Constant(value=ir.tensor(s, dtype=ir.DataType.FLOAT if dtype == -1 else ir.DataType(dtype)))
+    return s if dtype == -1 else op.Cast(s, to=dtype)
+
+
+def full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """The same number in every element."""
+    if dtype == -1 and isinstance(fill_value, (bool, int)):
+        dtype = ir.DataType.BOOL if isinstance(fill_value, bool) else ir.DataType.INT64
+    value = number(fill_value, dtype)
+    sizes = [op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [-1]) for n in size]
+    return op.Expand(value, op.Concat(*sizes, axis=0) if sizes else op.Constant(value_ints=[]))
+
+
+def full_like(value: TensorType, fill_value: Any, dtype: int = -1, **placement: Any) -> TensorType:
+    """A number in the shape and, where no other is given, the type of a tensor."""
+    return op.Expand(number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))
+
+
 def identity(value: TensorType) -> TensorType:
     """A view of a tensor as it is."""
     return op.Identity(value)
@@ -46,8 +73,11 @@ def hypot(first: TensorType, second: TensorType) -> TensorType:
     first, second = op.Abs(first), op.Abs(second)
     larger = op.Max(first, second)
     scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
+    infinity = op.CastLike(float("inf"), larger)
+    infinite = op.Or(op.Equal(first, infinity), op.Equal(second, infinity))
     first, second = op.Div(first, scale), op.Div(second, scale)
-    return op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+    length = op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+    return op.Where(infinite, infinity, length)
 
 
 def fmax(first: TensorType, second: TensorType) -> TensorType:
@@ -60,38 +90,44 @@ def fmin(first: TensorType, second: TensorType) -> TensorType:
     return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Min(first, second)))
 
 
-def max_pool_with_indices(
-    value: TensorType,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> tuple[TensorType, TensorType]:
-    """Max pooling with indices into each channel's plane, as PyTorch counts them.
+def square_root(value: TensorType) -> TensorType:
+    """The square root; ONNX Runtime has NaN for infinity, and loses the sign of a zero."""
+    special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.Equal(value, op.CastLike(float("inf"), value)))
+    return op.Div(value, op.Sqrt(op.Where(special, op.CastLike(1.0, value), value)))
 
-    ONNX counts through the whole tensor. What torch.onnx does to find the difference, a second pooling of the whole
-    input, costs as much as the pooling itself; the rest of a division by the plane's size does not.
-    """
-    dims = len(kernel_size)
 
-    def each(values: Sequence[int]) -> list[int]:
-        return [*values] * dims if len(values) == 1 else [*values]
+def reciprocal_square_root(value: TensorType) -> TensorType:
+    """One by the square root."""
+    return op.Reciprocal(square_root(value))
 
-    batched = value if len(value.shape) == dims + 2 else op.Unsqueeze(value, [0])
-    pooled, flat = op.MaxPool(
-        batched,
-        kernel_shape=each(kernel_size),
-        strides=each(stride) if len(stride) else each(kernel_size),
-        pads=each(padding) * 2,
-        dilations=each(dilation),
-        ceil_mode=int(ceil_mode),
-    )
-    plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
-    indices = op.Mod(flat, plane)
-    if batched is not value:
-        pooled, indices = op.Squeeze(pooled, [0]), op.Squeeze(indices, [0])
-    return pooled, indices
+
+def clamp_min(value: TensorType, low: Any) -> TensorType:
+    """The larger one: a Clip without an upper limit makes the largest finite number of infinity."""
+    return op.Max(value, _like(low, value))
+
+
+def clamp_max(value: TensorType, high: Any) -> TensorType:
+    """The smaller one, likewise."""
+    return op.Min(value, _like(high, value))
+
+
+def clamp(value: TensorType, low: Any = None, high: Any = None) -> TensorType:
+    """A value within two limits; if they contradict each other, the upper one counts."""
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return op.Clip(value, _like(low, value), _like(high, value))
+    value = value if low is None else clamp_min(value, low)
+    return value if high is None else clamp_max(value, high)
+
+
+def _like(number: Any, value: TensorType) -> TensorType:
+    return op.Constant(value=ir.tensor(number, dtype=value.dtype)) if isinstance(number, (int, float)) else number
+
+
+def sign(value: TensorType) -> TensorType:
+    """The sign; NaN has none in PyTorch."""
+    if not value.dtype.is_floating_point():
+        return op.Sign(value)
+    return op.Where(op.IsNaN(value), op.CastLike(0.0, value), op.Sign(value))
 
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
@@ -99,10 +135,20 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.scalar_tensor.default: scalar_tensor,
     aten.sym_numel.default: sym_numel,
     operator.floordiv: floordiv,
+    prims.div.default: divide,
+    aten.scalar_tensor.default: number,
+    aten.full.default: full,
+    aten.full_like.default: full_like,
     prims.view_of.default: identity,
     prims.hypot.default: hypot,
     prims.fmax.default: fmax,
     prims.fmin.default: fmin,
-    aten.max_pool2d_with_indices.default: max_pool_with_indices,
-    aten.max_pool3d_with_indices.default: max_pool_with_indices,
+    aten.sqrt.default: square_root,
+    aten.rsqrt.default: reciprocal_square_root,
+    aten.clamp.default: clamp,
+    aten.clamp_min.default: clamp_min,
+    aten.clamp_max.default: clamp_max,
+    aten.sign.default: sign,
+    aten.sgn.default: sign,
+    **ORDER_TRANSLATIONS,
 }

@@ -24,7 +24,8 @@ def squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:
     for target in (aten.squeeze.dim, aten.squeeze.dims):
         for node in graph.find_nodes(op="call_function", target=target):
             dims = node.args[1] if target is aten.squeeze.dims else [node.args[1]]
-            sizes += [node.args[0].meta["val"].shape[dim] for dim in dims]
+            shape = node.args[0].meta["val"].shape
+            sizes += [shape[dim] for dim in dims if len(shape)]
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
@@ -56,6 +57,19 @@ def _diagonal_scatter(
     spread = spread.unsqueeze(-1) if offset >= 0 else spread.unsqueeze(-2)
     place = torch.arange(columns, device=input.device) - torch.arange(rows, device=input.device)[:, None]
     return torch.where(place == offset, spread, matrices).movedim((-2, -1), (dim1, dim2))
+
+
+def _diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """Gathers the diagonal: torch.onnx sums a product with a matrix of ones and zeros, which spreads infinities."""
+    matrices = input.movedim((dim1, dim2), (-2, -1))
+    rows, columns = matrices.shape[-2:]
+    flat = matrices.flatten(-2)
+    first = offset if offset >= 0 else -offset * columns
+    pair = (rows, columns - offset) if offset >= 0 else (rows + offset, columns)
+    length = torch.sym_min(*pair)  # type: ignore[no-untyped-call]
+    count = torch.sym_max(length, 0)  # type: ignore[no-untyped-call]
+    place = torch.arange(count, device=input.device) * (columns + 1) + first
+    return flat.index_select(-1, place)
 
 
 def _diagonal_backward(
@@ -113,6 +127,8 @@ VIEW_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten.copy.default: _copy,
+    aten.diagonal.default: _diagonal,
+    aten.diagonal_copy.default: _diagonal,
     aten.diagonal_scatter.default: _diagonal_scatter,
     aten.diagonal_backward.default: _diagonal_backward,
     aten.as_strided.default: _as_strided,

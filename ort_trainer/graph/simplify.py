@@ -8,15 +8,15 @@ import onnxscript.optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules import common as rules
 
+from .neutral import NEUTRAL_RULES
+
 __all__ = ["convert_opset", "simplify"]
 
 # onnxscript's own choice also has a rule for pairs of slices, which looks through the whole graph at every node (half
-# of an export's time), and rules that fuse clips, which leave unnamed constants behind.
+# of an export's time), rules that fuse clips, which leave unnamed constants behind, and rules that drop an addition of
+# almost nothing, as if it were nothing.
 _RULES = (
-    rules.add_0_rule,
-    rules.sub_0_rule,
-    rules.mul_by_1_rule,
-    rules.div_by_1_rule,
+    *NEUTRAL_RULES,
     rules.no_op_cast_rule,
     rules.no_op_expand_rule,
     rules.no_op_transpose_rule,

@@ -1,0 +1,27 @@
+"""Generated sections of a document that several scripts write: each keeps what the others wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["read_section", "write_section"]
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: generated -->\n", f"<!-- end of {name} -->\n"
+
+
+def read_section(path: Path, name: str) -> str:
+    """Returns a section with its marks, or nothing if the document has none."""
+    start, end = _marks(name)
+    text = path.read_text() if path.exists() else ""
+    _, found, rest = text.partition(start)
+    return start + rest.partition(end)[0] + end if found else ""
+
+
+def write_section(path: Path, name: str, content: str) -> None:
+    """Puts a section in the place of the one of this name, or at the end of the document."""
+    start, end = _marks(name)
+    text, old = path.read_text(), read_section(path, name)
+    section = f"{start}{content.rstrip()}\n{end}"
+    path.write_text(text.replace(old, section) if old else f"{text.rstrip()}\n\n{section}")

@@ -1,0 +1,108 @@
+"""Division that rounds, and its remainders: torch.onnx rounds the quotient, which PyTorch does not.
+
+``1.0 // 0.1`` is 9 and not 10, because 0.1 is a little more than a tenth, but its quotient rounds to 10 before it can
+be rounded down. Less its remainder, it divides without a rest. And torch.onnx divides integers as floats, which is
+wrong for large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["DIVISION_DECOMPOSITIONS"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+Operand = torch.Tensor | float
+# What ONNX Runtime divides, compares and subtracts on all providers.
+_DIVISIBLE = (torch.int32, torch.int64)
+
+
+def _operands(first: Operand, second: Operand, rounded: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Returns both as tensors of the type in which PyTorch computes, and the type of the result.
+
+    It computes 16-bit floats in fp32, where a number is ``rounded`` to 16 bits before, or not: that depends on the
+    operator.
+    """
+    dtype = torch.result_type(first, second)
+    device = next(value.device for value in (first, second) if isinstance(value, torch.Tensor))
+    within = dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        within = torch.float32
+    elif not dtype.is_floating_point and dtype not in _DIVISIBLE:
+        within = torch.int32
+    tensors = []
+    for value in (first, second):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.to(dtype).to(within))
+        else:
+            number = torch.full((), value, dtype=dtype if rounded else within, device=device)
+            tensors.append(number.to(within))
+    return tensors[0], tensors[1], dtype
+
+
+def _truncated(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    if first.is_floating_point():
+        return (first / second).trunc()
+    quotient: torch.Tensor = prims.div.default(*torch.broadcast_tensors(first, second))  # type: ignore[no-untyped-call]
+    return quotient
+
+
+def _floored(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Returns the quotient rounded down, as ``c10::div_floor_floating`` and ``c10::div_floor_integer`` have it."""
+    rest = aten.fmod.Tensor(first, second)
+    below = (rest != 0) & ((rest < 0) != (second < 0))
+    if not first.is_floating_point():
+        whole: torch.Tensor = _truncated(first, second) - below.to(first.dtype)
+        return whole
+    whole = (first - rest) / second - below.to(first.dtype)
+    rounded = whole.floor()
+    rounded = torch.where(whole - rounded > 0.5, rounded + 1, rounded)
+    quotient = first / second
+    rounded = torch.where(whole == 0, quotient * 0, rounded)  # a zero with the sign of the quotient
+    return torch.where(second == 0, quotient, rounded)
+
+
+def _div_mode(first: Operand, second: Operand, *, rounding_mode: str | None) -> torch.Tensor:
+    if rounding_mode is None:
+        return torch.true_divide(first, second)  # type: ignore[arg-type]
+    a, b, dtype = _operands(first, second)
+    return (_floored(a, b) if rounding_mode == "floor" else _truncated(a, b)).to(dtype)
+
+
+def _floor_divide(first: Operand, second: Operand) -> torch.Tensor:
+    return _div_mode(first, second, rounding_mode="floor")
+
+
+def _remainder(first: Operand, second: Operand) -> torch.Tensor:
+    """The remainder with the sign of the divisor."""
+    a, b, dtype = _operands(first, second, rounded=True)
+    rest = aten.fmod.Tensor(a, b)
+    rest = torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+    result: torch.Tensor = rest.to(dtype)
+    return result
+
+
+def _fmod(first: Operand, second: Operand) -> Any:
+    """ONNX has it, but for 16-bit floats and numbers."""
+    a, b, dtype = _operands(first, second, rounded=True)
+    same = isinstance(first, torch.Tensor) and first.dtype == a.dtype == dtype
+    if same and isinstance(second, torch.Tensor) and second.dtype == dtype:
+        return NotImplemented
+    return aten.fmod.Tensor(a, b).to(dtype)
+
+
+DIVISION_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.div.Tensor_mode: _div_mode,
+    aten.div.Scalar_mode: _div_mode,
+    aten.floor_divide.default: _floor_divide,
+    aten.floor_divide.Scalar: _floor_divide,
+    aten.remainder.Tensor: _remainder,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Scalar_Tensor: _remainder,
+    aten.fmod.Tensor: _fmod,
+    aten.fmod.Scalar: _fmod,
+}
