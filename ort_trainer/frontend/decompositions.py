@@ -149,13 +149,11 @@ def _index_put(
     return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
 
 
-def _product(*args: Any, **kwargs: Any) -> Any:
+def _product(first: torch.Tensor, second: torch.Tensor) -> Any:
     """A sum over no elements is zero; ONNX Runtime leaves the memory as it finds it."""
-    first, second = args[-2:]
     if not isinstance(first.shape[-1], int) or first.shape[-1] != 0:
         return NotImplemented
-    empty = first.new_zeros([*first.shape[:-1], *second.shape[-1:]])
-    return empty if len(args) == 2 else empty + kwargs.get("beta", 1) * args[0]
+    return first.new_zeros([*first.shape[:-1], *second.shape[-1:]])
 
 
 @functools.cache
@@ -181,7 +179,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table[aten.scatter_reduce.two] = _scatter_reduce
     table[aten.index_put.default] = _index_put
     table[aten.index.Tensor] = _index
-    for operator in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+    for operator in (aten.mm.default, aten.bmm.default):
         table[operator] = _product
     for operator in (*_KEPT, *_REFUSED, *RANDOM_OPERATORS):
         table.pop(operator, None)

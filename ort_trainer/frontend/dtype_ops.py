@@ -40,8 +40,9 @@ def _product(operator: Any) -> Callable[..., Any]:
     def product(
         input: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Any:
-        """ONNX has a product with a sum for fractions only, and with factors of fp32."""
-        if not _is_whole(input) and (input.dtype != torch.float64 or alpha == beta == 1):
+        """ONNX has a product with a sum for fractions only, with factors of fp32, and of no empty matrices."""
+        is_empty = isinstance(first.shape[-1], int) and first.shape[-1] == 0
+        if not is_empty and not _is_whole(input) and (input.dtype != torch.float64 or alpha == beta == 1):
             return NotImplemented
         return beta * input + alpha * operator(first, second)
 

@@ -184,7 +184,10 @@ def test_buffers_can_be_assigned_from_inputs_and_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("cayley", "_linalg_check_errors.default has no ONNX translation, as it does more than compute: module '0.param"),
+        (
+            "cayley",
+            "_linalg_check_errors.default has no ONNX translation, as it does more than compute: module '0.param",
+        ),
         ("householder", "linalg_householder_product.default has no ONNX translation: module '0.parametrizations"),
     ],
 )
