@@ -207,14 +207,14 @@ class Failing(torch.nn.Module):
         self.linear = torch.nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).double().cos().sum().float()
+        return self.linear(x).double().erf().sum().float()
 
 
 def test_what_can_not_be_loaded_is_named() -> None:
     trainer = ORTTrainer(
         Failing(), {"inputs": [("x", [2, 3])], "outputs": [("loss", [], True)]}, optim.SGDConfig(lr=0.1)
     )
-    with pytest.raises(RuntimeError, match=r"aten\.(cos|sin)\.default"):
+    with pytest.raises(RuntimeError, match="Erf of double: File .* in forward"):
         trainer.train_step(torch.ones(2, 3))
 
 
