@@ -200,7 +200,7 @@ def test_edges_of_other_types(dtype: torch.dtype) -> None:
 
 
 class Failing(torch.nn.Module):
-    """ONNX Runtime's CPU provider has no cosine in double precision."""
+    """ONNX Runtime's CPU provider has no error function in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
