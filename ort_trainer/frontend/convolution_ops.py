@@ -177,6 +177,40 @@ def _convolution_input_gradient(
     return full
 
 
+def _convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    """A transposed convolution whose output padding is a stride or more, which ONNX Runtime computes wrong.
+
+    Without any padding the result is whole; the padding is cut off its near edge, and what is asked for beyond its far
+    edge is zero.
+    """
+    dims = input.dim() - 2
+    stride, padding, output_padding = (
+        [*values] * dims if len(values) == 1 else list(values) for values in (stride, padding, output_padding)
+    )
+    if not transposed or all(more < step for more, step in zip(output_padding, stride, strict=True)):
+        return NotImplemented
+    none = [0] * dims
+    full: torch.Tensor = aten.convolution.default(input, weight, None, stride, none, dilation, True, none, groups)
+    sizes = [full.shape[2 + axis] - 2 * padding[axis] + output_padding[axis] for axis in range(dims)]
+    beyond = [max(output_padding[axis] - padding[axis], 0) for axis in range(dims)]
+    if any(beyond):
+        full = aten.constant_pad_nd.default(full, [p for more in reversed(beyond) for p in (0, more)], 0.0)
+    for axis in range(dims):
+        full = aten.slice.Tensor(full, 2 + axis, padding[axis], padding[axis] + sizes[axis], 1)
+    return full if bias is None else full + bias.reshape(-1, *[1] * dims)
+
+
 CONVOLUTION_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: _convolution,
     aten.convolution_backward.default: convolution_backward,
 }

@@ -120,6 +120,12 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
     "attention of NaN": [
         (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (torch.tensor([[[[NAN], [1.0], [2.0]]]]),)),
     ],
+    "much output padding": [
+        (lambda x, w: F.conv_transpose2d(x, w, torch.ones(2), (3, 2), (1, 2), (2, 3), 1, (4, 4)),
+         (torch.rand(2, 2, 4, 4), torch.rand(2, 2, 4, 5))),
+        (lambda x, w: F.conv_transpose1d(x, w, None, 1, 0, 2, 1, 3), (torch.rand(2, 4, 5), torch.rand(4, 3, 2))),
+        (lambda x, w: F.conv_transpose1d(x, w, None, 1, 3, 1, 1, 2), (torch.rand(2, 4, 5), torch.rand(4, 3, 3))),
+    ],
     "almost nothing": [
         (lambda x: [(x + 1e-8).log(), x + 1e-12, (x - 1e-10).sign(), 1e-9 + x, x.clamp_min(1e-12).log()],
          (torch.zeros(3),)),
