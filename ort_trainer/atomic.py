@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .interrupts import uninterrupted
+
 __all__ = ["atomic_path", "check_target"]
 
 
@@ -33,10 +35,12 @@ def atomic_path(target: Path) -> Iterator[Path]:
         IsADirectoryError: If the target is a folder.
     """
     check_target(target)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = None
     try:
+        with uninterrupted():  # or nobody would know the name of the file
+            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+            temporary = Path(name)
+        os.close(handle)
         # mkstemp makes files that only their owner may read; a checkpoint gets the permissions of any new file.
         mask = os.umask(0)
         os.umask(mask)
@@ -46,7 +50,9 @@ def atomic_path(target: Path) -> Iterator[Path]:
         temporary.replace(target)
         _sync(target.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with uninterrupted():
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from .errors import shown
 from .graph import TrainingGraph
 from .memory import return_freed_memory
 from .model_desc import ModelDescription
-from .model_source import ModelSource
+from .model_source import BORROWED, ModelSource
 from .session import StepSession
 
 __all__ = ["StepGraphs"]
@@ -22,8 +21,6 @@ __all__ = ["StepGraphs"]
 _log = logging.getLogger(__name__)
 # Each graph for other sizes costs an export; a model that fixes a dimension must not export without end.
 _MAXIMUM_GRAPHS = 16
-# An export replaces functions of PyTorch for a while and borrows the model: one at a time in a process.
-_EXPORTING = threading.RLock()
 
 
 class StepGraphs:
@@ -112,7 +109,8 @@ class StepGraphs:
             ExportError: If the model can't be exported.
         """
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        session.choose_variant(training, self._source.variant(training))
+        with BORROWED:  # by an export in another thread, whose modes are not the user's
+            session.choose_variant(training, self._source.variant(training))
         known = session.graph_for(training, shapes)
         if known is not None:
             return known
@@ -125,8 +123,7 @@ class StepGraphs:
                 "would be one more. Pad the inputs to fewer different sizes"
                 if fixed
                 else f"modes and settings of the model (a dropout's p, a float attribute) have changed so often that "
-                f"it has been exported {len(graphs)} times already. Make what changes all the time a registered "
-                "buffer, or an input"
+                f"it has been exported {len(graphs)} times already. Make what changes all the time an input"
             )
         if self._sample is not None:
             # Inputs that were left out are not needed for the outputs asked for, but for an export.
@@ -147,7 +144,7 @@ class StepGraphs:
         """
         self.graph_for(session, batch, training=False)
         found = session.eval_step(list(batch.values()))
-        with _EXPORTING:
+        with BORROWED:
             reference = self._source.builder(self.description).reference(batch)
         for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
@@ -166,7 +163,7 @@ class StepGraphs:
         given = self._source.name_inputs(*unpack(args, kwargs))
         batch = {name: to_tensor(name, value) for name, value in given.items()}
         if self._description is None:
-            with _EXPORTING:
+            with BORROWED:
                 self._set_description(self._source.describe(batch))
             _log.info("derived from the first batch: %r", self._description)
             return
@@ -181,7 +178,7 @@ class StepGraphs:
     def _build(self, batch: Batch, training: bool) -> TrainingGraph:
         narrower, self._narrower = self._narrower, None
         try:
-            with _EXPORTING, torch.enable_grad():  # in whatever mode the caller's autograd is
+            with BORROWED, torch.enable_grad():  # in whatever mode the caller's autograd is
                 return self._source.builder(self.description).build(_without_inference(batch), training)
         except BaseException:
             if narrower is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,7 +27,7 @@ class uninterrupted:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._waiting: list[int] = []
+        self._waiting: list[tuple[int, FrameType | None]] = []
         self._holding = True
 
     def __enter__(self) -> None:
@@ -48,22 +48,31 @@ class uninterrupted:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._holding:
-            self._waiting.append(number)
-        else:  # it came while handlers were put back, and raised, so that some were not
+            self._waiting.append((number, frame))
+        else:  # it came while handlers were put back
             self._handlers[number](number, frame)
 
     def _restore(self) -> None:
-        self._holding = False
+        raised = None
+        while self._handlers:
+            try:
+                self._holding = False
+                for number, handler in self._handlers.items():
+                    _signal.signal(number, handler)
+                break
+            except BaseException as error:  # of a handler that ran just now: the others are put back all the same
+                raised = error
         try:
-            for number, handler in self._handlers.items():
-                _signal.signal(number, handler)
+            if raised is not None:
+                raise raised
         finally:
             _deliver(self._waiting, self._handlers)
 
 
-def _deliver(waiting: list[int], handlers: Mapping[int, Any]) -> None:
+def _deliver(waiting: Sequence[tuple[int, FrameType | None]], handlers: Mapping[int, Any]) -> None:
     if waiting:
+        (number, frame), *others = waiting
         try:
-            handlers[waiting[0]](waiting[0], None)
+            handlers[number](number, frame)
         finally:  # a handler that raises keeps no other from being run
-            _deliver(waiting[1:], handlers)
+            _deliver(others, handlers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
@@ -41,9 +42,11 @@ from .optim import _OptimizerConfig
 from .options import ORTTrainerOptions
 from .ownership import shared_groups
 
-__all__ = ["LOSSES", "Builder", "ModelSource", "model_source"]
+__all__ = ["BORROWED", "LOSSES", "Builder", "ModelSource", "model_source"]
 
 Named = Mapping[str, torch.Tensor]
+BORROWED = threading.RLock()
+"""Held while a model is looked at or exported: an export changes modes and functions of PyTorch for a while."""
 LOSSES: Mapping[str, LossFunction] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "cross_entropy": F.cross_entropy,
@@ -221,9 +224,9 @@ class _TorchSource(ModelSource):
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
         self._watch = ModelWatch(model, self.trainable, frozen)
         self._watches = [self._watch]
-        if isinstance(loss_fn, nn.Module):
+        if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
-        shared_groups({**self.parameters, **self.buffers})
+        shared_groups({**self.parameters, **self.buffers}, self.parameters)
         tensors = {
             name: tensor.detach()
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()

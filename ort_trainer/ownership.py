@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -11,11 +11,13 @@ __all__ = ["own_copies", "owned_dtype", "shared_groups"]
 Named = Mapping[str, torch.Tensor]
 
 
-def shared_groups(tensors: Named) -> list[list[str]]:
+def shared_groups(tensors: Named, trained: Collection[str]) -> list[list[str]]:
     """Returns the names of tensors with elements in common, in groups, and in the order in which they were given.
 
     Args:
         tensors: Different tensors by name. Slices of one storage that do not overlap are no group.
+        trained: Names of those that may be trained. A group without them, of buffers, is none if a graph could not be
+            given their memory: they are constant, or the exporter refuses what changes them.
 
     Raises:
         ValueError: If one of a group is not contiguous, so that a graph can't be given its memory, or has another dtype
@@ -33,9 +35,10 @@ def shared_groups(tensors: Named) -> list[list[str]]:
             active.append(name)
     order = list(tensors)
     groups = {id(group): sorted(group, key=order.index) for group in group_of.values() if len(group) > 1}
-    for group in groups.values():
+    found = [group for group in groups.values() if _is_bindable(group, tensors) or set(group) & set(trained)]
+    for group in found:
         _check(group, tensors)
-    return list(groups.values())
+    return found
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,13 +50,13 @@ def owned_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
-def own_copies(tensors: Named, device: torch.device) -> dict[str, torch.Tensor]:
+def own_copies(tensors: Named, trained: Collection[str], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns contiguous copies on a device, of the dtype that :func:`owned_dtype` says."""
     copies = {
         name: tensor.detach().to(device, owned_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    for group in shared_groups(tensors):
+    for group in shared_groups(tensors, trained):
         first = tensors[group[0]].detach()
         elements = first.untyped_storage().nbytes() // first.element_size()
         memory = first.as_strided((elements,), (1,), 0).to(device, owned_dtype(first.dtype), copy=True)
@@ -90,9 +93,13 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
+def _is_bindable(group: list[str], tensors: Named) -> bool:
+    return all(tensors[name].is_contiguous() for name in group) and len({tensors[n].dtype for n in group}) == 1
+
+
 def _check(group: list[str], tensors: Named) -> None:
-    wrong = [name for name in group if not tensors[name].is_contiguous()]
-    if wrong or len({tensors[name].dtype for name in group}) > 1:
+    if not _is_bindable(group, tensors):
+        wrong = [name for name in group if not tensors[name].is_contiguous()]
         what = f"{wrong} not contiguous in it" if wrong else "with different dtypes"
         raise ValueError(
             f"{group} are different tensors in the same memory, {what}, which a graph can't be given: a change of one "

@@ -391,7 +391,7 @@ def _read_counters(
     restored.gradients = {
         name: _fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
         for name in layout.trainable
-        if name in given
+        if name in given and restored.window is not None and restored.window.micro_batches
     }
 
 
@@ -410,6 +410,9 @@ def _read_window(
         scaler = restored.loss_scaler or {}
         saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
         saved["scale"] = scaler.get("loss_scale", 1)
+    incomplete = not strict and bool(window.state_dict().keys() - saved.keys())
+    if incomplete:  # without all of the window its gradients mean nothing
+        has_gradients, saved = False, {**window.state_dict(), "micro_batches": 0, **saved}
     behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
     if not has_gradients:
         if behind and restored.step is not None:
@@ -419,7 +422,7 @@ def _read_window(
             )
             restored.step -= behind
         saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
-    elif saved.get("assigned_size") is None and size != window.given_size:
+    elif saved.get("assigned_size") is None and size != window.given_size and (strict or size is not None):
         raise ValueError(
             f"the state was taken in the middle of a window of {size} micro-batches, but the trainer has "
             f"batch.gradient_accumulation_steps = {window.given_size}: use the same, or leave the key 'gradients' out "

@@ -26,11 +26,11 @@ from .graph_files import check_graph_paths, save_graphs
 from .graphs import StepGraphs
 from .interrupts import uninterrupted
 from .model_desc import ModelDescription
-from .model_source import LOSSES, model_source
+from .model_source import BORROWED, LOSSES, model_source
 from .onnx_model import OnnxModel
 from .optim import _LRScheduler, _OptimizerConfig, rules
 from .options import ORTTrainerOptions
-from .ownership import own_copies
+from .ownership import own_copies, owned_dtype
 from .session import StepSession
 from .state import Layout, Restored, apply_to_session, collect, compare_keys, read, to_pytorch
 from .step_info import TrainStepInfo
@@ -100,6 +100,7 @@ class ORTTrainer:
         >>> loss, prediction = trainer.train_step(x, y)
     """
 
+    @_outside_inference_mode
     def __init__(
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
@@ -131,7 +132,8 @@ class ORTTrainer:
         self.optim_config = optim_config
         self.loss_fn = loss_fn
         self._device = resolve_device(options.device.id, options.is_given("device.id"))
-        self._source = model_source(model, loss_fn, optim_config, options)
+        with BORROWED:
+            self._source = model_source(model, loss_fn, optim_config, options)
         check_graph_paths(options.debug.graph_save_paths.to_dict())
         self._graphs = StepGraphs(self._source, model_desc, self._device)
         self._window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
@@ -286,6 +288,7 @@ class ORTTrainer:
         outputs = session.eval_step(inputs, names=names)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    @_outside_inference_mode
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
 
@@ -298,7 +301,8 @@ class ORTTrainer:
         if self._session is not None:
             return self._session.parameters[canonical].cpu().clone()
         waiting = {} if self._pending is None else self._pending.tensors
-        return waiting.get(canonical, self._source.parameters[canonical]).detach().cpu().clone()
+        value = waiting.get(canonical, self._source.parameters[canonical]).detach()
+        return value.to("cpu", owned_dtype(value.dtype), copy=True)
 
     @_outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
@@ -312,6 +316,7 @@ class ORTTrainer:
         session = self._begun("set_parameter")
         session.parameters[canonical].copy_(_like(session.parameters[canonical], name, value))
 
+    @_outside_inference_mode
     def get_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
 
@@ -348,6 +353,7 @@ class ORTTrainer:
         checked = _like(session.parameters[canonical], name, value)
         session.restore_gradients({**session.present_gradients(), canonical: checked * self._window.divisor})
 
+    @_outside_inference_mode
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
 
@@ -492,6 +498,9 @@ class ORTTrainer:
             graph = graph.pruned(names)
         save_model(graph, session.parameters, session.buffers, self._source.trainable, Path(path))
 
+    def __copy__(self) -> Any:
+        raise TypeError(_NO_COPY.format("copied"))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(_NO_COPY.format("copied"))
 
@@ -548,7 +557,7 @@ class ORTTrainer:
     def _make_session(self) -> StepSession:
         options = self.options
         parameters, buffers = self._source.parameters, self._source.buffers
-        owned = own_copies({**parameters, **buffers}, self._device)
+        owned = own_copies({**parameters, **buffers}, parameters, self._device)
         return StepSession(
             {name: owned[name] for name in parameters},
             {name: owned[name] for name in buffers},
@@ -692,6 +701,7 @@ class ORTTrainer:
 def _like(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
     """Returns a tensor or array on the device of a parameter, after a check of its shape and dtype."""
     given = to_tensor(name, value)
+    given = given.to(owned_dtype(given.dtype))
     if given.shape != current.shape or given.dtype != current.dtype:
         raise ValueError(
             f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "

@@ -17,7 +17,7 @@ ALLOWED = {
     "errors": set(),
     "schema": set(),
     "engine": set(),
-    "atomic": set(),
+    "atomic": {"interrupts"},
     "interrupts": set(),
     "memory": set(),
     "ownership": set(),

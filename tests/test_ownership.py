@@ -120,19 +120,20 @@ def test_groups_and_copies() -> None:
         "f": base[18:22],
         "empty": base[:0],
     }
-    assert shared_groups(tensors) == [["b", "c", "e", "f"]]
-    copies = own_copies(tensors, torch.device("cpu"))
+    assert shared_groups(tensors, ["b"]) == [["b", "c", "e", "f"]]
+    copies = own_copies(tensors, ["b"], torch.device("cpu"))
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
     copies["c"].zero_()
     assert copies["b"].tolist() == [8, 9, 10, 11, 0, 0, 0, 0]
     copies["a"].fill_(-1)
     assert base.tolist() == list(range(24)), "the given tensors are left alone"
-    assert shared_groups({"x": base[::2], "y": base[1::2]}) == []
+    assert shared_groups({"x": base[::2], "y": base[1::2]}, ["x"]) == []
+    assert shared_groups({"x": base[::2], "y": base[:1]}, []) == [], "buffers that nothing changes"
     with pytest.raises(ValueError, match=r"\['x'\] not contiguous"):
-        shared_groups({"x": base[::2], "y": base[:1]})
+        shared_groups({"x": base[::2], "y": base[:1]}, ["y"])
     with pytest.raises(ValueError, match="with different dtypes"):
-        shared_groups({"x": base, "y": base.view(torch.int32)})
+        shared_groups({"x": base, "y": base.view(torch.int32)}, ["x"])
     narrow = torch.ones(4, dtype=torch.bfloat16)
-    wide = own_copies({"x": narrow, "y": narrow[1:]}, torch.device("cpu"))
+    wide = own_copies({"x": narrow, "y": narrow[1:]}, (), torch.device("cpu"))
     wide["x"][2] = 5
     assert wide["y"].tolist() == [1, 5, 1] and wide["y"].dtype == torch.float32

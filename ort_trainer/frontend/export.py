@@ -83,7 +83,7 @@ def _capture(step: ExportedStep, sample: Sequence[torch.Tensor], training: bool)
             wrong = enlarged & (set(found.symbols.fixed) | _violated(found, sizes))
             if not wrong:
                 with step.autocast_for(sample):
-                    refuse_kept_tensors(module.run, sample, module.left)
+                    refuse_kept_tensors(module, module.run, sample, module.left)
                 return found
             enlarged -= wrong
 

@@ -28,7 +28,7 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(
                 f"{where} is a TorchScript module, which can't be exported: use the module that it was made from"
             )
-        if kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        if not path and kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
             raise TypeError(
                 f"{where} is the result of torch.compile(), which leaves nothing to export: use the module inside, "
                 f"{where}._orig_mod"

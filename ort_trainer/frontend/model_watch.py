@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import logging
 from collections.abc import Collection
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import shown
+from ..interrupts import uninterrupted
 from .step_module import canonical_names
 
 __all__ = ["ModelWatch"]
@@ -24,12 +29,13 @@ class ModelWatch:
     """Compares a model with what it was: at every step, so cheaply.
 
     A graph holds for good what the model was when it was captured: the mode of each module, which parameters require
-    grad, and the settings, which are the numbers, truth values and strings among the attributes of its modules (a
-    dropout's ``p``, a norm's ``momentum``). All of this together is a *variant* of the model; each has graphs of its
-    own. Other modules or parameters are no variant but another model.
+    grad, and the settings, which are the numbers, truth values, strings, functions, plain tensors, and tuples of these
+    among the attributes of its modules (a dropout's ``p``, a norm's ``momentum``), and the forward hooks. All of this
+    together is a *variant* of the model; each has graphs of its own. Other modules or parameters are no variant but
+    another model.
 
-    An int of a module that is not PyTorch's is no setting: it may be a counter, and would ask for an export at every
-    step. A change of one is warned about.
+    What a module's own ``forward`` assigns (a counter, the last result) is no setting: it would ask for an export at
+    every step.
 
     Args:
         model: The model.
@@ -45,15 +51,19 @@ class ModelWatch:
         self._model = model
         self._may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
-        self._modules = list(model.named_modules())
+        self._modules = _modules(model)
         self._dicts = [module.__dict__ for _, module in self._modules]
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._keys = [("training", *_settings(module)) for _, module in self._modules]
         # A second key, as of one alone itemgetter gives no tuple.
         self._getters = [itemgetter("training", *keys) for keys in self._keys]
-        counters = [(name, module, _counters(module)) for name, module in self._modules]
-        self._counters = {(name, key): (vars(m), vars(m)[key]) for name, m, keys in counters for key in keys}
+        self._tensors = [
+            (values, key)
+            for values, keys in zip(self._dicts, self._keys, strict=True)
+            for key in keys
+            if isinstance(values[key], torch.Tensor)
+        ]
         self._variants: dict[Any, int] = {}
         self._own_modes: tuple[bool, ...] | None = None
         self.modes: dict[nn.Module, bool] | None = None
@@ -85,17 +95,18 @@ class ModelWatch:
             self._refuse_other_parameters()
         elif _same(settings, self._settings):
             return self._current[training]
-        self._refuse_other_types(settings)
-        self._number(settings)
-        self._log_changes(settings, states)
-        self._settings, self._states = settings, states
+        settings = self._comparable(settings)
+        with uninterrupted():  # so that what is remembered and its number belong together
+            self._number(settings)
+            self._log_changes(settings, states)
+            self._settings, self._states = settings, states
         return self._current[training]
 
     def check_exportable(self) -> None:
-        """Checks what matters for an export alone: that parameters still have values; and warns about changed ints.
+        """Checks what matters for an export alone: that parameters have values, and buffers are those that they were.
 
         Raises:
-            RuntimeError: If they have none.
+            RuntimeError: If that is not so.
         """
         gone = [name for name, parameter in self._parameters.items() if parameter.is_meta]
         if gone:
@@ -104,38 +115,38 @@ class ModelWatch:
                 "are on the meta device now, and an export for other sizes, modes or settings needs the model: keep "
                 "it as it was, and move a copy"
             )
-        self._warn_about_counters()
-
-    def _warn_about_counters(self) -> None:
-        for (name, key), (values, before) in list(self._counters.items()):
-            now = values.get(key)
-            if now is not before and now != before:
-                _log.warning(
-                    "attribute %r was %s when the trainer was made and is %s now, which its graphs do not see: if "
-                    "forward() depends on it, make it a float or a registered buffer",
-                    f"{name}.{key}".removeprefix("."), before, now,
-                )  # fmt: skip
-                del self._counters[name, key]
+        changes = [
+            f"module {name!r} has other buffers, {list(module._buffers)}"
+            for name, module in self._modules
+            if list(module._buffers) != self._buffers[name]
+        ]
+        self._refuse(changes)
 
     def _parts_of_now(self) -> list[Any]:
         parts: list[Any] = []
         for values in self._dicts:
             parts += values["_modules"].values()
             parts += values["_parameters"].values()
-            parts += values["_buffers"]
         return parts
 
     def _settings_of_now(self) -> list[tuple[Any, ...]]:
         try:
-            return [getter(values) for getter, values in zip(self._getters, self._dicts, strict=True)]
+            settings = [getter(values) for getter, values in zip(self._getters, self._dicts, strict=True)]
         except KeyError as error:
             self._refuse([f"a module has lost its attribute {error}"])
             raise
+        # What else counts: changes in place, and hooks, which are known by their numbers.
+        settings.append(tuple(getattr(values.get(key), "_version", None) for values, key in self._tensors))
+        for values in self._dicts:
+            if values["_forward_hooks"] or values["_forward_pre_hooks"]:
+                settings.append((*values["_forward_hooks"], *values["_forward_pre_hooks"]))
+        return settings
 
     def _number(self, values: list[tuple[Any, ...]]) -> None:
         """Gives what the model is now a number."""
-        training = tuple(of_module[0] for of_module in values)
-        settings = tuple(of_module[2:] for of_module in values)
+        count = len(self._modules)
+        training = tuple(of_module[0] for of_module in values[:count])
+        settings = (*(of_module[2:] for of_module in values[:count]), *values[count:])
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         late = [name for name in self._parameters if name in required - self._may_train - self._frozen]
         if late:
@@ -166,7 +177,7 @@ class ModelWatch:
 
     def _refuse_other_modules(self) -> None:
         before = dict(self._modules)
-        now = dict(self._model.named_modules())
+        now = dict(_modules(self._model))
         changes = [f"module {name!r} is gone" for name in before if name not in now]
         changes += [f"module {name!r} is new" for name in now if name not in before]
         changes += [
@@ -176,11 +187,6 @@ class ModelWatch:
         ]
         if not changes:
             self._refuse_other_parameters()
-            changes = [
-                f"module {name!r} has other buffers, {list(module._buffers)}"
-                for name, module in now.items()
-                if list(module._buffers) != self._buffers[name]
-            ]
         self._refuse(changes)
 
     def _refuse_other_parameters(self) -> None:
@@ -199,18 +205,27 @@ class ModelWatch:
             changes = ["other parameters are tied"]
         self._refuse(changes)
 
-    def _refuse_other_types(self, settings: list[tuple[Any, ...]]) -> None:
-        found = [
-            f"{name}.{key}".removeprefix(".") + f" has become {shown(value)}"
-            for (name, _), keys, values in zip(self._modules, self._keys, settings, strict=True)
-            for key, value in zip(keys, values[1:], strict=True)
-            if value is not None and not isinstance(value, _PLAIN)
-        ]
+    def _comparable(self, settings: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Returns settings with None for what was None and has become an object, which is not looked into.
+
+        Raises:
+            RuntimeError: If another one has become such an object.
+        """
+        result, found = list(settings), []
+        for index, ((name, _), keys) in enumerate(zip(self._modules, self._keys, strict=True)):
+            old, new = self._settings[index], settings[index]
+            result[index] = tuple(value if _is_setting(value) else None for value in new)
+            found += [
+                f"{name}.{key}".removeprefix(".") + f" has become {shown(value)}"
+                for key, was, value in zip(keys, old[1:], new[1:], strict=True)
+                if was is not None and not _is_setting(value)
+            ]
         if found:
             raise RuntimeError(
-                f"a setting of the model is no number, truth value or string any more: {'; '.join(found[:5])}. Its "
-                "graphs could not see it change: keep it one, or make a registered buffer of it before the trainer"
+                f"a setting of the model is nothing any more that can be compared: {'; '.join(found[:5])}. A change in "
+                "it would not be seen: keep it a number, a string, a function, a tensor, or a tuple of these"
             )
+        return result
 
     def _refuse(self, changes: list[str]) -> None:
         if changes:
@@ -222,10 +237,10 @@ class ModelWatch:
 
     def _log_changes(self, settings: list[tuple[Any, ...]], states: list[tuple[Any, ...]]) -> None:
         changes = [
-            f"{name}.{key}".removeprefix(".") + f": {old} -> {new}"
-            for (name, _), keys, before, now in zip(self._modules, self._keys, self._settings, settings, strict=True)
+            f"{name}.{key}".removeprefix(".") + f": {shown(old)} -> {shown(new)}"
+            for (name, _), keys, before, now in zip(self._modules, self._keys, self._settings, settings, strict=False)
             for key, old, new in zip(keys, before[1:], now[1:], strict=True)
-            if type(old) is not type(new) or old != new
+            if old is not new and not _same([(old,)], [(new,)])
         ]
         changes += [
             f"{name}.requires_grad: {old[0]} -> {new[0]}"
@@ -235,20 +250,34 @@ class ModelWatch:
         _log.info("the model has changed: %s%s", "; ".join(changes[:5]), "; ..." if len(changes) > 5 else "")
 
 
-def _counters(module: nn.Module) -> list[str]:
-    """Returns the names of the ints that are no settings."""
-    settings = {*_settings(module), *_OWN_OF_MODULE}
-    return [key for key, value in vars(module).items() if type(value) is int and key not in settings]
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the modules of a model by name, without those that only stand before another, as compiled ones do."""
+    return [(name, module) for name, module in model.named_modules() if "training" in module.__dict__]
 
 
 def _settings(module: nn.Module) -> list[str]:
     """Returns the names of the attributes that are settings."""
-    torchs = type(module).__module__.startswith("torch.nn.")
+    kept = _assigned_in_forward(type(module).forward)
     return [
         key
         for key, value in vars(module).items()
-        if key not in _OWN_OF_MODULE and isinstance(value, _PLAIN) and (torchs or type(value) is not int)
+        if key not in _OWN_OF_MODULE and key not in kept and _is_setting(value)
     ]
+
+
+@functools.cache
+def _assigned_in_forward(forward: Any) -> frozenset[str]:
+    """Returns the names of the attributes that a function assigns."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return frozenset()
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, (*_PLAIN, torch.Tensor)) or inspect.isroutine(value)
 
 
 def _same(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> bool:

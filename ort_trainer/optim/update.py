@@ -75,7 +75,7 @@ class OptimizerUpdate:
                 self.counts[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         self._groups = list(found.values())
         # Weights with memory in common are updated one after the other, as PyTorch does.
-        self._one_by_one = bool(shared_groups(self._parameters))
+        self._one_by_one = bool(shared_groups(self._parameters, self._parameters))
         self._clip = any(math.isfinite(group.limit) for group in self._groups)
 
     @property

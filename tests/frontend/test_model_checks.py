@@ -20,12 +20,6 @@ DESC = {"inputs": [("x", ["b", 8]), ("y", ["b"])], "outputs": [("loss", [], True
 X, Y = mlp_batches(1)[0]
 
 
-def with_compiled_layer() -> nn.Module:
-    model = MLP()
-    model.fc1 = torch.compile(model.fc1)
-    return model
-
-
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return MLP()
@@ -46,7 +40,6 @@ def made_in_inference_mode() -> nn.Module:
     ("make", "error", "message"),
     [
         (lambda: torch.compile(MLP()), TypeError, r"model is the result of torch.compile\(\).*model._orig_mod"),
-        (with_compiled_layer, TypeError, r"model.fc1 is the result of torch.compile\(\).*model.fc1._orig_mod"),
         (lambda: nn.DataParallel(MLP()), TypeError, "model is a DataParallel.*use the module inside, model.module"),
         (lambda: torch.jit.script(nn.Linear(8, 3)), TypeError, "model is a TorchScript module"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 3))), TypeError, "model.0 is a TorchScript module"),
@@ -60,10 +53,19 @@ def test_models_that_are_refused(make, error: type[Exception], message: str) -> 
         mlp_trainer(model=make())
 
 
-def test_a_module_compiled_in_place_is_exported_as_it_is() -> None:
+@pytest.mark.parametrize("part", ["in place", "layer", "loss"])
+def test_what_is_compiled_inside_is_exported_as_it_is(part: str) -> None:
     model, plain = MLP(), MLP()
     plain.load_state_dict(model.state_dict())
-    model.compile()
+    if part == "in place":
+        model.compile()
+    elif part == "layer":
+        model.fc1 = torch.compile(model.fc1)
+    else:
+        loss_fn = torch.compile(nn.CrossEntropyLoss())
+        ours = ORTTrainer(model, MLP_DESC, optim.AdamConfig(lr=1e-2), loss_fn=loss_fn)
+        assert torch.equal(ours.train_step(X, Y)[0], mlp_trainer(model=plain).train_step(X, Y)[0])
+        return
     assert torch.equal(mlp_trainer(model=model).train_step(X, Y)[0], mlp_trainer(model=plain).train_step(X, Y)[0])
 
 
@@ -113,6 +115,14 @@ class Stateful(nn.Module):
         elif self.kind == "read in the next call":
             self.left = x.mean(0)[:3] if self.left is None else self.left.detach() * 0.5 + x.mean(0)[:3]
             return self.fc(x) + self.left
+        elif self.kind == "table":
+            if self.left is None or self.left.shape[0] != x.shape[1]:
+                self.left = torch.cos(torch.arange(x.shape[1]).float())
+            return self.fc(x * self.left)
+        elif self.kind == "of the weights":
+            if self.left is None:
+                self.left = self.fc.weight.detach().sum(0)
+            return self.fc(x * self.left)
         elif self.kind == "not read":
             self.left = x.mean(0)
         elif self.kind == "assigned":
@@ -129,6 +139,7 @@ class Stateful(nn.Module):
         ("a view", r"changes the attribute 'plain' in place, a plain tensor.*self.plain\[1:\]"),
         ("in a list", r"changes a tensor from outside in place, a plain tensor.*self.kept\[0\]"),
         ("read in the next call", r"earlier call has left in one of its attributes \['Stateful.left'\]"),
+        ("of the weights", r"earlier call has left in one of its attributes \['Stateful.left'\]"),
         ("assigned", r"attributes \['Stateful.plain'\], plain tensors.*self.register_buffer\('plain', ...\)"),
     ],
 )
@@ -139,7 +150,7 @@ def test_tensors_that_are_no_buffers_can_not_change(kind: str, message: str) -> 
         trainer.train_step(X, Y)
 
 
-@pytest.mark.parametrize("kind", ["read", "not read"])
+@pytest.mark.parametrize("kind", ["read", "not read", "table"])
 @pytest.mark.filterwarnings("ignore:.*was assigned during export")
 def test_tensors_that_are_no_buffers_can_be_read_or_left(kind: str) -> None:
     model = Stateful(kind)
