@@ -118,8 +118,11 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
     found = re.search(r"translating node %(\w+)", str(error))
     for node in graph.nodes:
         if found is not None and node.name == found[1]:
-            cause = str(error.__cause__).partition("\n")[0]
-            return f"the graph can't be translated to ONNX: {node.target}, {cause}: {source_line(node)}"
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {source_line(node)}"
     return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
 
 

@@ -224,6 +224,15 @@ def test_what_can_not_be_loaded_is_named() -> None:
         trainer.train_step(torch.ones(2, 3))
 
 
+def test_nodes_are_named_by_their_operators() -> None:
+    """What ONNX Runtime can't load or run it calls by the name of the node, and by nothing else."""
+    comparison = Comparison([Call(lambda x: F.gelu(x).cos(), [torch.rand(3).requires_grad_()])])
+    (graph,) = comparison.trainer.session.graphs(True)
+    names = [node.name or "" for node in graph.model.graph]
+    for operator in ("gelu", "gelu_backward", "cos", "sin"):
+        assert any(name.startswith(f"aten.{operator}.default/") for name in names), operator
+
+
 def test_complex_numbers_are_refused() -> None:
     with pytest.raises(ExportError, match=r"aten\.view_as_complex\.default.*complex"):
         Comparison([Call(lambda x: torch.view_as_complex(x).abs(), [torch.ones(3, 2).requires_grad_()])])
