@@ -301,8 +301,9 @@ class ORTTrainer:
         if self._session is not None:
             return self._session.parameters[canonical].cpu().clone()
         waiting = {} if self._pending is None else self._pending.tensors
-        value = waiting.get(canonical, self._source.parameters[canonical]).detach()
-        return value.to("cpu", owned_dtype(value.dtype), copy=True)
+        with BORROWED:
+            value = waiting.get(canonical, self._source.parameters[canonical]).detach()
+            return value.to("cpu", owned_dtype(value.dtype), copy=True)
 
     @_outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
@@ -556,8 +557,9 @@ class ORTTrainer:
 
     def _make_session(self) -> StepSession:
         options = self.options
-        parameters, buffers = self._source.parameters, self._source.buffers
-        owned = own_copies({**parameters, **buffers}, parameters, self._device)
+        with BORROWED:  # an export puts others into the model for a while
+            parameters, buffers = self._source.parameters, self._source.buffers
+            owned = own_copies({**parameters, **buffers}, parameters, self._device)
         return StepSession(
             {name: owned[name] for name in parameters},
             {name: owned[name] for name in buffers},
