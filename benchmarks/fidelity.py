@@ -6,7 +6,6 @@ Run it with ``make fidelity``; it takes about a quarter of an hour. ``--only BER
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sections import read_section  # noqa: E402
+from versions import versions  # noqa: E402
 
 from tests.fidelity.catalogue import SECTIONS  # noqa: E402
 from tests.fidelity.compare import compare  # noqa: E402
@@ -68,16 +68,6 @@ def row(section: str, name: str) -> str:
     )
 
 
-def versions() -> str:
-    found = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="part of the names of the cases; the rows are printed and nothing is written")
@@ -87,7 +77,7 @@ def main() -> None:
         section: [case.name for case in cases if arguments.only is None or arguments.only in case.name]
         for section, cases in SECTIONS.items()
     }
-    lines = [HEAD.format(versions=versions())]
+    lines = [HEAD.format(versions=f"Python {platform.python_version()}, {versions(PACKAGES)}")]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=start) as pool:
         rows = {section: [pool.submit(row, section, name) for name in names] for section, names in chosen.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from operator_samples import EDGES, OPEN, RANDOM
 from sections import write_section
+from versions import versions
 
 __all__ = ["write"]
 
@@ -54,7 +54,7 @@ def write(findings: Sequence[Finding], limit: int) -> None:
     table = ["| | operators | samples |", "|---|---|---|"]
     table += [f"| {outcome} | {operators[outcome]} | {samples[outcome]} |" for outcome in OUTCOMES]
     edges = ", ".join(EDGES)
-    lines = [HEAD.format(versions=_versions(), limit=limit, edges=edges, share=share)]
+    lines = [HEAD.format(versions=versions(PACKAGES), limit=limit, edges=edges, share=share)]
     lines += [*table, "", "An operator counts where its worst sample does; wrong is worst, then refused.", ""]
     for outcome, title in (("wrong", "Wrong"), ("refused", "Refused"), ("no translation", "No translation")):
         lines += [f"## {title}", "", *(_reasons(findings, outcome) or ["None."]), ""]
@@ -111,13 +111,3 @@ def _reason(message: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _versions() -> str:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)

@@ -110,6 +110,11 @@ def _weight_gradient_by_convolution(
     return full.transpose(0, 1).reshape(weight.shape)
 
 
+def _each_dimension(dims: int, *settings: Sequence[int]) -> list[list[int]]:
+    """Returns settings with one number for each dimension, where one may stand for all."""
+    return [[*values] * dims if len(values) == 1 else [*values] for values in settings]
+
+
 def convolution_backward(
     grad_output: torch.Tensor,
     input: torch.Tensor,
@@ -125,9 +130,7 @@ def convolution_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
     dims = grad_output.dim() - 2
-    stride, padding, dilation = (
-        [*values] * dims if len(values) == 1 else values for values in (stride, padding, dilation)
-    )
+    stride, padding, dilation = _each_dimension(dims, stride, padding, dilation)
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
         if transposed:
@@ -194,9 +197,7 @@ def _convolution(
     edge is zero.
     """
     dims = input.dim() - 2
-    stride, padding, output_padding = (
-        [*values] * dims if len(values) == 1 else list(values) for values in (stride, padding, output_padding)
-    )
+    stride, padding, output_padding = _each_dimension(dims, stride, padding, output_padding)
     if not transposed or all(more < step for more, step in zip(output_padding, stride, strict=True)):
         return NotImplemented
     none = [0] * dims

@@ -32,9 +32,9 @@ def name_sample(
         TypeError: If there are more than ``forward`` takes, or one is given twice.
     """
     names = _argument_names(model)
-    accepts_any = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    unknown = [name for name in kwargs if name not in names and not accepts_any]
-    if unknown and (loss_fn is None or len(args) > len(names)):  # else one of them is the label
+    unknown = [name for name in kwargs if name not in names]
+    # With a loss_fn one of them is the label.
+    if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
         raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
     label = [] if loss_fn is None or kwargs else [_unused("label", names)]
     names = [*names[: len(args) - len(label)], *label]
@@ -45,6 +45,10 @@ def name_sample(
     if twice:
         raise TypeError(f"inputs {twice} were given both by position and by name")
     return {**given, **kwargs}
+
+
+def _takes_any_name(model: nn.Module) -> bool:
+    return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
 
 
 def _argument_names(model: nn.Module) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,17 +96,6 @@ def _power_of_number(base: float, exponent: torch.Tensor) -> Any:
     return aten.pow.Tensor_Tensor(aten.scalar_tensor.default(base, dtype=torch.float64), exponent)
 
 
-def _full(size: Sequence[Any], value: float, *, dtype: torch.dtype | None = None, **settings: Any) -> Any:
-    """The number, likewise."""
-    if dtype != torch.float64:
-        return NotImplemented
-    return aten.scalar_tensor.default(value, dtype=dtype, device=settings.get("device")).expand(size).clone()
-
-
-def _full_like(input: torch.Tensor, value: float, *, dtype: torch.dtype | None = None, **settings: Any) -> Any:
-    return _full(input.shape, value, dtype=dtype or input.dtype, device=input.device)
-
-
 DTYPE_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.ceil.default, aten.floor.default, aten.round.default, aten.trunc.default), _rounding),
     **dict.fromkeys((aten.isinf.default, aten.isnan.default), _is_not_finite),
@@ -126,8 +115,6 @@ DTYPE_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: _scaled(aten.sub.Tensor),
     aten.pow.Scalar: _power_of_number,
     aten.pow.Tensor_Scalar: _power,
-    aten.full.default: _full,
-    aten.full_like.default: _full_like,
     aten.addmm.default: _product(aten.mm.default),
     aten.baddbmm.default: _product(aten.bmm.default),
     aten.__lshift__.Scalar: _shift(aten.bitwise_left_shift.Tensor_Scalar, alias=True),

@@ -121,20 +121,6 @@ def _softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
     return growth / growth.sum(dim, keepdim=True)
 
 
-def _comparison(operator: Any) -> Callable[..., Any]:
-    def compare(input: torch.Tensor, other: torch.Tensor | float) -> Any:
-        """ONNX Runtime compares no short integers."""
-        if not any(isinstance(value, torch.Tensor) and value.dtype in _SHORT for value in (input, other)):
-            return NotImplemented
-        return operator(*(v.int() if isinstance(v, torch.Tensor) and v.dtype in _SHORT else v for v in (input, other)))
-
-    return compare
-
-
-_SHORT = (torch.int8, torch.uint8, torch.int16)
-_COMPARISONS = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
-
-
 def _pairwise(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, other: torch.Tensor) -> Any:
         """In 16 bits ONNX Runtime may lose a NaN."""
@@ -273,7 +259,6 @@ MATH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
     aten._log_softmax.default: _log_softmax,
     aten._softmax.default: _softmax,
-    **{overload: _comparison(overload) for operator in _COMPARISONS for overload in (operator.Tensor, operator.Scalar)},
     aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.signbit.default: _signbit,

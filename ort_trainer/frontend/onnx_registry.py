@@ -129,12 +129,10 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
     unknown: dict[str, str] = {}
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OperatorBase):
-            continue
-        if not has_translation(node.target):
-            unknown.setdefault(f"{node.target} has no ONNX translation", source_line(node))
+        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
+            unknown.setdefault(str(node.target), source_line(node))
     if unknown:
-        lines = [f"{what}: {line}" for what, line in unknown.items()]
+        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
         raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
 
 

@@ -25,13 +25,6 @@ def sym_numel(value: TensorType) -> TensorType:
     return op.Size(value)
 
 
-def scalar_tensor(value: float, dtype: int = 1, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
-    """A number as a tensor; torch.onnx rounds it to fp32 on the way to a double."""
-    if isinstance(value, (int, float)):
-        return op.Constant(value=ir.tensor(value, dtype=ir.DataType(dtype)))
-    return op.Cast(value, to=dtype)
-
-
 def floordiv(first: TensorType, second: TensorType) -> TensorType:
     """Integer division that rounds down, as Python's does; ONNX's rounds towards zero."""
     return op.Div(op.Sub(first, op.Mod(first, second)), second)
@@ -132,7 +125,6 @@ def sign(value: TensorType) -> TensorType:
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     AFTER: translate_after,
-    aten.scalar_tensor.default: scalar_tensor,
     aten.sym_numel.default: sym_numel,
     operator.floordiv: floordiv,
     prims.div.default: divide,

@@ -81,7 +81,8 @@ class _SGD(Rule):
         if decay:
             torch._foreach_add_(batch.gradients, batch.weights, alpha=decay)
         if momentum:
-            for count, part in by_count(batch):
+            # The average begins at zero, so only with dampening is the first update another one.
+            for count, part in by_count(batch) if batch.hyper["dampening"] else [(None, batch)]:
                 self._average(part, momentum, is_first=count == 0)
         torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr)
 

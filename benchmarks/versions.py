@@ -1,0 +1,19 @@
+"""The versions that a report names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+
+__all__ = ["versions"]
+
+
+def versions(packages: Iterable[str]) -> str:
+    """Returns the versions of those packages that are installed."""
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
