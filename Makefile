@@ -8,9 +8,9 @@ STOCK := .stock
 # Two workers, each on one thread.
 PYTEST := python -m pytest --numprocesses 2 -m "not extra"
 # What does not depend on the engine, or needs the first one: run on the first one only.
-FIRST_ONLY := examples package describe bad_input options batch model_desc
-FIRST_ONLY := $(FIRST_ONLY:%=tests/test_%.py) tests/checkpoint \
-	$(addprefix tests/compat/test_,older_api.py names.py options.py checkpoint.py)
+FIRST_ONLY := test_examples.py test_package.py test_bad_input.py sources/torch/test_describe.py \
+	training/test_batch.py options checkpoint $(addprefix compat/test_,older_api.py names.py options.py checkpoint.py)
+FIRST_ONLY := $(FIRST_ONLY:%=tests/%)
 
 .PHONY: setup setup-stock demo test lint format bench fidelity operators docs clean
 

@@ -89,7 +89,6 @@ class Inspection:
     def _compare(self, calls: Sequence[tuple[int, Any]]) -> None:
         import torch
         from operator_samples import EDGES, edge_values, open_question
-
         from tests.frontend.against_pytorch import Comparison, difference
 
         comparison = Comparison([call for _, call in calls])

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ort_trainer.option_checks import SPELLINGS
-from ort_trainer.schema import load_schema
+from ort_trainer.options.checks import SPELLINGS
+from ort_trainer.options.schema import load_schema
 
 HERE = Path(__file__).parent
 HEAD = """# Options

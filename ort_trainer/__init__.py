@@ -2,11 +2,10 @@
 
 from . import amp, optim
 from .errors import CheckpointError, ExportError
+from .optim.step_info import TrainStepInfo
 from .options import ORTTrainerOptions
-from .step_info import TrainStepInfo
 from .trainer import ORTTrainer
-from .training_parameters import TrainingParameters
-from .training_session import TrainingSession
+from .training_session import TrainingParameters, TrainingSession
 
 __all__ = [
     "CheckpointError",

@@ -15,26 +15,25 @@ import torch
 from torch import nn
 
 from .amp import DynamicLossScaler, LossScaler
-from .batch import Batch, to_tensor
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
-from .engine import resolve_device, warn_about_mixed_flavours
 from .errors import shown, warn
-from .frontend import LossFunction
 from .graph import TrainingGraph
 from .graph.onnx_file import save_model
-from .graph_files import check_graph_paths, save_graphs
-from .graphs import StepGraphs
 from .interrupts import uninterrupted
-from .model_desc import ModelDescription
-from .model_source import BORROWED, LOSSES, model_source
-from .onnx_model import OnnxModel
-from .optim import _LRScheduler, _OptimizerConfig, rules
-from .options import ORTTrainerOptions
+from .optim import LRScheduler, OptimizerConfig, rules
+from .optim.step_info import TrainStepInfo
+from .options import ModelDescription, ORTTrainerOptions
 from .ownership import own_copies, owned_dtype
-from .session import StepSession
-from .state import Layout, Restored, apply_to_session, collect, compare_keys, read, to_pytorch
-from .step_info import TrainStepInfo
-from .window import AccumulationWindow
+from .runtime import StepSession
+from .runtime.engine import resolve_device, warn_about_mixed_flavours
+from .sources import BORROWED, LOSSES, model_source
+from .sources.onnx import OnnxModel
+from .sources.torch import LossFunction
+from .training.batch import Batch, to_tensor
+from .training.debug_files import check_graph_paths, save_graphs
+from .training.state import Layout, Restored, apply_to_session, collect, compare_keys, read, to_pytorch
+from .training.step_graphs import StepGraphs
+from .training.window import AccumulationWindow
 
 __all__ = ["ORTTrainer"]
 
@@ -47,7 +46,7 @@ _NO_COPY = (
     "it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
 )
 _GRADIENT_WEIGHT = "gradient_weight"
-Copied = TypeVar("Copied", LossScaler, _LRScheduler)
+Copied = TypeVar("Copied", LossScaler, LRScheduler)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -105,12 +104,12 @@ class ORTTrainer:
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
         model_desc: Mapping[str, Any] | str,
-        optim_config: _OptimizerConfig,
+        optim_config: OptimizerConfig,
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | None = None,
     ) -> None:
         warn_about_mixed_flavours()
-        if not isinstance(optim_config, _OptimizerConfig):
+        if not isinstance(optim_config, OptimizerConfig):
             raise TypeError(
                 f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}), but "
                 f"{shown(optim_config)} was given"
@@ -182,7 +181,7 @@ class ORTTrainer:
         return self._loss_scaler
 
     @property
-    def lr_scheduler(self) -> _LRScheduler | None:
+    def lr_scheduler(self) -> LRScheduler | None:
         """The trainer's own learning-rate schedule; None if there is none."""
         return self._lr_scheduler
 

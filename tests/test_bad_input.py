@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainStepInfo, amp, optim
-from ort_trainer.model_desc import ModelDescription
-from ort_trainer.schema import load_schema
+from ort_trainer.options.model_desc import ModelDescription
+from ort_trainer.options.schema import load_schema
 
 from .helpers import MLP, MLP_DESC
 

@@ -12,80 +12,25 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
-LEAVES = {"errors", "schema", "engine", "atomic", "interrupts", "memory", "ownership"}
+LEAVES = {"atomic", "errors", "interrupts", "ownership"}
 ALLOWED = {
     "errors": set(),
-    "schema": set(),
-    "engine": set(),
-    "atomic": {"interrupts"},
     "interrupts": set(),
-    "memory": set(),
+    "atomic": {"interrupts"},
     "ownership": set(),
-    "window": {"errors"},
-    "amp": {"errors", "step_info"},  # for annotations only
-    "optim": {"errors", "ownership", "step_info"},  # for annotations only
-    "step_info": {"errors", "optim"},
-    "model_desc": LEAVES,
-    "option_checks": set(),
-    "options": LEAVES | {"amp", "optim", "option_checks"},
-    "batch": LEAVES | {"model_desc"},
+    "optim": LEAVES,
+    "amp": LEAVES | {"optim"},
+    "options": LEAVES | {"amp", "optim", "runtime"},
     "graph": LEAVES,
-    "frontend": LEAVES | {"graph", "model_desc"},
-    "onnx_model": LEAVES | {"frontend", "graph", "model_desc"},
-    "model_source": LEAVES | {"frontend", "graph", "model_desc", "onnx_model", "optim", "options"},
-    "graphs": LEAVES | {"batch", "graph", "model_desc", "model_source", "session"},
-    "session": LEAVES | {"graph", "optim"},
-    "graph_files": LEAVES | {"graph", "optim", "session"},
-    "state": LEAVES | {"session", "optim", "window"},
+    "runtime": LEAVES | {"graph", "optim"},
     "checkpoint": LEAVES,
-    "trainer": LEAVES
-    | {
-        "amp",
-        "batch",
-        "checkpoint",
-        "frontend",
-        "graph",
-        "graphs",
-        "graph_files",
-        "model_desc",
-        "model_source",
-        "onnx_model",
-        "optim",
-        "options",
-        "session",
-        "state",
-        "step_info",
-        "window",
-    },
+    "sources": LEAVES | {"graph", "optim", "options", "runtime"},
+    "training": LEAVES | {"amp", "graph", "optim", "options", "runtime", "sources"},
+    "trainer": LEAVES | {"amp", "checkpoint", "graph", "optim", "options", "runtime", "sources", "training"},
+    "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": {"errors", "amp", "checkpoint", "flat_state", "interrupts", "model_desc", "onnx_model", "optim"},
-    "flat_state": {"trainer"},
-    "io_binding": LEAVES,
-    "training_parameters": LEAVES,
-    "training_session": LEAVES
-    | {
-        "batch",
-        "flat_state",
-        "graph",
-        "io_binding",
-        "onnx_model",
-        "optim",
-        "options",
-        "trainer",
-        "training_parameters",
-        "window",
-    },
-    "__init__": {
-        "amp",
-        "optim",
-        "errors",
-        "options",
-        "session",
-        "step_info",
-        "trainer",
-        "training_parameters",
-        "training_session",
-    },
+    "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "sources", "training_session"},
+    "__init__": {"amp", "errors", "optim", "options", "trainer", "training_session"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -130,12 +75,12 @@ def test_only_compat_uses_the_package_from_outside() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("torch.onnx", {"frontend/onnx_registry.py"}),
-        ("torch._functorch", {"frontend/capture.py", "frontend/patches.py"}),
-        ("torch.export", {"frontend/onnx_registry.py"}),
-        ("onnxruntime", {"engine.py"}),
+        ("torch.onnx", {"sources/torch/onnx_registry.py"}),
+        ("torch._functorch", {"sources/torch/capture.py", "sources/torch/patches.py"}),
+        ("torch.export", {"sources/torch/onnx_registry.py"}),
+        ("onnxruntime", {"runtime/engine.py"}),
         ("safetensors", {"checkpoint/file.py"}),
-        ("cerberus", {"schema.py"}),
+        ("cerberus", {"options/schema.py"}),
         ("h5py", {"checkpoint/legacy.py"}),
         ("pickle", set()),
     ],
@@ -152,8 +97,9 @@ def test_heavy_libraries_have_one_place(library: str, places: set[str]) -> None:
 
 
 def test_importing_the_package_does_not_import_the_exporter() -> None:
-    program = (
-        "import sys, ort_trainer; print([m for m in ('ort_trainer.frontend.export', 'onnxscript') if m in sys.modules])"
-    )
+    program = """if True:
+        import sys, ort_trainer
+        print([m for m in ('ort_trainer.sources.torch.export', 'onnxscript') if m in sys.modules])
+    """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"

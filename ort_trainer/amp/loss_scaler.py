@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..step_info import TrainStepInfo
+from typing import Any
 
 from ..errors import shown
+from ..optim.step_info import TrainStepInfo
 
 __all__ = ["DynamicLossScaler", "LossScaler"]
 

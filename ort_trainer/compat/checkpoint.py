@@ -14,7 +14,7 @@ import torch
 from ort_trainer import ORTTrainer
 
 from ..checkpoint import load_checkpoint_file
-from ..flat_state import flat_state_dict, load_flat_state_dict
+from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
 
 __all__ = [
     "aggregate_checkpoints",

@@ -19,9 +19,9 @@ import ort_trainer
 
 from .. import amp, optim
 from ..errors import shown
-from ..flat_state import flat_state_dict, load_flat_state_dict
 from ..interrupts import uninterrupted
-from ..onnx_model import OnnxModel, load_onnx_model
+from ..sources.onnx import OnnxModel, load_onnx_model
+from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
 from .checkpoint import Folder, load_from_folder, save_in_folder
 from .options import without_idle_all_reduce
 

@@ -13,8 +13,8 @@ from typing import Any
 import ort_trainer
 
 from .. import amp, optim
-from ..model_desc import ModelDescription
 from ..optim import lr_scheduler
+from ..options import ModelDescription
 from . import checkpoint, older_api
 from .options import ORTTrainerOptions
 
@@ -56,7 +56,7 @@ _SCHEDULES = {
     "CosineWarmupLRScheduler": optim.CosineWarmupLRScheduler,
     "LinearWarmupLRScheduler": optim.LinearWarmupLRScheduler,
     "PolyWarmupLRScheduler": optim.PolyWarmupLRScheduler,
-    "_LRScheduler": lr_scheduler._LRScheduler,
+    "_LRScheduler": lr_scheduler.LRScheduler,
 }
 _TRAINER = {
     "ORTTrainer": ort_trainer.ORTTrainer,

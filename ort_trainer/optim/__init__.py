@@ -6,14 +6,14 @@ from .lr_scheduler import (
     ConstantWarmupLRScheduler,
     CosineWarmupLRScheduler,
     LinearWarmupLRScheduler,
+    LRScheduler,
     PolyWarmupLRScheduler,
-    _LRScheduler,
 )
 from .rules import *  # noqa: F403 - what is found there, so that a new optimizer is a new file and nothing else
 from .rules import AdamConfig, AdamWConfig, LambConfig, LionConfig, SGDConfig
 
-LRScheduler = _LRScheduler
 # The names that the legacy package had for the bases.
+_LRScheduler = LRScheduler
 _OptimizerConfig = OptimizerConfig
 
 __all__ = [

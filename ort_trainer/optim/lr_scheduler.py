@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..step_info import TrainStepInfo
+from typing import Any
 
 from ..errors import shown
+from .step_info import TrainStepInfo
 
 __all__ = [
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
+    "LRScheduler",
     "LinearWarmupLRScheduler",
     "PolyWarmupLRScheduler",
 ]
@@ -32,7 +31,7 @@ def _real(name: str, value: Any, *, positive: bool = False) -> float:
     return float(value)
 
 
-class _LRScheduler:
+class LRScheduler:
     """Base class of schedules. Subclass it for one of your own and override :meth:`get_lr`.
 
     A subclass need not call ``super().__init__()``.
@@ -74,7 +73,7 @@ class _LRScheduler:
         self._last_lr = list(state_dict["last_lr"])
 
 
-class _WarmupLRScheduler(_LRScheduler):
+class _WarmupLRScheduler(LRScheduler):
     """The shared warm-up; subclasses give the factor after it."""
 
     def __init__(self, total_steps: int, warmup: float) -> None:

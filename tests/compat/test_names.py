@@ -15,7 +15,7 @@ import pytest
 import ort_trainer
 from ort_trainer import ORTTrainerOptions, compat
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
-from ort_trainer.schema import load_schema
+from ort_trainer.options.schema import load_schema
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parent.parent / "docs" / "names.md").read_text()

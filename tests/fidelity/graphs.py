@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from ort_trainer.frontend import GraphBuilder
 from ort_trainer.graph import TrainingGraph
+from ort_trainer.sources.torch import GraphBuilder
 
 
 @contextlib.contextmanager

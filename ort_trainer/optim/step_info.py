@@ -1,0 +1,72 @@
+"""``TrainStepInfo``: where training stands; what schedules and loss scalers get to see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ..errors import shown
+from .config import OptimizerConfig
+
+__all__ = ["TrainStepInfo"]
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, but {shown(value)} ({type(value).__name__}) was given")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, but {value} was given")
+    return value
+
+
+class TrainStepInfo:
+    """State of the training loop.
+
+    Attributes:
+        optimizer_config: The trainer's optimizer config.
+        all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
+        fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
+            Assigned values are checked; None is an empty list.
+        optimization_step: Number of completed weight updates; drives the schedules.
+        step: Number of completed ``train_step`` calls.
+    """
+
+    def __init__(
+        self,
+        optimizer_config: OptimizerConfig,
+        all_finite: bool = True,
+        fetches: Collection[str] | None = None,
+        optimization_step: int = 0,
+        step: int = 0,
+    ) -> None:
+        if not isinstance(optimizer_config, OptimizerConfig):
+            raise TypeError(f"optimizer_config must be an optimizer config, but {shown(optimizer_config)} was given")
+        if not isinstance(all_finite, bool):
+            raise TypeError(f"all_finite must be a bool, but {shown(all_finite)} was given")
+        self.optimizer_config = optimizer_config
+        self.all_finite = all_finite
+        self.fetches = fetches
+        self.optimization_step = _count("optimization_step", optimization_step)
+        self.step = _count("step", step)
+
+    @property
+    def fetches(self) -> list[str]:
+        """Names of the outputs that steps return, in this order; empty, or assigned None, for all of them."""
+        return self._fetches
+
+    @fetches.setter
+    def fetches(self, names: Collection[str] | None) -> None:
+        names = [] if names is None else names
+        if (
+            isinstance(names, str)
+            or not isinstance(names, Collection)
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise TypeError(f"fetches must be a list of output names, but {shown(names)} was given")
+        self._fetches = list(names)
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainStepInfo(step={self.step}, optimization_step={self.optimization_step}, "
+            f"all_finite={self.all_finite}, fetches={self.fetches})"
+        )

@@ -1,0 +1,71 @@
+"""Loads the cerberus schemas that ship with the package and validates documents against them.
+
+This is the one place that imports cerberus. A schema file is JSON; the names of its custom types are resolved by
+the caller, which knows the Python classes behind them.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cerberus
+
+__all__ = ["SchemaValidator", "flatten_errors", "load_schema"]
+
+
+def load_schema(name: str) -> dict[str, Any]:
+    """Returns the schema ``name`` (a file of ``schemas/`` without its ending) as a new dict.
+
+    In an installed wheel the files lie inside the package, in a checkout beside it.
+    """
+    packaged = importlib.resources.files("ort_trainer") / "schemas" / f"{name}.json"
+    if packaged.is_file():
+        return dict(json.loads(packaged.read_text(encoding="utf-8")))
+    checkout = Path(__file__).resolve().parents[2] / "schemas" / f"{name}.json"
+    return dict(json.loads(checkout.read_text(encoding="utf-8")))
+
+
+class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
+    """A cerberus validator with the rules that the schemas of this package use beyond cerberus' own."""
+
+    types_mapping = cerberus.Validator.types_mapping.copy()
+    types_mapping["callable"] = cerberus.TypeDefinition("callable", (object,), ())
+    # A bool is an int to Python and to cerberus, but True is no number of steps.
+    types_mapping["integer"] = cerberus.TypeDefinition("integer", (int,), (bool,))
+
+    @classmethod
+    def with_types(cls, **types: tuple[type, ...]) -> type[SchemaValidator]:
+        """Returns a subclass that knows more type names, each with the Python classes that it accepts."""
+        mapping = cls.types_mapping.copy()
+        for name, classes in types.items():
+            mapping[name] = cerberus.TypeDefinition(name, classes, ())
+        return type("TypedSchemaValidator", (cls,), {"types_mapping": mapping})
+
+    def _check_with_callable(self, field: str, value: Any) -> None:
+        if value is not None and not callable(value):
+            self._error(field, "Must be callable or None")
+
+    def _check_with_positive(self, field: str, value: Any) -> None:
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            self._error(field, "must be positive and finite")
+
+    def _validate_only_default(self, reason: str, field: str, value: Any) -> None:
+        """The rule's arguments are validated against this schema: {'type': 'string'}"""
+        default = self.schema[field].get("default")
+        if value != default:
+            self._error(field, f"can't be changed from {default!r}: {reason}")
+
+
+def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields every (dotted path, message) of a cerberus error tree, in the tree's order."""
+    for key, entries in errors.items():
+        here = f"{path}.{key}" if path else str(key)
+        for entry in entries:
+            if isinstance(entry, Mapping):
+                yield from flatten_errors(entry, here)
+            else:
+                yield here, str(entry)

@@ -1,0 +1,181 @@
+"""``ORTTrainerOptions``: the validated, immutable settings of a trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..amp import LossScaler
+from ..errors import shown
+from ..optim import LRScheduler
+from ..runtime.engine import SessionOptions
+from .checks import conflicts, respelled
+from .schema import SchemaValidator, flatten_errors, load_schema
+
+__all__ = ["ORTTrainerOptions"]
+
+_SCHEMA = load_schema("trainer_options")
+_MINIMUM_OPSET = 18
+
+
+class _OptionsValidator(
+    SchemaValidator.with_types(  # type: ignore[misc]
+        lr_scheduler=(LRScheduler,), loss_scaler=(LossScaler,), session_options=(SessionOptions,)
+    )
+):
+    def _normalize_coerce_enum_name(self, value: Any) -> Any:
+        return getattr(value, "name", value)
+
+    def _normalize_coerce_dtype_name(self, value: Any) -> Any:
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+class _Options:
+    """A section of the options: attributes that can be read and not set."""
+
+    __slots__ = ("_values",)
+    _values: Mapping[str, Any]
+
+    def __init__(self, values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+        frozen = {key: _freeze(value, schema.get(key, {})) for key, value in values.items()}
+        object.__setattr__(self, "_values", MappingProxyType(frozen))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"there is no option {name!r} here: the options are {sorted(self._values)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"options are immutable, so {name!r} can't be set: make a new ORTTrainerOptions from a changed dict "
+            "(to_dict() gives one)"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lstrip('_')}({self.to_dict()!r})"
+
+    def __copy__(self) -> _Options:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all values, defaults included, as new nested dicts and lists."""
+        return {key: _thaw(value) for key, value in self._values.items()}
+
+
+def _freeze(value: Any, schema: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        if "schema" in schema:
+            return _Options(value, schema["schema"])
+        return MappingProxyType({key: _freeze(entry, {}) for key, entry in value.items()})
+    return tuple(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, _Options):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _thaw(entry) for key, entry in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _describe(document: Mapping[str, Any], path: str) -> str:
+    """Returns the text that tells what was given at a dotted path, or nothing where nothing was."""
+    value: Any = document
+    for key in path.split("."):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, (list, tuple)) and key.isdecimal():
+            value = value[int(key)]
+        else:
+            return ""
+    return f" (given: {shown(value)}, {type(value).__name__})"
+
+
+class ORTTrainerOptions(_Options):
+    """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
+
+    The settings are a nested dict; what is left out gets its default, and every value is then an attribute:
+    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. docs/options.md
+    lists all keys.
+
+    Args:
+        options: The settings, or None for all defaults. The dict is not changed and not kept.
+
+    Raises:
+        TypeError: If ``options`` is not a mapping.
+        ValueError: If any setting is unknown, has a wrong value, or is not supported yet. The text starts with
+            ``Invalid options: `` and names every wrong setting by its dotted path.
+
+    Example:
+        >>> ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 4}}).batch.gradient_accumulation_steps
+        4
+    """
+
+    __slots__ = ("_given",)
+    _given: frozenset[str]
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        if options is None:
+            options = {}
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"options must be a dict or None, but a {type(options).__name__} was given: {shown(options)}"
+            )
+        options, errors = respelled(options)
+        given = frozenset(_paths(options))
+        validator = _OptionsValidator(_SCHEMA)
+        valid = validator.validate(options)
+        for path, message in flatten_errors(validator.errors):
+            errors.append(f"{path}: {message}{_describe(options, path)}")
+        if valid:
+            errors += conflicts(validator.document, given)
+        if errors:
+            raise ValueError("Invalid options: " + "; ".join(errors))
+        document = validator.document
+        opset = document["_internal_use"]["onnx_opset_version"]
+        if opset < _MINIMUM_OPSET:
+            warnings.warn(
+                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; "
+                f"{_MINIMUM_OPSET} is used instead",
+                UserWarning,
+                stacklevel=2,
+            )
+            document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
+        super().__init__(document, _SCHEMA)
+        object.__setattr__(self, "_given", given)
+
+    def is_given(self, path: str) -> bool:
+        """Returns whether the user gave the setting at this dotted path, be it at its default."""
+        return path in self._given
+
+
+def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in options.items():
+        here = f"{path}.{key}" if path else str(key)
+        yield here
+        if isinstance(value, Mapping):
+            yield from _paths(value, here)

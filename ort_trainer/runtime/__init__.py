@@ -1,0 +1,5 @@
+"""ONNX Runtime: what the installed engine can do, and the sessions that run graphs on it."""
+
+from .session import StepSession
+
+__all__ = ["StepSession"]

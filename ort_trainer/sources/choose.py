@@ -1,0 +1,51 @@
+"""Chooses the source that fits what the user calls a model, and a loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+from torch import nn
+from torch.nn import functional as F
+
+from ..optim import OptimizerConfig
+from ..options import ORTTrainerOptions
+from .model_source import ModelSource
+from .onnx import OnnxModel
+from .onnx.model import OnnxSource
+from .torch import LossFunction
+from .torch.model import TorchSource
+
+__all__ = ["LOSSES", "model_source"]
+
+LOSSES: Mapping[str, LossFunction] = {
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "cross_entropy": F.cross_entropy,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "nll": F.nll_loss,
+    "smooth_l1": F.smooth_l1_loss,
+}
+"""The losses that ``loss_fn`` can be given by name: functions of torch.nn.functional with their defaults."""
+
+
+def model_source(
+    model: Any, loss_fn: LossFunction | None, optim_config: OptimizerConfig, options: ORTTrainerOptions
+) -> ModelSource:
+    """Returns a model behind its face.
+
+    Raises:
+        TypeError: If it is no model.
+        RuntimeError: If it is an ONNX model, and the installed ONNX Runtime can't differentiate one.
+    """
+    if isinstance(model, nn.Module):
+        return TorchSource(model, loss_fn, optim_config, options)
+    if isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike)):
+        return OnnxSource(model, loss_fn, optim_config, options)
+    raise TypeError(
+        "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "
+        f"{type(model).__name__} was given"
+    )

@@ -1,0 +1,141 @@
+"""What the two sources of training graphs have in common: a model with its weights, and what builds its graphs."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..graph import TrainingGraph
+from ..optim import OptimizerConfig
+from ..options import ModelDescription, ORTTrainerOptions
+
+__all__ = ["BORROWED", "Builder", "ModelSource", "Named", "autocast_dtype", "check_names"]
+
+Named = Mapping[str, torch.Tensor]
+BORROWED = threading.RLock()
+"""Held while a model is looked at or exported: an export changes modes and functions of PyTorch for a while."""
+
+
+class Builder(Protocol):
+    """Builds graphs of one model, loss and description."""
+
+    def build(self, batch: Named, training: bool) -> TrainingGraph:
+        """Returns the training or evaluation graph for a sample batch."""
+        ...
+
+    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
+        """Returns what the model itself computes in evaluation mode."""
+        ...
+
+
+class ModelSource(ABC):
+    """A model with its weights.
+
+    Attributes:
+        name: What messages call it.
+        fixed: Whether nobody can change its weights from outside.
+        inputs: Names of its inputs.
+        canonical: Every name of a parameter or buffer -> the first name of the same tensor.
+        saved: What is in a state dict, tied names included, in order.
+        transient: What is not.
+        trainable: Canonical names of the parameters to train.
+    """
+
+    name: str
+    fixed: bool
+    inputs: Sequence[str]
+    canonical: Mapping[str, str]
+    saved: Named
+    transient: Named
+    trainable: list[str]
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Named:
+        """All parameters by canonical name, trained or not, as the model has them now."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Named:
+        """All buffers, likewise."""
+
+    def variant(self, training: bool) -> Hashable:
+        """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
+
+        Args:
+            training: Whether for training graphs.
+
+        Raises:
+            RuntimeError: If it has become another model, or has nothing to train.
+        """
+        self._check_trainable(training, self.trainable)
+        return None
+
+    def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
+        if training and not trainable:
+            raise RuntimeError(
+                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights; "
+                "eval_step works"
+            )
+
+    def names_of_trainable(self) -> dict[str, list[str]]:
+        """Returns the parameters to train, each with all its names."""
+        aliases: dict[str, list[str]] = {}
+        for name, canonical in self.canonical.items():
+            aliases.setdefault(canonical, []).append(name)
+        return {name: aliases[name] for name in self.trainable}
+
+    @abstractmethod
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a step by name, where there is no description yet."""
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros, with 2 for every size that is open, where the model says what it takes.
+
+        Raises:
+            RuntimeError: If only a real batch can tell.
+        """
+        raise RuntimeError(
+            "no batch has told yet what the model takes: call prepare(), train_step() or eval_step() before"
+        )
+
+    @abstractmethod
+    def describe(self, batch: Named) -> ModelDescription:
+        """Returns a description that is derived from a sample batch."""
+
+    @abstractmethod
+    def builder(self, description: ModelDescription) -> Builder:
+        """Returns what builds the graphs.
+
+        Raises:
+            ValueError: If the description does not fit the model.
+        """
+
+
+def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:
+    """Checks that frozen weights and parameter groups name parameters.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    unknown = [name for name in options.utils.frozen_weights if name not in names]
+    if unknown:
+        raise ValueError(
+            f"utils.frozen_weights names {unknown}, which are no parameters of the model; it has {sorted(names)}"
+        )
+    for group in optim_config.params:
+        unknown = [name for name in group["params"] if name not in names]
+        if unknown:
+            raise ValueError(
+                f"a parameter group names {unknown}, which are no parameters of the model; it has {sorted(names)}"
+            )
+
+
+def autocast_dtype(options: ORTTrainerOptions) -> torch.dtype | None:
+    """Returns the dtype of mixed precision; None without it."""
+    precision = options.mixed_precision
+    return getattr(torch, precision.dtype) if precision.enabled else None

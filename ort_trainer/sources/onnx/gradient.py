@@ -1,0 +1,290 @@
+"""Differentiates an ONNX graph with ONNX Runtime's gradient builder, and finds out before what it can't do."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ...errors import ExportError, shown
+from ...runtime.engine import training_bindings
+from .nodes import Values, attributes_of, names_inside
+
+__all__ = [
+    "GradientNode",
+    "constant_like",
+    "differentiable",
+    "differentiate",
+    "gradient_path",
+    "has_user_gradient",
+    "register_gradient",
+]
+
+# The operators for which the gradient builder of onnxruntime-training 1.19.2 has a gradient, and its CPU provider the
+# kernels; tests/onnx_model/test_gradient.py asks it for each.
+_DIFFERENTIABLE = {
+    "": """Abs Add Cast Clip Concat Conv Cos Div Erf Exp Expand Flatten Gather GatherElements GatherND Gelu
+        Gemm GlobalAveragePool Identity LayerNormalization LeakyRelu Log LogSoftmax MatMul Max Min Mul Neg Pad
+        Pow Reciprocal ReduceL2 ReduceLogSumExp ReduceMean ReduceSum Relu Reshape ScatterElements ScatterND Sigmoid
+        SimplifiedLayerNormalization Sin Slice Softmax SoftmaxCrossEntropyLoss Split Sqrt Squeeze Sub Tanh Tile TopK
+        Transpose Trilu Unsqueeze Where""",
+    "com.microsoft": "BiasGelu FastGelu Gelu QuickGelu",
+}
+# Inputs through which no gradient flows: position -> nothing to differentiate. None stands for all.
+_STOPS: dict[str, set[int] | None] = {
+    **dict.fromkeys(("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor")),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "IsInf", "IsNaN", "Round", "Sign")),
+    **dict.fromkeys(("Bernoulli", "RandomNormalLike", "RandomUniformLike")),
+    **dict.fromkeys(("ConstantOfShape", "NonZero", "Range", "Shape", "Size")),
+    "OneHot": {0, 1},
+    "Where": {0},
+}
+# Of these the gradient builder has the gradient of the first input only.
+_ONLY_FIRST = ("Clip", "Pad", "Pow", "SoftmaxCrossEntropyLoss")
+# Of these the gradient builder would ask for a gradient; it is zero.
+_ZERO = ("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign")
+
+
+@dataclass(frozen=True)
+class GradientNode:
+    """A node of the gradient of an operator.
+
+    Values are called ``GO(i)`` (gradient of output i), ``I(i)`` (input i), ``O(i)`` (output i), ``GI(i)`` (gradient of
+    input i: what is to be computed), or by any other name.
+
+    Attributes:
+        op_type: Operator.
+        inputs: Values that go in.
+        outputs: Values that come out.
+        attributes: Numbers, strings or lists of them; for a tensor an array, or :func:`constant_like`.
+        domain: Domain of the operator.
+    """
+
+    op_type: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class _ConstantLike:
+    value: float
+    like: str
+
+
+def constant_like(value: float, like: str) -> Any:
+    """Returns a scalar tensor as the ``value`` of a ``Constant`` node, of the element type of ``I(i)`` or ``O(i)``."""
+    if like[:1] not in ("I", "O") or like[1:2] != "(":
+        raise ValueError(
+            f"like must be 'I(0)', 'O(0)', ... (an input or output of the operator), but {like!r} was given"
+        )
+    return _ConstantLike(value, f"{like[0]}ElemType{like[1:]}")
+
+
+_registered: set[tuple[str, str]] = set()
+_by_user: set[tuple[str, str]] = set()
+
+
+def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
+    """Tells how an operator is differentiated, for all models of this process that are built from now on.
+
+    It comes before what this package or ONNX Runtime does with the operator.
+
+    Args:
+        op_type: The operator, one of ONNX's or your own.
+        nodes: The nodes that compute ``GI(i)`` for every input that has a gradient.
+        domain: The operator's domain.
+
+    Raises:
+        RuntimeError: If the installed ONNX Runtime can't differentiate (only onnxruntime-training can).
+        ValueError: If no node computes a ``GI(i)``.
+
+    Example:
+        >>> register_gradient("Atan", [
+        ...     GradientNode("Mul", ["I(0)", "I(0)"], ["square"]),
+        ...     GradientNode("Constant", [], ["one"], {"value": constant_like(1.0, "I(0)")}),
+        ...     GradientNode("Add", ["square", "one"], ["sum"]),
+        ...     GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"]),
+        ... ])
+    """
+    if not any(name.startswith("GI(") for node in nodes for name in node.outputs):
+        raise ValueError(f"the gradient of {op_type!r} computes no GI(i): one of its nodes must have such an output")
+    _register_own()
+    _register(op_type, nodes, domain)
+    _by_user.add((domain, op_type))
+
+
+def has_user_gradient(node: onnx.NodeProto) -> bool:
+    """Returns whether a gradient was registered for the operator of a node."""
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _by_user
+
+
+def _register(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
+    bindings = training_bindings()
+    definitions = []
+    for node in nodes:
+        definition = bindings.GradientNodeDefinition()
+        definition.op_type, definition.domain = node.op_type, node.domain
+        definition.inputs, definition.outputs = list(node.inputs), list(node.outputs)
+        definition.attributes = [_attribute(bindings, name, value) for name, value in node.attributes.items()]
+        definitions.append(definition)
+    bindings.register_gradient_definition(f"{domain}::{op_type}", definitions)
+    _registered.add((domain, op_type))
+
+
+def _attribute(bindings: Any, name: str, value: Any) -> Any:
+    definition = bindings.GradientNodeAttributeDefinition()
+    definition.name = name
+    if isinstance(value, _ConstantLike):
+        definition.dtype, definition.is_tensor, plain = value.like, True, value.value
+    elif isinstance(value, np.ndarray):
+        definition.dtype, definition.is_tensor, plain = value.dtype.name.removesuffix("64"), True, value.tolist()
+    else:
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        kinds = {bool: "bool", int: "int", float: "float", str: "string"}
+        if type(first) not in kinds:
+            raise TypeError(f"attribute {name!r} must be a number, str, list of them or array, but is {shown(value)}")
+        definition.dtype, definition.is_tensor, plain = kinds[type(first)], False, value
+    definition.value_json = json.dumps(plain)
+    return definition
+
+
+def differentiable(node: onnx.NodeProto) -> bool:
+    """Returns whether there is a gradient for the operator of a node."""
+    _register_own()
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    return (domain, node.op_type) in _registered or node.op_type in _DIFFERENTIABLE.get(domain, "").split()
+
+
+def gradient_path(
+    graph: onnx.GraphProto, values: Values, trained: Collection[str], loss: str
+) -> Iterator[tuple[onnx.NodeProto, list[int]]]:
+    """Yields, from the loss backwards, every node through which gradient flows, with the inputs that want one."""
+    reached = set(trained)
+    active: list[list[int]] = []
+    for node in graph.node:
+        standard = node.domain in ("", "ai.onnx") and not has_user_gradient(node)
+        stops = _STOPS.get(node.op_type, set()) if standard else set()
+        inputs = [] if stops is None else [i for i, n in enumerate(node.input) if n in reached and i not in stops]
+        active.append(inputs or ([-1] if names_inside(node) & reached else []))
+        if active[-1]:
+            reached.update(name for name in node.output if name and values.is_float(name))
+    wanted = {loss}
+    for node, inputs in zip(reversed(graph.node), reversed(active), strict=True):
+        if inputs and not wanted.isdisjoint(set(node.output) & reached):
+            wanted.update(node.input[index] for index in inputs if index >= 0)
+            yield node, inputs
+
+
+def differentiate(
+    model: onnx.ModelProto,
+    trained: Sequence[str],
+    loss: str,
+    differentiated: str,
+    refused: Mapping[str, str] | None = None,
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """Adds the backward pass to a model.
+
+    Args:
+        model: The forward pass; it is not changed.
+        trained: Inputs of the graph that want a gradient; those that the loss does not depend on get none.
+        loss: The loss.
+        differentiated: What is differentiated: the loss, or the loss times a scale.
+        refused: First output of a node -> why there is no rewrite for it.
+
+    Returns:
+        The model with both passes; input -> output with its gradient.
+
+    Raises:
+        ExportError: If operators have no gradient. The message names them all.
+    """
+    values = Values(model)
+    path = list(gradient_path(model.graph, values, trained, differentiated))
+    missing = [node for node, inputs in path if not _has_gradient(node, inputs)]
+    if missing:
+        reasons = refused or {}
+        places = "; ".join(
+            reasons.get(n.output[0]) or f"{n.op_type} (node {n.name!r}, output {n.output[0]!r})"
+            for n in reversed(missing)
+        )
+        raise ExportError(
+            f"these operators lie between a trained weight and the loss {loss!r}, and ONNX Runtime has no gradient for "
+            f"them: {places}. Tell it with ort_trainer.onnx_model.register_gradient, export the model with other "
+            "operators, or freeze what comes before them with utils.frozen_weights"
+        )
+    wanted = {node.input[index] for node, inputs in path for index in inputs}
+    reachable = {name for name in trained if name in wanted}
+    if not reachable:
+        raise ExportError(f"the loss {loss!r} depends on no trained weight; they are {sorted(trained)}")
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]  # ONNX Runtime infers them itself, and takes other names for a contradiction
+    bindings = training_bindings()
+    options = bindings.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        builder = bindings.GradientGraphBuilder(
+            bare.SerializeToString(), {differentiated}, reachable, differentiated, options
+        )
+        builder.build()
+    except Exception as error:
+        raise ExportError(f"ONNX Runtime's gradient builder can't differentiate the model: {error}") from error
+    return onnx.load_from_string(builder.get_model()), {name: f"{name}_grad" for name in trained if name in reachable}
+
+
+def _has_gradient(node: onnx.NodeProto, inputs: Sequence[int]) -> bool:
+    """Returns whether all inputs of a node can get the gradients that are wanted of them."""
+    if has_user_gradient(node):
+        return True
+    if node.op_type.startswith("Scatter") and attributes_of(node).get("reduction", "none") not in ("none", "add"):
+        return False
+    only = _ONLY_FIRST if node.domain in ("", "ai.onnx") else ()
+    if node.op_type in only and set(inputs) != {0}:
+        return False
+    return differentiable(node)
+
+
+@functools.cache
+def _register_own() -> None:
+    """Registers the gradients of elementary functions that the gradient builder lacks."""
+    zero = [
+        GradientNode("Shape", ["I(0)"], ["shape"]),
+        GradientNode("Constant", [], ["zero"], {"value": constant_like(0.0, "I(0)")}),
+        GradientNode("Expand", ["zero", "shape"], ["GI(0)"]),
+    ]
+    for op_type in _ZERO:
+        _register(op_type, zero)
+    one = GradientNode("Constant", [], ["one"], {"value": constant_like(1.0, "I(0)")})
+    square = GradientNode("Mul", ["I(0)", "I(0)"], ["square"])
+    root = [GradientNode("Sqrt", ["radicand"], ["root"]), GradientNode("Div", ["GO(0)", "root"], ["GI(0)"])]
+    rules = {
+        "Asin": [GradientNode("Sub", ["one", "square"], ["radicand"]), *root],
+        "Asinh": [GradientNode("Add", ["one", "square"], ["radicand"]), *root],
+        "Acosh": [GradientNode("Sub", ["square", "one"], ["radicand"]), *root],
+        "Acos": [
+            GradientNode("Sub", ["one", "square"], ["radicand"]),
+            GradientNode("Sqrt", ["radicand"], ["root"]),
+            GradientNode("Div", ["GO(0)", "root"], ["negative"]),
+            GradientNode("Neg", ["negative"], ["GI(0)"]),
+        ],
+        "Atan": [GradientNode("Add", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
+        "Atanh": [GradientNode("Sub", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
+    }
+    for op_type, nodes in rules.items():
+        _register(op_type, [one, square, *nodes])
+    for op_type, derivative in (("Sinh", "Cosh"), ("Cosh", "Sinh")):
+        factor = GradientNode(derivative, ["I(0)"], ["derivative"])
+        _register(op_type, [factor, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+    tangent = [
+        GradientNode("Mul", ["O(0)", "O(0)"], ["square"]),
+        GradientNode("Add", ["square", "one"], ["derivative"]),
+    ]
+    _register("Tan", [one, *tangent, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+    # Rewritten before so that it neither excludes nor reverses.
+    _register("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])

@@ -1,0 +1,213 @@
+"""Measures the shapes that shape inference leaves open: the forward pass is run for batches of several sizes.
+
+Shape inference ends where a size meets one that it does not know: what an unknown size and 1 broadcast to may be
+anything, and so may what a symbol and an unknown size do. An engine that has run the model knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from ...graph import evaluate
+from ...graph.names import Names
+from ...options import ModelDescription
+from ...runtime.engine import InferenceSession, session_options
+from .modes import to_evaluation
+from .nodes import Values, names_in
+
+__all__ = ["measure_shapes"]
+
+_log = logging.getLogger(__name__)
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+Sizes = Mapping[str, int]
+Run = tuple[Sizes, Mapping[str, tuple[int, ...]]]
+
+
+def measure_shapes(
+    model: onnx.ModelProto,
+    description: ModelDescription,
+    batch: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    fixed: Sizes,
+) -> set[str]:
+    """Writes the shapes that inference leaves open into a model, in place.
+
+    A size is a number, a symbol, or an expression over symbols (see :func:`ort_trainer.graph.evaluate`), if it is that
+    in all runs: at the sizes of the batch, at two or three general ones, and with each symbol at 1. What depends on the
+    values of a batch is left open.
+
+    Args:
+        model: The forward pass, without the loss function.
+        description: Says which dimensions of the inputs are symbols.
+        batch: A sample of every input.
+        state: The weights and buffers.
+        fixed: Symbols that the model has as numbers.
+
+    Returns:
+        The values whose shapes were found so.
+    """
+    taken = {value.name for value in model.graph.input}
+    inputs = {entry.name: entry.shape for entry in description.inputs if entry.name in taken}
+    own = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
+    symbols = {size for shape in inputs.values() for size in shape if isinstance(size, str)} - set(fixed)
+    values = Values(model)
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model)
+    to_evaluation(probe)
+    unknown = [
+        name
+        for name in dict.fromkeys(name for node in probe.graph.node for name in node.output)
+        if values.is_tensor(name) and not _is_known(values.shape(name), symbols)
+    ]
+    if not unknown:
+        return set()
+    try:
+        runs, again = _Probe(probe, inputs, batch, state, unknown).runs({symbol: own[symbol] for symbol in symbols})
+    except Exception as error:  # ONNX Runtime's errors have no class of their own
+        _log.info("the shapes of the ONNX model can't be measured: %s", error)
+        return set()
+    found = {}
+    for name in unknown:
+        shapes = [(sizes, measured[name]) for sizes, measured in runs]
+        if len({len(shape) for _, shape in shapes}) == 1 and runs[0][1][name] == again[name]:
+            columns = zip(*(shape for _, shape in shapes), strict=True)
+            found[name] = [_explain([sizes for sizes, _ in shapes], column) for column in columns]
+    kept = [value for value in model.graph.value_info if value.name not in found]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
+    outputs = {value.name: value for value in model.graph.output}
+    for name, shape in found.items():
+        value = helper.make_tensor_value_info(name, values.known_type(name), shape)
+        if name in outputs:
+            outputs[name].CopyFrom(value)
+        else:
+            model.graph.value_info.append(value)
+    return set(found)
+
+
+def _is_known(shape: Sequence[int | str | None] | None, symbols: set[str]) -> bool:
+    return shape is not None and all(isinstance(size, int) or size in symbols for size in shape)
+
+
+class _Probe:
+    """A session that tells the shapes of values of a model, which is used up."""
+
+    def __init__(
+        self,
+        probe: onnx.ModelProto,
+        inputs: Mapping[str, Sequence[int | str]],
+        batch: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        wanted: Sequence[str],
+    ) -> None:
+        self._inputs = inputs
+        self._batch = {name: batch[name].cpu().numpy() for name in inputs}
+        names = Names(names_in(probe.graph))
+        self._outputs = {names.unique(f"{name}.shape"): name for name in wanted}
+        probe.graph.node.extend(helper.make_node("Shape", [name], [output]) for output, name in self._outputs.items())
+        del probe.graph.output[:]
+        probe.graph.output.extend(
+            helper.make_tensor_value_info(name, TensorProto.INT64, None) for name in self._outputs
+        )
+        for value in probe.graph.input:  # other sizes than those of the symbols that are fixed are never asked for
+            if value.name in inputs:
+                value.type.tensor_type.ClearField("shape")
+        options = session_options(None, False)
+        options.log_severity_level = 4  # sizes that the model does not take are no news
+        self._session = InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        taken = {value.name for value in self._session.get_inputs()}
+        self._taken = taken & set(inputs)
+        self._state = {name: value.detach().cpu().numpy() for name, value in state.items() if name in taken}
+
+    def runs(self, own: Sizes) -> tuple[list[Run], Mapping[str, tuple[int, ...]]]:
+        """Returns sizes with the shapes for them, first for the batch's own, and the latter for other values."""
+        first = self._shapes(own)
+        # What the values of a batch decide is no matter of its sizes.
+        again = self._try(own, blank=True)
+        runs: list[Run] = [(own, first)]
+        for family in _families(own) if own else ():
+            found = [(sizes, self._try(sizes)) for sizes in family]
+            if all(shapes is not None for _, shapes in found):
+                runs += [(sizes, shapes) for sizes, shapes in found if shapes is not None]
+                break
+        else:
+            if own:
+                raise RuntimeError(f"the model runs with no other sizes than {dict(own)}")
+        ones = [{**own, symbol: 1} for symbol in own] + [dict.fromkeys(own, 1)]
+        runs += [(sizes, shapes) for sizes in ones if (shapes := self._try(sizes)) is not None]
+        return runs, first if again is None else again
+
+    def _try(self, sizes: Sizes, blank: bool = False) -> Mapping[str, tuple[int, ...]] | None:
+        try:
+            return self._shapes(sizes, blank)
+        except Exception:  # a size may be one that the model does not take
+            return None
+
+    def _shapes(self, sizes: Sizes, blank: bool = False) -> Mapping[str, tuple[int, ...]]:
+        feed: dict[str, Any] = dict(self._state)
+        for name in self._taken:
+            array = self._batch[name]
+            for axis, size in enumerate(self._inputs[name]):
+                if isinstance(size, str) and size in sizes:
+                    array = np.take(array, np.arange(sizes[size]) % array.shape[axis], axis)
+            feed[name] = np.zeros_like(array) if blank else array
+        shapes = self._session.run(list(self._outputs), feed)
+        return {name: tuple(shape.tolist()) for name, shape in zip(self._outputs.values(), shapes, strict=True)}
+
+
+def _families(own: Sizes) -> Iterator[list[Sizes]]:
+    """Yields sizes that tell the symbols apart, each time for models that ask for more."""
+    symbols = sorted(own)
+    count = len(symbols)
+
+    def family(factors: Mapping[str, int]) -> list[Sizes]:
+        rotations = (_PRIMES[:count], _PRIMES[1 : count + 1], _PRIMES[2 : count + 2][::-1])
+        return [{s: n * factors[s] for s, n in zip(symbols, numbers, strict=True)} for numbers in rotations]
+
+    if count + 2 > len(_PRIMES):
+        return
+    yield family(dict.fromkeys(own, 1))
+    yield family(own)  # sizes that must be multiples of something
+    # Sizes that must be equal, such as those of one dimension that has two names.
+    leaders = {symbol: next(other for other in symbols if own[other] == own[symbol]) for symbol in symbols}
+    if len(set(leaders.values())) < count:
+        for factors in (dict.fromkeys(own, 1), own):
+            yield [{s: sizes[leaders[s]] for s in symbols} for sizes in family(factors)]
+
+
+def _explain(runs: Sequence[Sizes], found: Sequence[int]) -> int | str | None:
+    """Returns what a size is in all runs: a number, a symbol, or an expression; None if it is nothing simple."""
+    if len(set(found)) == 1:
+        return found[0]
+    plain = {f"dim({symbol!r})": symbol for symbol in runs[0]}
+    for candidate in _candidates(runs[1:3], found[1:3]):
+        if all(evaluate(candidate, sizes) == size for sizes, size in zip(runs, found, strict=True)):
+            return plain.get(candidate, candidate)
+    return None
+
+
+def _candidates(runs: Sequence[Sizes], found: Sequence[int]) -> Iterator[str]:
+    """Yields expressions that may fit two runs with sizes of primes."""
+    (one, other), (size, size_of_other) = runs, found
+    for symbol in one:
+        factor, rest = divmod(size_of_other - size, other[symbol] - one[symbol])
+        if not rest:
+            offset = size - factor * one[symbol]
+            yield _times(factor, f"dim({symbol!r})") + (f" + {offset}" if offset else "")
+    for first, second in itertools.combinations_with_replacement(one, 2):
+        factor, rest = divmod(size, one[first] * one[second])
+        if not rest:
+            yield _times(factor, f"dim({first!r}) * dim({second!r})")
+
+
+def _times(factor: int, term: str) -> str:
+    return term if factor == 1 else f"{factor} * {term}"

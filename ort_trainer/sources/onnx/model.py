@@ -1,0 +1,132 @@
+"""An ONNX model as a source of training graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import torch
+
+from ...optim import OptimizerConfig
+from ...options import ModelDescription, ORTTrainerOptions
+from ...runtime.engine import training_bindings
+from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
+from ..torch import LossFunction
+from .build import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx
+from .load import OnnxModel, load_onnx_model
+from .nodes import torch_type
+
+__all__ = ["OnnxSource"]
+
+
+class OnnxSource(ModelSource):
+    """Holds a model as it was read; nobody can change it from outside."""
+
+    def __init__(
+        self,
+        model: OnnxModel | onnx.ModelProto | str | os.PathLike[str],
+        loss_fn: LossFunction | None,
+        optim_config: OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        training_bindings()  # raises where there are none
+        _refuse_for_onnx(options)
+        self.name, self.fixed = "the ONNX model", True
+        self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
+        self._loss_fn, self._options = loss_fn, options
+        self.inputs = self._model.inputs
+        check_names(list(self.parameters), optim_config, options)
+        self.saved = {**self.parameters, **self.buffers}
+        self.transient = {}
+        self.canonical = {name: name for name in self.saved}
+        frozen = {*options.utils.frozen_weights, *self._model.frozen}
+        self.trainable = [name for name in self.parameters if name not in frozen]
+
+    @property
+    def parameters(self) -> Named:
+        """All parameters by canonical name."""
+        return self._model.parameters
+
+    @property
+    def buffers(self) -> Named:
+        """All buffers, likewise."""
+        return self._model.buffers
+
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a step by name."""
+        names = [*self._model.inputs, *([] if self._loss_fn is None else ["label"])]
+        if len(args) > len(names):
+            raise TypeError(f"{len(args)} inputs were given, but the ONNX model takes {names}")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def describe(self, batch: Named) -> ModelDescription:
+        """Returns a description that is derived from a sample batch."""
+        return describe_onnx(self._model, self._loss_fn, batch)
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros; see the base class."""
+        if self._loss_fn is not None:  # whose label may be anything
+            return super().blank_batch(description)
+        types = {value.name: value.type.tensor_type.elem_type for value in self._model.proto.graph.input}
+        return {
+            entry.name: torch.zeros(
+                [size if isinstance(size, int) else 2 for size in entry.shape], dtype=torch_type(types[entry.name])
+            )
+            for entry in description.inputs
+        }
+
+    def builder(self, description: ModelDescription) -> Builder:
+        """Returns what builds the graphs; see the base class."""
+        check_description(self._model, description, self._loss_fn)
+        step = OnnxStep(
+            model=self._model,
+            description=description,
+            loss_fn=self._loss_fn,
+            trainable=tuple(self.trainable),
+            autocast=autocast_dtype(self._options),
+            symbolic_shapes=self._options.utils.run_symbolic_shape_infer,
+        )
+        return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess)
+
+
+def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
+    """Refuses the options that mean nothing where the model is an ONNX model."""
+    internal = options._internal_use
+    refused = {
+        "debug.check_model_export": (
+            options.debug.check_model_export,
+            "it compares the exported graph with the PyTorch model, and there is none",
+        ),
+        "mixed_precision.dtype": (
+            options.mixed_precision.enabled and options.mixed_precision.dtype != "float16",
+            "ONNX models are trained in float16 or fp32; a PyTorch model can be trained in bfloat16",
+        ),
+        "_internal_use.enable_internal_postprocess": (
+            not internal.enable_internal_postprocess,
+            "an ONNX model must be rewritten to be differentiated, so the rewrites can't be switched off",
+        ),
+        "_internal_use.enable_onnx_contrib_ops": (
+            not internal.enable_onnx_contrib_ops,
+            "ONNX Runtime differentiates with operators of its own",
+        ),
+        **{
+            f"graph_transformer.{name}": (
+                value is True,
+                "recomputation works on the graph of a PyTorch model. Give the model as one",
+            )
+            for name, value in options.graph_transformer.to_dict().items()
+        },
+        "utils.memory_efficient_gradient": (
+            options.utils.memory_efficient_gradient,
+            "recomputation works on the graph of a PyTorch model. Give the model as one",
+        ),
+        "_internal_use.onnx_opset_version": (
+            options.is_given("_internal_use.onnx_opset_version"),
+            "an ONNX model has its operator set already",
+        ),
+    }
+    for path, (wrong, reason) in refused.items():
+        if wrong:
+            raise ValueError(f"{path} is refused for an ONNX model: {reason}. Leave it out")

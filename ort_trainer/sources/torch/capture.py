@@ -1,0 +1,324 @@
+"""Captures a step as one flat graph of ATen operators: PyTorch's own forward pass, backward pass and buffer updates.
+
+``aot_export_joint_with_descriptors`` is a private function of PyTorch. It is called here only, and the torch
+version that the package depends on is bounded because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...errors import ExportError
+from ...options import InputDescription
+from .explain import explain, unsupported_input
+from .operators.composites import exportable_functions, replace_composites
+from .operators.decompositions import decomposition_table
+from .operators.view_ops import squeezed_sizes
+from .patches import marked_checkpoints, right_recurrence, watch_autograd
+from .size_one import watch_size_one
+from .source_lines import source_line
+from .step_module import StepModule
+from .symbols import SymbolTable
+
+__all__ = ["Capture", "capture"]
+
+
+@dataclass
+class Capture:
+    """A flat graph, and what each of its placeholders and results is.
+
+    Attributes:
+        module: The graph; placeholders and results are tensors in no particular order.
+        state: Placeholder -> qualified name of the parameter or buffer in the captured module.
+        constants: Placeholder -> value, for tensors that are neither.
+        batch: Placeholder -> index of the batch input.
+        tangent: The placeholder of the loss scale; None for evaluation.
+        outputs: Results of the captured module, in order.
+        gradients: Qualified parameter name -> its gradient.
+        buffer_updates: Qualified buffer name -> its new value.
+        symbols: The symbolic sizes.
+    """
+
+    module: torch.fx.GraphModule
+    state: dict[torch.fx.Node, str]
+    constants: dict[torch.fx.Node, torch.Tensor]
+    batch: dict[torch.fx.Node, int]
+    tangent: torch.fx.Node | None
+    outputs: list[torch.fx.Node]
+    gradients: dict[str, torch.fx.Node]
+    buffer_updates: dict[str, torch.fx.Node]
+    symbols: SymbolTable
+
+
+def capture(
+    module: StepModule,
+    inputs: Sequence[InputDescription],
+    sample: Sequence[torch.Tensor],
+    autocast: torch.autocast,
+) -> Capture:
+    """Captures a step.
+
+    If any parameter requires grad, the graph has the backward pass; otherwise it is the forward pass alone.
+
+    Args:
+        module: The step, already in the mode and with the trainable parameters that the graph is for.
+        inputs: Descriptions of the batch.
+        sample: A batch; sizes of symbolic dimensions must be at least 2.
+        autocast: The policy of mixed precision, enabled or not.
+
+    Raises:
+        ExportError: If PyTorch can't export the model.
+    """
+    _refuse_hooks(module)
+    dims = tuple(
+        {axis: torch.export.Dim.AUTO for axis, size in enumerate(entry.shape) if isinstance(size, str)}
+        for entry in inputs
+    )
+    with contextlib.ExitStack() as stack:
+        # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(right_recurrence())
+        stack.enter_context(exportable_functions())
+        stack.enter_context(autocast)
+        with watch_autograd() as custom_backward, watch_size_one() as special, marked_checkpoints():
+            program = _export(module, tuple(sample), dims)
+        _refuse_changed_constants(program)
+        # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
+        names = program.graph_signature.user_inputs
+        placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        fakes = tuple(placeholders[str(name)].meta["val"] for name in names)
+        fake_mode = fakes[0].fake_mode
+        exported = program.module(check_guards=False)
+        assert isinstance(exported, torch.fx.GraphModule)
+        # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
+        for part in exported.modules():
+            if isinstance(part, torch.fx.GraphModule):
+                _drop_assertions(part)
+                special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                replace_composites(part)
+        # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
+        # a model with these is differentiated as it stands.
+        core = module if custom_backward else exported
+        stack.enter_context(fake_mode)
+        joint = _differentiate(stack, core, fakes, module)
+        symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes], special)
+    _drop_assertions(joint)
+    tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
+    tensors |= dict(core.named_buffers(remove_duplicate=False))
+    result = _sort(joint, _names_in_model(module), {**tensors, **program.constants}, symbols)
+    _refuse_captured_parameters(result.constants.values(), module.model)
+    return result
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+
+
+def _names_in_model(module: StepModule) -> dict[str, str]:
+    """Returns the names of the step's tensors that are the model's, each with its name there.
+
+    What a loss function holds beside them is no part of the model: it is constant.
+    """
+    model, step = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (module.model, module)
+    )
+    own: dict[int, str] = {}
+    for name, tensor in model:
+        own.setdefault(id(tensor), f"model.{name}")
+    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
+
+
+def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """Raises if a tensor of the model came into the graph as a constant, so that it would not be trained."""
+    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+    for value in constants:
+        name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
+        if name is not None or value.requires_grad:
+            what = "a tensor that requires grad" if name is None else f"parameter {name!r}"
+            raise ExportError(
+                f"the model or loss function uses {what} as a Python variable, which would make it a constant of the "
+                "graph: use it as an attribute of the model (model.layer.weight), or detach and clone it"
+            )
+
+
+def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
+    """Raises if the model changes a tensor in place that is neither parameter nor buffer: its change would be lost."""
+    kept = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            base = value
+            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
+                base = base.args[0] if base.target.is_view else None
+            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+                name = str(kept[base.name])
+                name = name.removeprefix("model.")
+                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
+                raise ExportError(
+                    f"forward() changes {what} in place, a plain tensor, so that the change would be lost: make it a "
+                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
+                )
+
+
+def _export(
+    module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
+) -> torch.export.ExportedProgram:
+    try:
+        # Before it raises, it prints the graph as far as it came.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
+
+
+def _differentiate(
+    stack: contextlib.ExitStack, core: nn.Module, fakes: tuple[torch.Tensor, ...], module: StepModule
+) -> torch.fx.GraphModule:
+    try:
+        with tracing(TracingContext(fakes[0].fake_mode)):  # type: ignore[attr-defined]
+            joint = aot_export_joint_with_descriptors(stack, core, fakes, decompositions=decomposition_table())
+        assert isinstance(joint.graph_module, torch.fx.GraphModule)
+        return joint.graph_module
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
+
+
+def _drop_assertions(core: torch.fx.GraphModule) -> None:
+    """Removes run-time assertions: sizes are checked by the guards, and an assertion has no ONNX counterpart."""
+    for node in reversed(list(core.graph.nodes)):
+        name = getattr(node.target, "_opname", "")
+        if (
+            node.op == "call_function"
+            and not node.users
+            and name
+            in (
+                "_assert_tensor_metadata",
+                "_assert_scalar",
+                "_assert_async",
+                "sym_constrain_range_for_size",
+                "sym_constrain_range",
+            )
+        ):
+            core.graph.erase_node(node)
+    core.recompile()
+
+
+def _sort(
+    joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
+) -> Capture:
+    """Reads AOTAutograd's descriptors of placeholders and results."""
+    result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
+    placeholders: dict[str, torch.fx.Node] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        what = node.meta["desc"]
+        if isinstance(what, (ParamAOTInput, BufferAOTInput)):
+            if what.target in known:
+                # torch.export gives some tied weights a placeholder under each of their names.
+                first = placeholders.setdefault(known[what.target], node)
+                node.replace_all_uses_with(first)
+                result.state[first] = known[what.target]
+            else:
+                result.constants[node] = tensors[what.target]
+        elif isinstance(what, PlainAOTInput):
+            result.batch[node] = what.idx
+        elif isinstance(what, TangentAOTInput):
+            result.tangent = node
+        else:
+            raise ExportError(unsupported_input(what, joint.graph))
+    _lift_attributes(joint, result.constants)
+    (end,) = joint.graph.find_nodes(op="output")
+    for what, node in zip(end.meta["desc"], end.args[0], strict=True):
+        if node is None:
+            continue
+        if not isinstance(node, torch.fx.Node):
+            raise ExportError(f"the model returns the constant {node!r} where a tensor is expected")
+        if isinstance(what, PlainAOTOutput):
+            result.outputs.append(node)
+        elif isinstance(what, GradAOTOutput):
+            if isinstance(what.grad_of, ParamAOTInput):
+                _add_gradient(result, known[what.grad_of.target], node)
+        elif isinstance(what, InputMutationAOTOutput):
+            _sort_mutation(what, node, known, result)
+        else:
+            raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
+    return result
+
+
+def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:
+    """Adds to a parameter's gradient: a tied weight with several placeholders has one from each."""
+    other = result.gradients.get(name)
+    if other is not None:
+        (end,) = result.module.graph.find_nodes(op="output")
+        with result.module.graph.inserting_before(end):
+            total = result.module.graph.call_function(torch.ops.aten.add.Tensor, (other, node))
+        total.meta["val"] = node.meta["val"]
+        end.replace_input_with(node, total)
+        node = total
+    result.gradients[name] = node
+
+
+def _sort_mutation(
+    what: InputMutationAOTOutput, node: torch.fx.Node, known: Mapping[str, str], result: Capture
+) -> None:
+    mutated = what.mutated_input
+    if isinstance(mutated, BufferAOTInput) and mutated.target not in known:
+        raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
+    if isinstance(mutated, BufferAOTInput):
+        result.buffer_updates[known[mutated.target]] = node
+    elif isinstance(mutated, ParamAOTInput):
+        raise ExportError(
+            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
+            "outside forward(), or make it a buffer"
+        )
+    # An input of the batch that forward() changes in place is the caller's tensor, which the trainer leaves alone.
+
+
+def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
+    """Turns tensors that the graph holds as attributes into placeholders."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value: Any = joint
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            raise ExportError(f"the model has control flow ({node.target}) that is not supported: {source_line(node)}")
+        first = next(iter(joint.graph.nodes))
+        with joint.graph.inserting_before(first):
+            placeholder = joint.graph.placeholder(f"constant_{len(constants)}")
+        placeholder.meta["val"] = node.meta.get("val", value)
+        node.replace_all_uses_with(placeholder)
+        joint.graph.erase_node(node)
+        constants[placeholder] = value

@@ -1,0 +1,179 @@
+"""``model_desc="auto"``: derives the model description from a sample batch and one forward pass, on copies of both."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ExportError
+from ...options import ModelDescription
+from .borrow import borrowed
+from .isolation import can_isolate, run_in_child
+from .source_lines import source_line_of_error
+from .step_module import LossFunction, named_outputs
+
+__all__ = ["describe", "name_sample"]
+
+# Inputs of HuggingFace's models that go with every token of the sequence.
+_ALONG_THE_SEQUENCE = ("attention_mask", "token_type_ids", "position_ids")
+
+
+def name_sample(
+    model: nn.Module, loss_fn: LossFunction | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a step by name; positional ones are those of ``forward`` in order, then the label.
+
+    Raises:
+        TypeError: If there are more than ``forward`` takes, or one is given twice.
+    """
+    names = _argument_names(model)
+    unknown = [name for name in kwargs if name not in names]
+    # With a loss_fn one of them is the label.
+    if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
+        raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
+    label = [] if loss_fn is None or kwargs else [_unused("label", names)]
+    names = [*names[: len(args) - len(label)], *label]
+    if len(args) > len(names):
+        raise TypeError(f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}")
+    given = dict(zip(names, args, strict=False))
+    twice = [name for name in kwargs if name in given]
+    if twice:
+        raise TypeError(f"inputs {twice} were given both by position and by name")
+    return {**given, **kwargs}
+
+
+def _takes_any_name(model: nn.Module) -> bool:
+    return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]) -> ModelDescription:
+    """Returns a description of a model.
+
+    The first dimension of every input is dynamic and called ``batch`` where all first dimensions have one size. All
+    dimensions of integer inputs (tokens, masks) are dynamic. The others of floating-point inputs are as in the sample.
+
+    Args:
+        model: The model.
+        loss_fn: The loss function; its label is the one input that ``forward`` does not take, or the last one.
+        batch: The sample.
+
+    Raises:
+        TypeError: If the label is missing.
+        ValueError: If it is not clear which input is the label or which output is the loss.
+        ExportError: If the model returns no tensors.
+    """
+    if loss_fn is not None and len(batch) < 2:
+        raise TypeError(
+            f"with a loss_fn a batch has the inputs of forward() and a label, but only {len(batch)} value was given"
+        )
+    batch = batch if loss_fn is None else _label_last(model, batch)
+    inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
+    # What forward() does to Python objects, and it may do anything, stays in the child.
+    answer = run_in_child(lambda: json.dumps(_described(model, loss_fn, batch)).encode()) if can_isolate() else None
+    outputs = _described(model, loss_fn, batch) if answer is None else json.loads(answer)
+    return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
+
+
+def _described(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
+) -> list[tuple[str, list[str], bool]]:
+    """Returns the outputs as a description has them."""
+    outputs = dict(_outputs(model, loss_fn, batch))
+    loss = _find_loss(outputs)
+    taken = list(batch)
+    described = []
+    for name, value in outputs.items():
+        unique = _unused(name, taken)
+        taken.append(unique)
+        shape = [] if name == loss else [f"{unique}_{axis}" for axis in range(value.dim())]
+        described.append((unique, shape, name == loss))
+    return described
+
+
+def _unused(name: str, taken: list[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _label_last(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the batch with the label at its end, where the loss function takes it from."""
+    accepted = _argument_names(model)
+    extra = [name for name in batch if name not in accepted] or list(batch)[-1:]
+    if len(extra) > 1:
+        raise ValueError(
+            f"model_desc='auto': forward() of {type(model).__name__} takes none of {extra}, and only one of them can "
+            "be the label of loss_fn: leave the others out of the batch"
+        )
+    return {**{name: value for name, value in batch.items() if name not in extra}, extra[0]: batch[extra[0]]}
+
+
+def _input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str, ...]]:
+    first_sizes = {value.shape[0] for value in batch.values() if value.dim()}
+    shapes: dict[str, tuple[int | str, ...]] = {}
+    sequence: int | None = None
+    for name, value in batch.items():
+        shape: list[int | str] = list(value.shape)
+        if value.dim():
+            shape[0] = "batch" if len(first_sizes) == 1 else f"{name}_0"
+        if not value.is_floating_point():
+            shape[1:] = [f"{name}_{axis}" for axis in range(1, value.dim())]
+            if value.dim() == 2 and sequence is None:
+                sequence = int(value.shape[1])
+                shape[1] = "sequence"
+            elif value.dim() == 2 and name in _ALONG_THE_SEQUENCE and value.shape[1] == sequence:
+                shape[1] = "sequence"
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _outputs(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and values of a step's outputs, of a run on copies that leaves no trace."""
+    data = {name: value.clone() for name, value in batch.items()}
+    label = data.popitem()[1] if loss_fn is not None else None
+    step = nn.ModuleList(part for part in (model, loss_fn) if isinstance(part, nn.Module))
+    with borrowed(step, (), training=True), torch.no_grad(), torch.random.fork_rng():
+        try:
+            result = model(**data)
+            loss = None if loss_fn is None or label is None else loss_fn(result, label)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(
+                f"model_desc='auto' runs {type(model).__name__} on the first batch to see what it returns, which "
+                f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}"
+            ) from error
+        if loss is not None:
+            yield "loss", loss
+        # What comes behind something that is no tensor, such as a cache of keys and values, can't be described.
+        for name, value in named_outputs(result):
+            if not isinstance(value, torch.Tensor):
+                break
+            yield name, value
+
+
+def _find_loss(outputs: Mapping[str, torch.Tensor]) -> str:
+    if not outputs:
+        raise ExportError("model_desc='auto': the model returns no tensor")
+    scalars = [name for name, value in outputs.items() if value.numel() == 1 and value.is_floating_point()]
+    if "loss" in scalars:
+        return "loss"
+    if len(scalars) == 1 or (scalars and scalars[0] == next(iter(outputs))):
+        return scalars[0]
+    shapes = {name: list(value.shape) for name, value in outputs.items()}
+    raise ValueError(
+        f"model_desc='auto': it is not clear which output is the loss. The model returns {shapes}: let it return the "
+        "loss as 'loss' or in first place, give a loss_fn, or write a model_desc. (Is the label missing in the batch?)"
+    )

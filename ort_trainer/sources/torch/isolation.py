@@ -1,0 +1,122 @@
+"""Runs a function in a child process and gives its bytes back; all memory that it took is gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...errors import ExportError
+
+__all__ = ["can_isolate", "run_in_child"]
+
+_ERRORS: dict[str, type[Exception]] = {"ExportError": ExportError, "TypeError": TypeError, "ValueError": ValueError}
+
+# A child that uses no processor for so long waits for something that will not come.
+_STANDSTILL_SECONDS = 10.0
+
+
+def can_isolate() -> bool:
+    """Returns whether an export can run in a child process here.
+
+    The child is a fork, so that it has the user's model without a copy or a serialization. CUDA does not survive a
+    fork, and macOS's own libraries don't. ``ORT_TRAINER_EXPORT_IN_PROCESS=1`` in the environment keeps exports in the
+    process, so that a debugger can step into the model.
+    """
+    in_process = os.environ.get("ORT_TRAINER_EXPORT_IN_PROCESS", "") not in ("", "0")
+    return (
+        sys.platform == "linux"
+        and not in_process
+        and threading.current_thread() is threading.main_thread()
+        and not torch.cuda.is_available()
+    )
+
+
+def run_in_child(function: Callable[[], bytes]) -> bytes | None:
+    """Returns what a function returns when a forked child process runs it.
+
+    Returns:
+        The bytes; None if the child died, or stood still and was ended: then the caller must do the work itself.
+
+    Raises:
+        ExportError: If the function raised any exception but the following.
+        TypeError, ValueError: If the function raised these.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns that threads of the parent are not in the child. PyTorch's data loaders fork likewise, with the
+        # same precaution: the child computes on one thread, and so never waits for one that is not there.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _run_and_exit(function, writer)
+    os.close(writer)
+    try:
+        answer = _read_all(reader, child)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # it has answered, or died, or stands still
+        os.waitpid(child, 0)
+    if answer[:1] == b"-":
+        name, message = json.loads(answer[1:])
+        raise _ERRORS.get(name, ExportError)(message)
+    return answer[1:] if answer[:1] == b"+" else None
+
+
+def _read_all(reader: int, child: int) -> bytes:
+    """Reads the child's answer; returns nothing if the child ends without one or stands still."""
+    parts: list[bytes] = []
+    used = -1.0
+    while True:
+        ready, _, _ = select.select([reader], [], [], _STANDSTILL_SECONDS)
+        if ready:
+            part = os.read(reader, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            continue
+        before, used = used, _cpu_seconds(child)
+        if used == before:
+            return b""
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _run_and_exit(function: Callable[[], bytes], writer: int) -> None:
+    """The child's whole life: it ends without running any clean-up of the parent's."""
+    status = 1
+    try:
+        # A collection here would run the destructors of the parent's garbage, which wait for threads that are not here.
+        gc.freeze()
+        torch.set_num_threads(1)
+        try:
+            answer = b"+" + function()
+        except Exception as error:
+            known = type(error).__name__ in _ERRORS
+            message = str(error) if known else "".join(traceback.format_exception(error))
+            answer = b"-" + json.dumps([type(error).__name__, message]).encode()
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(answer)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        status = 0
+    finally:
+        os._exit(status)

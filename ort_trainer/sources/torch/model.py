@@ -1,0 +1,124 @@
+"""A PyTorch model as a source of training graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...optim import OptimizerConfig
+from ...options import ModelDescription, ORTTrainerOptions
+from ...ownership import shared_groups
+from ...runtime.engine import maximum_opset
+from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
+from .builder import GraphBuilder
+from .describe import describe, name_sample
+from .model_checks import check_model
+from .model_watch import ModelWatch
+from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
+
+__all__ = ["TorchSource"]
+
+
+class TorchSource(ModelSource):
+    """Watches a module for changes and exports it anew where graphs depend on them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optim_config: OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        self.name, self.fixed = type(model).__name__, False
+        check_model(model)
+        self.inputs = list(inspect.signature(model.forward).parameters)
+        self._model, self._loss_fn, self._options = model, loss_fn, options
+        named = dict(model.named_parameters(remove_duplicate=False))
+        check_names(list(named), optim_config, options)
+        self._check_options()
+        self.canonical = canonical_names(model)
+        frozen = {self.canonical[name] for name in options.utils.frozen_weights}
+        self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
+        self._watch = ModelWatch(model, self.trainable, frozen)
+        self._watches = [self._watch]
+        if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
+            self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
+        shared_groups({**self.parameters, **self.buffers}, self.parameters)
+        tensors = {
+            name: tensor.detach()
+            for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
+        }
+        saved = [name for name in model.state_dict() if name in tensors]
+        saved += [name for name in named if name not in saved]
+        self.saved = {name: tensors[name] for name in saved}
+        self.transient = {name: value for name, value in tensors.items() if name not in self.saved}
+
+    @property
+    def parameters(self) -> Named:
+        """All parameters by canonical name."""
+        return dict(self._model.named_parameters())
+
+    @property
+    def buffers(self) -> Named:
+        """All buffers, likewise."""
+        return dict(self._model.named_buffers())
+
+    def variant(self, training: bool) -> Hashable:
+        """Returns what stands for modes and settings of model and loss; see the base class."""
+        variant = tuple(watch.variant(training) for watch in self._watches)
+        self._check_trainable(training, self._watch.trainable)
+        return variant
+
+    def _check_options(self) -> None:
+        if self._options.utils.run_symbolic_shape_infer:
+            raise ValueError(
+                "utils.run_symbolic_shape_infer is refused for a PyTorch model: it is exported with symbolic shapes, "
+                "and nothing is left to infer. Leave it out; it works for ONNX models"
+            )
+        opset = self._options._internal_use.onnx_opset_version
+        if opset > maximum_opset():
+            raise ValueError(
+                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX go up to "
+                f"{maximum_opset()}"
+            )
+
+    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a step by name."""
+        return name_sample(self._model, self._loss_fn, args, kwargs)
+
+    def describe(self, batch: Named) -> ModelDescription:
+        """Returns a description that is derived from a sample batch."""
+        return describe(self._model, self._loss_fn, batch)
+
+    def builder(self, description: ModelDescription) -> Builder:
+        """Returns what builds the graphs; see the base class."""
+        check_signature(self._model, description, self._loss_fn)
+        self._watch.check_exportable()
+        internal = self._options._internal_use
+        step = ExportedStep(
+            model=self._model,
+            description=description,
+            loss_fn=self._loss_fn,
+            trainable=self._watch.trainable,
+            modes={part: mode for watch in self._watches for part, mode in (watch.modes or {}).items()},
+            autocast=autocast_dtype(self._options),
+            opset=internal.onnx_opset_version,
+            simplified=internal.enable_internal_postprocess,
+            recompute=_recompute_options(self._options),
+        )
+        return GraphBuilder(step, internal.extra_postprocess, internal.enable_onnx_contrib_ops)
+
+
+def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+    chosen = options.graph_transformer
+    return RecomputeOptions(
+        attention_dropout=chosen.attn_dropout_recompute,
+        gelu=chosen.gelu_recompute,
+        layers=chosen.transformer_layer_recompute,
+        layer_count=chosen.number_recompute_layers,
+        cheap=options.utils.memory_efficient_gradient,
+    )

@@ -1,0 +1,152 @@
+"""torch.onnx's translator from ATen operators to ONNX: the one place that imports it.
+
+The public ``torch.onnx.export`` decomposes the whole program a second time before it translates, which takes longer
+than all the rest of an export. The graphs here are decomposed already, so they go straight into the translation
+step behind it; that step is private, one more reason for the bound on the torch version.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.onnx._internal.exporter import _core, _fx_passes, _registration
+from torch.utils import _pytree as pytree
+
+from ...errors import ExportError
+from .operators.translations import TRANSLATIONS
+from .quiet import quiet
+from .source_lines import source_line
+from .zero_dimensional import lift_zero_dimensional
+
+__all__ = ["has_translation", "translate"]
+
+
+# torch.onnx translates them into what no ONNX Runtime loads.
+_UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default)
+
+
+@functools.cache
+def _registry() -> _registration.ONNXRegistry:
+    with quiet():
+        registry = _registration.ONNXRegistry.from_torchlib()
+        for operator, function in TRANSLATIONS.items():
+            registry.register_op(operator, function)
+        return registry
+
+
+def has_translation(operator: Any) -> bool:
+    """Returns whether torch.onnx translates an ATen operator."""
+    return operator not in _UNUSABLE and bool(_registry().is_registered(operator))
+
+
+def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
+    """Translates a flat graph of ATen operators into an ONNX model.
+
+    Args:
+        module: The graph. It is changed: its results become ``results``.
+        results: The nodes that become the model's outputs, in order.
+
+    Returns:
+        A model whose inputs are the placeholders and whose outputs are the results, both in order.
+
+    Raises:
+        ExportError: If an operator has no translation; it names the operator and the line of the user's code.
+    """
+    graph = module.graph
+    (end,) = graph.find_nodes(op="output")
+    end.args = (tuple(results),)
+    graph.set_codegen(torch.fx.graph.CodeGen())  # the captured calling convention is gone: inputs and results are flat
+    graph.eliminate_dead_code()
+    _refuse_unknown_operators(graph)
+    _tensors_for_scalars(graph)
+    lift_zero_dimensional(graph)
+    results = list(end.args[0])
+    placeholders = graph.find_nodes(op="placeholder")
+    with quiet():
+        try:
+            _fx_passes.insert_type_promotion_nodes(module)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ExportError(f"the graph can't be translated to ONNX: {what}") from error
+        module.recompile()
+        call = ModuleCallSignature(
+            inputs=[],
+            outputs=[],
+            in_spec=pytree.tree_flatten((tuple(placeholders), {}))[1],
+            out_spec=pytree.tree_flatten(tuple(results))[1],
+        )
+        program = torch.export.ExportedProgram(
+            root=module,
+            graph=graph,
+            graph_signature=ExportGraphSignature(
+                [InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None) for node in placeholders],
+                [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results],
+            ),
+            state_dict={},
+            range_constraints={},
+            module_call_graph=[ModuleCallEntry("", call)],
+        )
+        try:
+            return _core._exported_program_to_onnx_program(program, registry=_registry()).model
+        except Exception as error:
+            raise ExportError(_explain(error, module.graph)) from error
+
+
+def _explain(error: Exception, graph: torch.fx.Graph) -> str:
+    """Returns what could not be translated, and where in the user's code it is."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            return (
+                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX has not; "
+                f"compute with their real and imaginary parts: {source_line(node)}"
+            )
+    found = re.search(r"translating node %(\w+)", str(error))
+    for node in graph.nodes:
+        if found is not None and node.name == found[1]:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {source_line(node)}"
+    return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
+
+
+def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
+    unknown: dict[str, str] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
+            unknown.setdefault(str(node.target), source_line(node))
+    if unknown:
+        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
+        raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
+
+
+def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
+    """Makes the first operand of ``1.0 - x`` a tensor: PyTorch takes a number there as well."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+            continue
+        argument, value = node.target._schema.arguments[0], node.args[0]
+        if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
+            # Without dimensions it takes part in type promotion as a number does; to fp32 it would be rounded.
+            is_double = isinstance(value, float) and getattr(node.meta["val"], "dtype", None) == torch.float64
+            dtype = torch.float64 if is_double else torch.tensor(value).dtype
+            with graph.inserting_before(node):
+                tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
+            tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
+            node.update_arg(0, tensor)

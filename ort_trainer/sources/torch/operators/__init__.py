@@ -1,0 +1,1 @@
+"""Operators of PyTorch that need more than PyTorch's own way to ONNX."""

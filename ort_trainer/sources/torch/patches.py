@@ -1,0 +1,104 @@
+"""What is replaced in PyTorch while a model is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._decomp import decompositions
+from torch._functorch import utils as functorch_utils
+from torch.fx import traceback as fx_traceback
+from torch.utils import checkpoint as checkpointing
+from torch.utils.checkpoint import CheckpointFunction
+
+from ...errors import ExportError
+
+__all__ = ["CHECKPOINT", "marked_checkpoints", "right_recurrence", "watch_autograd"]
+
+CHECKPOINT = "ort_trainer_checkpoint"
+"""Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
+
+
+@contextlib.contextmanager
+def watch_autograd() -> Iterator[list[str]]:
+    """Gives a list that tells, when the block ends, which custom backward passes the model has.
+
+    ``Function.apply`` itself may be bound to a name long before, so what it calls first is watched.
+    """
+    found: list[str] = []
+    unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
+
+    def watched_apply(args: Any) -> Any:
+        function = sys._getframe(1).f_locals.get("cls")
+        if function is CheckpointFunction:
+            raise ExportError(
+                "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
+                "captured: pass use_reentrant=False"
+            )
+        found.append(getattr(function, "__name__", "a custom function"))
+        return unwrap(args)  # type: ignore[no-untyped-call]
+
+    def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        found.append("register_hook")
+        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with (
+        mock.patch.object(functorch_utils, "unwrap_dead_wrappers", watched_apply),
+        mock.patch.object(torch.Tensor, "register_hook", watched_hook),
+    ):
+        yield found
+
+
+@contextlib.contextmanager
+def marked_checkpoints() -> Iterator[None]:
+    """Marks what ``torch.utils.checkpoint`` encloses, which would leave no trace: a capture has no saved tensors."""
+    enclosed = checkpointing._checkpoint_without_reentrant_generator
+    numbers = itertools.count()
+
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
+            yield from enclosed(*args, **kwargs)
+
+    with (
+        fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
+        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def right_recurrence() -> Iterator[None]:
+    """Mends PyTorch's decompositions of LSTM, GRU and RNN: always arithmetic, and with dropout between the layers.
+
+    Torch 2.13 drops that dropout (it compares the number of layers with the wrong thing), and picks a kernel of oneDNN
+    for an LSTM whose input needs no gradient, whose backward operator nothing translates.
+    """
+    one_layer, plain = decompositions._rnn_helper, decompositions.one_layer_lstm
+
+    def layers(
+        value: torch.Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> tuple[torch.Tensor, list[Any]]:  # fmt: skip
+        width = 2 if bidirectional else 1
+        value = value.transpose(0, 1) if batch_first else value
+        final: list[Any] = []
+        for start in range(0, count * width, width):
+            if start and dropout and train:
+                value = torch.dropout(value, dropout, train=True)
+            part = slice(start, start + width)
+            value, states = one_layer(  # type: ignore[no-untyped-call]
+                value, hidden[part], params[part], biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            final += states
+        return (value.transpose(0, 1) if batch_first else value), final
+
+    with (
+        mock.patch.object(decompositions, "_rnn_helper", layers),
+        mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain),
+    ):
+        yield

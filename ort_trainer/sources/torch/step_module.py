@@ -1,0 +1,234 @@
+"""Makes one module of model and loss that takes and returns flat tensors only, as the exporter wants it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ExportError, shown
+from ...options import ModelDescription
+from .kept_state import LeftAttributes, assignments_as_updates
+from .source_lines import forward_line
+
+__all__ = [
+    "ExportedStep",
+    "LossFunction",
+    "RecomputeOptions",
+    "StepModule",
+    "canonical_names",
+    "check_signature",
+    "named_outputs",
+]
+
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeOptions:
+    """What is recomputed in the backward pass.
+
+    Attributes:
+        attention_dropout: The dropout on attention weights.
+        gelu: GELU activations.
+        layers: Whole layers.
+        layer_count: How many layers, from the first on; 0 is all but the last.
+        cheap: Every value that can be had from kept ones by elementwise operations.
+    """
+
+    attention_dropout: bool = False
+    gelu: bool = False
+    layers: bool = False
+    layer_count: int = 0
+    cheap: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedStep:
+    """What is exported.
+
+    Attributes:
+        model: The user's model; it is left as it was found.
+        description: The model description.
+        loss_fn: The loss function, or None where the model returns the loss.
+        trainable: Canonical names of the parameters to train.
+        modes: Module -> whether it is in training mode in a training step, where that is not what ``train()`` makes.
+        autocast: dtype of mixed precision, or None.
+        opset: ONNX operator set.
+        simplified: Whether the graph is made smaller after its translation.
+        recompute: What the backward pass computes anew.
+    """
+
+    model: nn.Module
+    description: ModelDescription
+    loss_fn: LossFunction | None
+    trainable: frozenset[str]
+    modes: Mapping[nn.Module, bool] = dataclasses.field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    opset: int = 18
+    simplified: bool = True
+    recompute: RecomputeOptions = RecomputeOptions()
+
+    def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
+        """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
+        return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Returns, for every name of a parameter or buffer, the first name of the same tensor: tied weights share one."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def check_signature(model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+    """Checks that model, loss function and description fit together, as far as that shows without running anything.
+
+    Raises:
+        TypeError: If ``loss_fn`` can't be called with a prediction and a label.
+        ValueError: If an input is no argument of ``forward`` or a required argument is no input; or if the loss is not
+            where it must be.
+    """
+    names = description.input_names
+    if loss_fn is not None:
+        try:
+            signature = inspect.signature(loss_fn)
+        except ValueError:
+            signature = None  # some built-in functions have none, so it is left to the export
+        try:
+            if signature is not None:
+                signature.bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"loss_fn must take two arguments, (prediction, label), but {shown(loss_fn)}: {error}"
+            ) from None
+        if isinstance(loss_fn, nn.Module):
+            models = {id(parameter) for parameter in model.parameters()}
+            extra = [n for n, p in loss_fn.named_parameters() if p.requires_grad and id(p) not in models]
+            if extra:
+                raise ValueError(
+                    f"loss_fn has trainable parameters of its own, {extra}, but only the model is trained: make the "
+                    "loss a part of the model, or set their requires_grad to False"
+                )
+        if len(names) < 2:
+            raise ValueError(
+                f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}"
+            )
+        if not description.outputs[0].is_loss:
+            raise ValueError(
+                "with a loss_fn the first output is the loss: put the output with is_loss=True first in "
+                f"model_desc['outputs'], which has {description.output_names}"
+            )
+        names = names[:-1]
+    parameters = inspect.signature(model.forward).parameters.values()
+    keywords = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    unknown = [name for name in names if name not in keywords]
+    if unknown and not anything:
+        raise ValueError(
+            f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names "
+            "must be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
+        )
+    required = [p.name for p in parameters if p.default is p.empty and p.name in keywords]
+    absent = [name for name in required if name not in names]
+    if absent:
+        raise ValueError(
+            f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs"
+        )
+
+
+def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the parts of a model's return value in order, each with a name; None is left out, as HuggingFace does.
+
+    A part that is no tensor is yielded as well: behind the described outputs it does no harm.
+    """
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        yield name or "output", value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, (tuple, list)):
+        parts = ((index if name else f"output_{index}", entry) for index, entry in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = ((entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value))
+    else:
+        yield name or "output", value
+        return
+    for key, entry in parts:
+        yield from named_outputs(entry, f"{name}_{key}" if name else str(key))
+
+
+def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
+    for name, part in named_outputs(value):
+        if not isinstance(part, torch.Tensor):
+            raise ExportError(
+                f"the model must return tensors, or tuples, lists, dicts or dataclasses of them, but {name!r} is a "
+                f"{type(part).__name__}: {shown(part)}\n  {forward_line(model)}"
+            )
+        yield part
+
+
+class StepModule(nn.Module):
+    """The step as a function: batch tensors in, described outputs out, of which only the loss requires grad.
+
+    The loss being the only differentiable output, its tangent is the one extra input of the joint graph: the place
+    where the loss scale goes in.
+
+    Attributes:
+        left: Attributes in which the last run has left tensors.
+    """
+
+    def __init__(self, step: ExportedStep) -> None:
+        super().__init__()
+        self.model = step.model
+        self.loss_fn = step.loss_fn
+        self._names = step.description.input_names
+        self._outputs = step.description.outputs
+        self.left = LeftAttributes()
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the model and the loss function."""
+        with assignments_as_updates(self.model, self.left):
+            return self.run(*inputs)
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Does so, whatever forward() does to attributes."""
+        if self.loss_fn is None:
+            found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))), self.model)
+        else:
+            *data, label = inputs
+            prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
+            loss = self.loss_fn(prediction, label)
+            if not isinstance(loss, torch.Tensor):
+                raise ExportError(
+                    f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {shown(loss)}"
+                )
+            found = itertools.chain([loss], _tensors(prediction, self.model))
+        outputs = list(itertools.islice(found, len(self._outputs)))
+        if len(outputs) < len(self._outputs):
+            raise ExportError(
+                f"model_desc has {len(self._outputs)} outputs, {[o.name for o in self._outputs]}, but model and loss "
+                f"return only {len(outputs)} tensors"
+            )
+        described = zip(self._outputs, outputs, strict=True)
+        return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
+
+
+def _loss(loss: torch.Tensor) -> torch.Tensor:
+    if any(size != 1 for size in loss.shape):
+        raise ExportError(
+            f"the loss must be a scalar, but its shape is {list(loss.shape)}: reduce it, for example with .mean()"
+        )
+    if not loss.is_floating_point():
+        raise ExportError(f"the loss must be a floating-point tensor, but its dtype is {loss.dtype}")
+    # A scale of 65536 has no fp16 representation, so the loss and its scale are fp32 also in mixed precision.
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

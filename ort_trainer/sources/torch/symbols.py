@@ -1,0 +1,114 @@
+"""Translates torch's symbolic sizes into expressions over the dimension names of the model description."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from ...graph import Dim, evaluate
+from ...options import InputDescription
+
+__all__ = ["SymbolTable", "hint"]
+
+
+# PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
+_CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """Returns a size, or the one that the sample had."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+class SymbolTable:
+    """Knows which of torch's symbols stands for which dimension of the batch.
+
+    Args:
+        shape_env: Where the symbols and the conditions on them were recorded.
+        inputs: Descriptions of the batch inputs.
+        shapes: The exporter's shapes of the same inputs.
+        above_one: Symbols of which the model treats a size of 1 differently.
+    """
+
+    def __init__(
+        self,
+        shape_env: ShapeEnv,
+        inputs: Sequence[InputDescription],
+        shapes: Sequence[Sequence[Any]],
+        above_one: Collection[sympy.Symbol] = (),
+    ) -> None:
+        self._shape_env = shape_env
+        self._above_one = above_one
+        self._names: dict[sympy.Symbol, str] = {}
+        for symbol, sources in shape_env.var_to_sources.items():
+            for source in sources:
+                axis = getattr(source, "idx", None)
+                index = getattr(getattr(source, "base", None), "index", None)
+                if axis is not None and index is not None and isinstance(inputs[index].shape[axis], str):
+                    self._names[symbol] = str(inputs[index].shape[axis])
+        values = shape_env.backed_var_to_val
+        self._sizes = {name: int(values[symbol]) for symbol, name in self._names.items() if symbol in values}
+        self.fixed: dict[str, int] = {}
+        for entry, shape in zip(inputs, shapes, strict=True):
+            for described, size in zip(entry.shape, shape, strict=True):
+                value = self.expression(size)
+                if isinstance(described, str) and isinstance(value, int):
+                    self.fixed[described] = value
+
+    def expression(self, size: int | torch.SymInt) -> Dim | None:
+        """Returns a size as an expression over described dimensions; None if it depends on the values of a batch."""
+        if isinstance(size, int):
+            return size
+        return self._print(size.node.expr)
+
+    def shape(self, value: torch.Tensor) -> tuple[Dim, ...] | None:
+        """Returns the shape of a traced tensor; None if any size depends on the values of a batch."""
+        sizes = [self.expression(size) for size in value.shape]
+        return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
+
+    def guards(self) -> tuple[list[str], dict[str, int]]:
+        """Returns the conditions under which the graph is right.
+
+        Returns:
+            The conditions as expressions, and the sizes of symbols whose conditions can't be written down: for them
+            the graph is right at the exported size only.
+        """
+        names = sorted({self._names[symbol] for symbol in self._above_one if symbol in self._names})
+        conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
+        frozen: dict[str, int] = {}
+        for guard in self._shape_env.guards:
+            if _CHOICE_OF_LIBRARY.search(str(guard.sloc)):
+                continue
+            condition = self._print(guard.expr)
+            if condition is None:
+                for symbol in guard.expr.free_symbols & set(self._names):
+                    frozen[self._names[symbol]] = self._sizes[self._names[symbol]]
+            elif isinstance(condition, str) and condition not in conditions:
+                conditions.append(condition)
+        return conditions, frozen
+
+    def reason(self, name: str) -> str:
+        """Returns where the model fixed a symbolic dimension, as far as the exporter knows."""
+        for guard in self._shape_env.guards:
+            if any(self._names.get(symbol) == name for symbol in guard.expr.free_symbols):
+                return str(guard.sloc)
+        return "the model"
+
+    def _print(self, expression: sympy.Basic) -> Dim | None:
+        if not expression.free_symbols <= set(self._names):
+            return None
+        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        if not named.free_symbols:
+            return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
+        try:
+            text = str(PythonPrinter().doprint(named))
+            evaluate(text, self._sizes)  # whether it can be read back
+        except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
+            return None
+        return text

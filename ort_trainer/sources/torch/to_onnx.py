@@ -1,0 +1,103 @@
+"""Turns a captured graph, of which every input and result has a name, into a clean ONNX model with those names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+
+from ...graph import TensorSpec
+from ...graph.names import Names
+from ...graph.simplify import convert_opset, simplify
+from .after import lower_after
+from .onnx_registry import translate
+from .source_lines import drop_source
+
+__all__ = ["to_onnx"]
+
+Named = Sequence[tuple[torch.fx.Node, str]]
+
+
+def to_onnx(
+    module: torch.fx.GraphModule,
+    inputs: Named,
+    results: Named,
+    constants: Mapping[torch.fx.Node, torch.Tensor],
+    opset: int,
+    thoroughly: bool = True,
+) -> ir.Model:
+    """Translates a captured graph.
+
+    Args:
+        module: The graph; it is used up.
+        inputs: Placeholders with the names of the model's inputs, in order. A placeholder that is in neither this nor
+            ``constants`` must have no users.
+        results: Nodes with the names of the model's outputs, in order.
+        constants: Placeholders that become constants of the model.
+        opset: ONNX operator set.
+        thoroughly: Whether to make the model smaller.
+
+    Returns:
+        The model; its nodes still know the lines of the user's code that they come from.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    model = translate(module, [node for node, _ in results])
+    operators = {node.name: str(node.meta.get("original_aten", node.target)) for node in module.graph.nodes}
+    values = dict(zip(placeholders, model.graph.inputs, strict=True))
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(values[node] for node, _ in inputs)
+    for node, tensor in constants.items():
+        if values[node].uses() or values[node].is_graph_output():
+            values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=values[node].name)
+            model.graph.register_initializer(values[node])
+    # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
+    common_passes.OutputFixPass()(model)
+    simplify(model, thoroughly)
+    lower_after(model)
+    convert_opset(model, opset)
+    _name_nodes(model, operators)
+    _rename(model, [name for _, name in inputs], [name for _, name in results])
+    drop_source(model, keep_lines=True)
+    return model
+
+
+def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
+    """Names every node by the operator that it comes from: ONNX Runtime's errors have nothing but the node's name."""
+    for number, node in enumerate(model.graph.all_nodes()):
+        source = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+        operator = operators.get(source[1]) if source is not None else None
+        node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
+
+
+def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    graph = model.graph
+    named = {id(value): name for value, name in zip(graph.inputs, inputs, strict=True)}
+    named |= {id(value): name for value, name in zip(graph.outputs, outputs, strict=True)}
+    names = Names([*inputs, *outputs])
+    others = [value for node in graph.all_nodes() for value in node.outputs if id(value) not in named]
+    others += [value for value in graph.initializers.values() if id(value) not in named]
+    for value in others:
+        value.name = names.unique(value.name or "value")
+    # By way of names that nobody has, as a graph's values can't share one even for a moment.
+    for value in (*graph.inputs, *graph.outputs):
+        value.name = names.unique("interface")
+    for value in (*graph.inputs, *graph.outputs):
+        value.name = named[id(value)]
+
+
+def set_shapes(model: ir.Model, specs: Sequence[TensorSpec]) -> None:
+    """Gives batch inputs and outputs the dimension names of the model description, and drops the exporter's own.
+
+    ONNX Runtime infers the shapes in between itself; names that mean nothing to it there only make it warn.
+    """
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.shape is not None and not value.shape.is_static():
+                value.shape = None
+    described = {spec.name: spec for spec in specs}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name in described:
+            value.shape = ir.Shape(described[value.name].described)

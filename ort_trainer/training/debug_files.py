@@ -1,0 +1,89 @@
+"""The options under ``debug.graph_save_paths``: writes the graphs that a training graph is on its way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ..atomic import atomic_path, check_target
+from ..graph import TrainingGraph
+from ..graph.prune import prune
+from ..graph.with_optimizer import ParameterUpdate, with_optimizer
+from ..optim import OptimizerConfig
+from ..runtime import StepSession
+
+__all__ = ["check_graph_paths", "save_graphs"]
+
+_log = logging.getLogger(__name__)
+
+
+def check_graph_paths(paths: Mapping[str, str]) -> None:
+    """Checks that files can be written, before the work that they would hold.
+
+    Raises:
+        FileNotFoundError: If a folder does not exist.
+        IsADirectoryError: If a path is a folder.
+    """
+    for key, path in paths.items():
+        if path:
+            try:
+                check_target(Path(path))
+            except OSError as error:
+                raise type(error)(f"debug.graph_save_paths.{key}: {error}") from None
+
+
+def save_graphs(
+    paths: Mapping[str, str],
+    graph: TrainingGraph,
+    session: StepSession,
+    config: OptimizerConfig,
+    *,
+    accumulate: bool,
+    check_finite: bool,
+) -> None:
+    """Writes the graphs that were asked for.
+
+    Args:
+        paths: Key of ``debug.graph_save_paths`` -> path, empty for none.
+        graph: The first training graph.
+        session: Knows what is updated, and how ONNX Runtime is set up.
+        config: The update rule.
+        accumulate: Whether an update uses the gradients of several micro-batches.
+        check_finite: Whether an update is skipped where gradients are not finite.
+    """
+    rule = config.rule
+    writers: dict[str, Any] = {
+        # The forward pass with the loss, after all passes over the joint graph.
+        "model_after_graph_transforms_path": lambda to: _write(
+            prune(graph.model, [spec.name for spec in graph.outputs]), to
+        ),
+        "model_with_gradient_graph_path": lambda to: _write(graph.model, to),
+        "model_with_training_graph_path": lambda to: _write(
+            with_optimizer(
+                graph,
+                {
+                    name: ParameterUpdate(rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit)
+                    for index, hyper, limit, names in session.optimizer.groups
+                    for name in names
+                },
+                rates=len(config.learning_rates),
+                accumulate=accumulate,
+                check_finite=check_finite,
+            ),
+            to,
+        ),
+        "model_with_training_graph_after_optimization_path": lambda to: session.save_optimized(graph, to),
+    }
+    for key, path in paths.items():
+        if path:
+            with atomic_path(Path(path)) as temporary:
+                writers[key](temporary)
+            _log.info("wrote %s: %s", key.removesuffix("_path"), path)
+
+
+def _write(model: ir.Model, path: Path) -> None:
+    path.write_bytes(ir.to_proto(model).SerializeToString())

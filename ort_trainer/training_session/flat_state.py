@@ -1,0 +1,84 @@
+"""The flat state dict of the older functions: weights by name, and ``Moment_1_<weight>`` and the like beside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..trainer import ORTTrainer
+
+__all__ = ["flat_state_dict", "load_flat_state_dict"]
+
+_SHARED = "shared_optimizer_state"
+_STEP = "Step"
+
+
+def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
+    """Returns all weights and buffers, and the optimizer's state, in one flat dict of tensors on the CPU.
+
+    Args:
+        trainer: The trainer.
+        include_optimizer_state: Whether to add ``Moment_1_<weight>``, ``Moment_2_<weight>``, ``Update_Count_<weight>``
+            (Adam) and ``Step`` (LAMB).
+
+    Returns:
+        The dict; empty, with a warning, before the first step.
+    """
+    if trainer.session is None:
+        warnings.warn(
+            "there is no state yet: call train_step or eval_step at least once before", UserWarning, stacklevel=3
+        )
+        return {}
+    flat = trainer.state_dict(pytorch_format=True)
+    if not include_optimizer_state:
+        return flat
+    for name, entries in trainer.state_dict()["optimizer"].items():
+        for key, value in entries.items():
+            flat[key if name == _SHARED else f"{key}_{name}"] = torch.from_numpy(value)
+    return flat
+
+
+def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Restores what :func:`flat_state_dict` returned; also before the first step.
+
+    The counters of the trainer stay as they are: the flat dict has none.
+
+    Args:
+        trainer: The trainer.
+        state_dict: The flat dict.
+        strict: Whether names must match exactly.
+
+    Raises:
+        RuntimeError: If names do not match and ``strict`` is True.
+        TypeError, ValueError: If a value has a wrong type or does not fit. Nothing has changed then.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
+    rule = trainer.optim_config.rule
+    kept = (*rule.slots, "Update_Count")
+    weights: dict[str, Any] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, value in state_dict.items():
+        # A weight may have a name that begins like that of a moment: a moment's weight is there too.
+        key = next((k for k in kept if name.startswith(f"{k}_") and name[len(k) + 1 :] in state_dict), None)
+        if key is not None:
+            optimizer.setdefault(name[len(key) + 1 :], {})[key] = value
+        elif name == _STEP and rule.shares_count:
+            optimizer[_SHARED] = {_STEP: value}
+        else:
+            weights[name] = value
+    info = trainer.train_step_info
+    nested: dict[str, Any] = {
+        "model": {"full_precision": weights},
+        "trainer_options": {"optimizer_name": trainer.optim_config.name},
+        "train_step_info": {"step": info.step, "optimization_step": info.optimization_step},
+    }
+    if optimizer:
+        nested["optimizer"] = optimizer
+    with warnings.catch_warnings():
+        # Without optimizer state there was none to be saved, which is a choice of the caller's.
+        warnings.filterwarnings("ignore", message="Missing key: optimizer in state_dict")
+        trainer.load_state_dict(nested, strict)

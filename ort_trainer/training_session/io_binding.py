@@ -1,0 +1,180 @@
+"""``IOBinding``: the inputs and outputs of a run of a training session, bound to memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime.engine import make_ort_value
+
+__all__ = ["IOBinding"]
+
+
+class IOBinding:
+    """Binds memory to the inputs and outputs of a :class:`~ort_trainer.TrainingSession`.
+
+    The methods are those of ``onnxruntime.IOBinding``.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, torch.Tensor] = {}
+        # Output -> the memory to write to; None for memory of the run's own.
+        self._outputs: dict[str, torch.Tensor | None] = {}
+        self._results: dict[str, torch.Tensor] = {}
+
+    def bind_cpu_input(self, name: str, arr_on_cpu: np.ndarray[Any, Any]) -> None:
+        """Binds an input to an array."""
+        self._inputs[name] = torch.from_numpy(np.ascontiguousarray(arr_on_cpu).reshape(np.shape(arr_on_cpu)))
+
+    def bind_input(
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
+    ) -> None:
+        """Binds an input to memory: contiguous, and kept alive by the caller until the run is over.
+
+        Args:
+            name: Name of the input.
+            device_type: ``cpu`` or ``cuda``.
+            device_id: Index of the device.
+            element_type: A numpy type.
+            shape: Sizes.
+            buffer_ptr: Address.
+        """
+        self._inputs[name] = _memory(device_type, device_id, element_type, shape, buffer_ptr)
+
+    def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
+        """Binds an input to an OrtValue."""
+        self._inputs[name] = to_torch(ortvalue)
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        """Binds an output to memory, or to memory that the run provides if there is no address.
+
+        Raises:
+            ValueError: If there is an address without type or shape.
+        """
+        if buffer_ptr is None:
+            self._outputs[name] = None
+            return
+        if element_type is None or shape is None:
+            raise ValueError(f"output {name!r} is bound to an address: element_type and shape must be given too")
+        self._outputs[name] = _memory(device_type, device_id, element_type, shape, buffer_ptr)
+
+    def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
+        """Binds an output to the memory of an OrtValue."""
+        self._outputs[name] = to_torch(ortvalue)
+
+    def synchronize_inputs(self) -> None:
+        """Waits until copies to a CUDA device are done."""
+        _synchronize(self._inputs.values())
+
+    def synchronize_outputs(self) -> None:
+        """Waits until the results are there."""
+        _synchronize(self._results.values())
+
+    def get_outputs(self) -> list[Any]:
+        """Returns the outputs of the last run as OrtValues, in the order in which they were bound."""
+        return [to_ort_value(value) for value in self._results.values()]
+
+    def get_outputs_as_ortvaluevector(self) -> list[Any]:
+        """Returns what :meth:`get_outputs` does."""
+        return self.get_outputs()
+
+    def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
+        """Returns the outputs of the last run as arrays."""
+        return [value.cpu().numpy().copy() for value in self._results.values()]
+
+    def clear_binding_inputs(self) -> None:
+        """Forgets the inputs."""
+        self._inputs.clear()
+
+    def clear_binding_outputs(self) -> None:
+        """Forgets the outputs and their results."""
+        self._outputs.clear()
+        self._results.clear()
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The bound inputs."""
+        return dict(self._inputs)
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names of the bound outputs."""
+        return list(self._outputs)
+
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Checks that an output fits the memory that it is bound to.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        memory = self._outputs.get(name)
+        if memory is not None and (tuple(memory.shape) != tuple(shape) or memory.dtype != dtype):
+            raise ValueError(
+                f"output {name!r} is bound to memory of shape {list(memory.shape)} and {memory.dtype}, but it has "
+                f"shape {list(shape)} and {dtype}"
+            )
+
+    def deliver(self, results: Sequence[torch.Tensor]) -> None:
+        """Takes the results of a run, in the order of :attr:`output_names`.
+
+        Raises:
+            ValueError: If a result does not fit the memory that its output is bound to. Nothing is written then.
+        """
+        pairs = list(zip(self._outputs.items(), results, strict=True))
+        for (name, _), value in pairs:
+            self.check(name, value.shape, value.dtype)
+        self._results = {name: value if memory is None else memory.copy_(value) for (name, memory), value in pairs}
+
+
+def to_torch(ortvalue: Any) -> torch.Tensor:
+    """Returns an OrtValue as a tensor on the same memory."""
+    if not hasattr(ortvalue, "_ortvalue"):
+        raise TypeError(f"an onnxruntime.OrtValue is asked for, but a {type(ortvalue).__name__} was given")
+    if ortvalue.data_type() == "tensor(bool)":  # DLPack has none in ONNX Runtime
+        return torch.from_numpy(ortvalue.numpy())
+    return torch.utils.dlpack.from_dlpack(ortvalue._ortvalue.to_dlpack())
+
+
+def to_ort_value(value: torch.Tensor) -> Any:
+    """Returns a tensor as an OrtValue."""
+    return make_ort_value(value.cpu().numpy(), value.device.type, value.device.index or 0)
+
+
+def _synchronize(tensors: Any) -> None:
+    for device in {value.device for value in tensors if value.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+class _CudaMemory:
+    """Memory of a CUDA device as PyTorch takes it over without a copy."""
+
+    def __init__(self, shape: Sequence[int], typestr: str, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(shape),
+            "typestr": typestr,
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _memory(device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int) -> torch.Tensor:
+    dtype = np.dtype(element_type)
+    if device_type == "cuda":
+        return torch.as_tensor(_CudaMemory(shape, dtype.str, address), device=f"cuda:{device_id}")
+    if device_type != "cpu":
+        raise ValueError(f"device_type must be 'cpu' or 'cuda', but {device_type!r} was given")
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    buffer = (ctypes.c_byte * size).from_address(address)
+    return torch.from_numpy(np.frombuffer(buffer, dtype=dtype).reshape(tuple(shape)))

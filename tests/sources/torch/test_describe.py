@@ -1,0 +1,233 @@
+"""``model_desc="auto"``: what is derived from the first batch, and what later batches change in it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ExportError, ORTTrainer, optim
+
+from ...fidelity.transformer_cases import CASES
+from ...helpers import MLP, mlp_batches
+
+TRANSFORMERS = {case.name: case for case in CASES}
+CONFIG = optim.SGDConfig(lr=0.1)
+
+
+def shapes(trainer: ORTTrainer) -> dict[str, list[int | str]]:
+    return {entry.name: list(entry.shape) for entry in trainer.model_desc.inputs}
+
+
+def test_a_transformer_with_its_loss_inside(tmp_path: Any) -> None:
+    case = TRANSFORMERS["BERT, classification"]
+    draw = torch.Generator().manual_seed(0)
+    trainer = ORTTrainer(case.model(), "auto", CONFIG)
+    loss, logits = trainer.train_step(**case.batch(draw, 4, 9))
+    assert loss.shape == () and logits.shape == (4, 2)
+    assert shapes(trainer) == {
+        "input_ids": ["batch", "sequence"],
+        "attention_mask": ["batch", "sequence"],
+        "labels": ["batch"],
+    }
+    assert trainer.model_desc.output_names == ["loss", "logits"]
+    for batch, length in ((3, 7), (1, 9)):
+        trainer.train_step(case.batch(draw, batch, length))
+    assert len(trainer.session.graphs(True)) == 1
+    trainer.save_as_onnx(tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    dims = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.output}
+    assert dims == {"loss": [], "logits": ["batch", 2]}
+    with pytest.raises(ValueError, match="Mismatch in dynamic shape sequence"):
+        batch = case.batch(draw, 4, 9)
+        trainer.train_step({**batch, "attention_mask": batch["attention_mask"][:, :8]})
+
+
+def test_encoder_and_decoder_have_lengths_of_their_own() -> None:
+    case = TRANSFORMERS["T5"]
+    draw = torch.Generator().manual_seed(0)
+    trainer = ORTTrainer(case.model(), "auto", CONFIG)
+    batch = case.batch(draw, 4, 9)
+    batch["labels"] = torch.randint(3, 50, (4, 9))  # by chance as long as the input
+    trainer.train_step(**batch)
+    assert shapes(trainer)["labels"] == ["batch", "labels_1"]
+    trainer.train_step(**case.batch(draw, 4, 7))
+    # A cache of keys and values, which is no tensor, ends what is described.
+    assert trainer.model_desc.output_names == ["loss", "logits"]
+
+
+def test_loss_function_by_position_and_by_name() -> None:
+    x, label = mlp_batches(1)[0]
+    for args, kwargs in (((x, label), {}), ((), {"x": x, "target": label}), ((), {"target": label, "x": x})):
+        trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+        loss, output = trainer.train_step(*args, **kwargs)
+        torch.testing.assert_close(loss, F.cross_entropy(output, label))
+        assert shapes(trainer) == {"x": ["batch", 8], ("target" if kwargs else "label"): ["batch"]}
+
+
+def test_optional_arguments_of_forward_are_not_taken_for_the_label() -> None:
+    class Weighted(MLP):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x if weight is None else x * weight)
+
+    x, label = mlp_batches(1)[0]
+    trainer = ORTTrainer(Weighted(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    trainer.train_step(x.numpy(), np.asarray(label))
+    assert list(shapes(trainer)) == ["x", "label"]
+
+
+def test_another_size_of_a_float_dimension_exports_anew(caplog: pytest.LogCaptureFixture) -> None:
+    class Conv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 3, 3)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.conv(image).mean((2, 3))
+
+    model = Conv()
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), loss_fn=F.cross_entropy)
+    with caplog.at_level(logging.WARNING, logger="ort_trainer"):
+        for height in (8, 8, 9, 10, 8):
+            image, label = torch.randn(4, 1, height, 8), torch.randint(0, 3, (4,))
+            loss, _ = trainer.train_step(image, label)
+            torch.testing.assert_close(loss, F.cross_entropy(model(image), label).detach())
+    assert shapes(trainer)["image"] == ["batch", 1, "image_2", 8]
+    assert len(trainer.session.graphs(True)) == 2
+    assert caplog.text.count("exported anew") == 1
+    # Both graphs are there, and the first one is still for its one size only.
+    assert trainer.eval_step(torch.randn(2, 1, 12, 8), torch.tensor([0, 1]))[1].shape == (2, 3)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    cost: torch.Tensor
+    nothing: Any = None
+
+
+@pytest.mark.parametrize(
+    ("returned", "names", "loss"),
+    [
+        (lambda y: {"logits": y, "loss": y.sum()}, ["logits", "loss"], "loss"),
+        (lambda y: (y.sum(), y, (y, [y])), ["output_0", "output_1", "output_2_0", "output_2_1_0"], "output_0"),
+        (lambda y: Output(y, y.sum()), ["value", "cost"], "cost"),
+        (lambda y: {"loss": y.sum(), "x": y, "cache": object(), "late": y}, ["loss", "x_"], "loss"),
+        (lambda y: y.mean(), ["output"], "output"),
+    ],
+    ids=["dict", "tuple", "dataclass", "not tensors", "bare"],
+)
+def test_which_output_is_the_loss(returned: Any, names: list[str], loss: str) -> None:
+    class Model(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            return returned(super().forward(x))
+
+    trainer = ORTTrainer(Model(), "auto", CONFIG)
+    trainer.train_step(mlp_batches(1)[0][0])
+    assert trainer.model_desc.output_names == names
+    assert trainer.model_desc.loss.name == loss
+
+
+def test_what_is_not_clear() -> None:
+    x, label = mlp_batches(1)[0]
+    with pytest.raises(ValueError, match=r"which output is the loss.*\{'output': \[5, 3\]\}.*label missing"):
+        ORTTrainer(MLP(), "auto", CONFIG).train_step(x)
+    with pytest.raises(ValueError, match=r"takes none of \['a', 'b'\]"):
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(x=x, a=label, b=label)
+    with pytest.raises(TypeError, match=r"3 inputs were given, but forward\(\) of MLP takes \['x', 'label'\]"):
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(x, x, label)
+    with pytest.raises(ValueError, match="must be a dict or 'auto', but 'automatic' was given"):
+        ORTTrainer(MLP(), "automatic", CONFIG)
+    with pytest.raises(RuntimeError, match="derived from the first batch"):
+        _ = ORTTrainer(MLP(), "auto", CONFIG).model_desc
+
+    class Nothing(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            return "text"
+
+    with pytest.raises(ExportError, match="returns no tensor"):
+        ORTTrainer(Nothing(), "auto", CONFIG).train_step(x)
+
+
+def test_later_batches_that_do_not_fit() -> None:
+    x, label = mlp_batches(1)[0]
+    trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    trainer.train_step(x, label)
+    with pytest.raises(TypeError, match=r"unknown inputs \['mask'\].*derived from the first batch"):
+        trainer.train_step(x=x, label=label, mask=x)
+    with pytest.raises(ValueError, match="Mismatch in dynamic shape batch.*derived from the first batch"):
+        trainer.train_step(x, label[:3])
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing.*fetches"):
+        trainer.eval_step({"x": x})
+    with pytest.raises(ExportError):
+        trainer.train_step(torch.randn(5, 9), label)
+    assert shapes(trainer)["x"] == ["batch", 8], "a wrong batch does not widen the description"
+    trainer.train_step(x, label)
+    with pytest.raises(TypeError, match="inputs of forward.* and a label, but only 1 value"):
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(x)
+
+
+def test_deriving_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), MLP())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trainer = ORTTrainer(model.eval(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    trainer.prepare(mlp_batches(1)[0])
+    assert torch.equal(torch.get_rng_state(), state) and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Untidy(nn.Module):
+    """Changes its input, counts in Python, appends to a list and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.calls = 0
+        self.history: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        x.mul_(2)
+        x[:, 0] = 0
+        self.seen = x.sum()
+        return self.fc(x) * len(self.history)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.filterwarnings("ignore:.*was assigned during export")
+def test_neither_the_batch_nor_the_model_is_changed(in_process: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_process:
+        monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
+    model = Untidy()
+    x, label = mlp_batches(1)[0]
+    given = x.clone()
+    expected = F.cross_entropy(copy.deepcopy(model)(x.clone()), label).detach()
+    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=F.cross_entropy)
+    assert torch.allclose(trainer.train_step(x, label)[0], expected)
+    trainer.eval_step(x, label)
+    assert torch.equal(x, given)
+    assert model.calls == 0 and model.history == [] and not hasattr(model, "seen")
+
+
+def test_an_unexpected_input_is_named() -> None:
+    x, label = mlp_batches(1)[0]
+    for args, kwargs in (((x, label), {"mask": x}), ((), {"x": x, "mask": x})):
+        trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy if args else None)
+        with pytest.raises(TypeError, match=r"unexpected input 'mask': forward\(\) of MLP takes \['x'\]"):
+            trainer.train_step(*args, **kwargs)
+
+
+def test_a_forward_that_fails_is_told_with_its_line() -> None:
+    trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+    with pytest.raises(ExportError, match=r"(?s)runs MLP on the first batch.*RuntimeError: mat1 and mat2.*in forward"):
+        trainer.train_step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))

@@ -1,0 +1,281 @@
+"""Random numbers: PyTorch's own masks, new in each step, off in evaluation, reproducible from a seed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ort_trainer import ExportError, ORTTrainer, optim
+
+from ..fidelity.layer_cases import Apply
+from ..helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
+
+
+def test_masks_are_those_that_pytorch_draws() -> None:
+    assert_same_training(
+        MLP(dropout=0.4, hidden=64),
+        MLP_DESC,
+        mlp_batches(20),
+        optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=7,
+    )
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = F.dropout(x, 0.25, self.training), F.dropout(x, 0.25, self.training)
+        return (a * b * self.weight).mean(), a, b
+
+
+MASKS = {
+    "inputs": [("x", ["n", 100])],
+    "outputs": [("loss", [], True), ("a", ["n", 100]), ("b", ["n", 100])],
+}
+
+
+def test_fraction_scale_independence_and_seed() -> None:
+    x = torch.ones(50, 100)
+
+    def run(seed: int, evaluate: bool) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        trainer = ORTTrainer(Masks(), MASKS, optim.SGDConfig(lr=0.0))
+        found = []
+        for _ in range(3):
+            found += trainer.train_step(x)[1:]
+            if evaluate:
+                assert torch.equal(trainer.eval_step(x)[1], x), "dropout is off in evaluation"
+        return found
+
+    masks = run(1, evaluate=True)
+    for mask in masks:
+        assert mask.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+        assert (mask > 0).float().mean() == pytest.approx(0.75, abs=0.02)
+    for i, first in enumerate(masks):
+        for second in masks[:i]:
+            both = ((first > 0) & (second > 0)).float().mean()
+            assert both == pytest.approx(0.75**2, abs=0.03), "masks are independent"
+    assert all(torch.equal(a, b) for a, b in zip(masks, run(1, evaluate=False), strict=True))
+    assert not torch.equal(masks[0], run(2, evaluate=False)[0])
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        draws = (
+            torch.randn_like(x) * 2 + 1,
+            torch.rand(x.shape[0], 1000),
+            torch.bernoulli(torch.full_like(x, 0.3)),
+            torch.randint(2, 5, x.shape).float(),
+            torch.empty_like(x).uniform_(-1, 3),
+            torch.empty_like(x).normal_(5.0, 0.5),
+            torch.randn(x.shape),
+        )
+        return (sum(d.sum() for d in draws) * self.scale, *draws)
+
+
+def test_other_random_operators() -> None:
+    names = ["randn_like", "rand", "bernoulli", "randint", "uniform", "normal", "randn"]
+    desc = {"inputs": [("x", ["n", 1000])], "outputs": [("loss", [], True), *((n, ["n", 1000]) for n in names)]}
+    trainer = ORTTrainer(Noise(), desc, optim.SGDConfig(lr=0.0))
+    x = torch.zeros(20, 1000)
+    first = dict(zip(names, trainer.train_step(x)[1:], strict=True))
+    second = dict(zip(names, trainer.train_step(x)[1:], strict=True))
+    moments = {
+        "randn_like": (1, 2),
+        "rand": (0.5, 12**-0.5),
+        "bernoulli": (0.3, 0.21**0.5),
+        "randint": (3, (2 / 3) ** 0.5),
+        "uniform": (1, 4 * 12**-0.5),
+        "normal": (5, 0.5),
+        "randn": (0, 1),
+    }
+    for name, (mean, deviation) in moments.items():
+        assert first[name].mean().item() == pytest.approx(mean, abs=0.05), name
+        assert first[name].std().item() == pytest.approx(deviation, rel=0.05), name
+        assert not torch.equal(first[name], second[name]), name
+    assert set(first["randint"].unique().tolist()) == {2.0, 3.0, 4.0}
+
+
+def _path(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h * h.new_empty((h.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+
+
+def _attention(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    query = h.reshape(-1, 2, 3, 2)
+    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.3).reshape(h.shape)
+
+
+def _recomputed(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    """Computed again in the backward pass, where dropout must have the mask of the forward pass."""
+    return checkpoint(lambda value: F.dropout(torch.tanh(value), 0.3).sin(), h, use_reentrant=False)
+
+
+KINDS = {
+    "dropout1d": lambda own, h: F.dropout1d(h.reshape(-1, 4, 3), 0.3).reshape(h.shape),
+    "dropout2d": lambda own, h: F.dropout2d(h.reshape(-1, 4, 3, 1), 0.3).reshape(h.shape),
+    "alpha dropout": lambda own, h: F.alpha_dropout(h, 0.3, True),
+    "feature alpha dropout": lambda own, h: F.feature_alpha_dropout(h.reshape(-1, 4, 3), 0.3, True).reshape(h.shape),
+    "in place": lambda own, h: F.dropout(h.clone(), 0.3, inplace=True),
+    "attention": _attention,
+    "stochastic depth": _path,
+    "recomputation": _recomputed,
+    "gumbel softmax": lambda own, h: F.gumbel_softmax(h),
+    "permutations": lambda own, h: h[torch.randperm(h.shape[0])][:, torch.randperm(12)],
+    "noise": lambda own, h: h + torch.normal(0.0, 0.5, size=(12,)) + torch.randn_like(h),
+    "mixture": lambda own, h: torch.lerp(h, h.flip(0), torch.rand(())),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_draws_what_pytorch_draws(kind: str) -> None:
+    model = Apply(
+        nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 3)]), lambda own, x: own[1](KINDS[kind](own, own[0](x)))
+    )
+    assert_same_training(
+        model, MLP_DESC, mlp_batches(4), optim.SGDConfig(lr=0.1),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1), relative=1e-4, seed=5,
+    )  # fmt: skip
+
+
+def _of_rank_4(h: torch.Tensor) -> torch.Tensor:
+    return h.reshape(-1, 2, 2, 3)
+
+
+# What is dropped lies in memory in another order than that of its dimensions, and PyTorch's mask does so, too.
+LAYOUTS = {
+    "views": [
+        lambda h: F.dropout(h.t(), 0.3).t(),
+        lambda h: F.dropout(_of_rank_4(h).permute(2, 0, 3, 1), 0.3).permute(1, 3, 0, 2),
+        lambda h: F.dropout(_of_rank_4(h).to(memory_format=torch.channels_last).sin(), 0.3),
+        lambda h: F.dropout(_of_rank_4(h).transpose(1, 3).tanh(), 0.3).transpose(1, 3),
+        lambda h: _of_rank_4(h) + F.dropout(_of_rank_4(h).transpose(0, 2)[:, 1:], 0.3).transpose(0, 2),
+        lambda h: F.dropout(h.t().unsqueeze(0).expand(3, -1, -1), 0.3).sum(0).t(),
+    ],
+    "other operators": [
+        lambda h: F.dropout(h.t().sin(), 0.3, inplace=True).t(),
+        lambda h: (h.t() + torch.randn_like(h.t())).t(),
+        lambda h: (h.t() * torch.rand_like(h.t())).t(),
+        lambda h: (h.t() * torch.empty_like(h.t()).uniform_(1, 2) + torch.empty_like(h.t()).normal_()).t(),
+        lambda h: (h.t() * torch.bernoulli(h.t().sigmoid())).t(),
+        lambda h: F.alpha_dropout(h.t(), 0.3, True).t(),
+    ],
+    "recomputed": [lambda h: checkpoint(lambda v: F.dropout(v.t().tanh(), 0.3).t().sin(), h, use_reentrant=False)],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_masks_lie_in_memory_as_those_of_pytorch(kind: str) -> None:
+    def forward(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = own[0](x)
+        return own[1](sum(layout(h).reshape(-1, 12) for layout in LAYOUTS[kind]))
+
+    model = Apply(nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 3)]), forward)
+    batches = mlp_batches(2) + mlp_batches(1, size=7)
+    assert_same_training(
+        model, MLP_DESC, batches, optim.SGDConfig(lr=0.1),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1), relative=1e-4, seed=5,
+    )  # fmt: skip
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.conv(x.transpose(1, 2)).transpose(1, 2), 0.3, self.training)
+
+
+class Decoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, x.flip(1))
+
+
+SEQUENCE_MODELS = {
+    "encoder": lambda: Apply(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), lambda own, x: own(x)
+    ),
+    "decoder": Decoded,
+    "convolution": Convolved,
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE_MODELS)
+def test_layers_that_transpose_have_the_masks_of_pytorch(name: str) -> None:
+    desc = {"inputs": [("x", ["b", "t", 8]), ("y", ["b", "t", 8])], "outputs": [("loss", [], True)]}
+    draw = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randn(2, b, t, 8, generator=draw)) for b, t in ((4, 5), (4, 5), (3, 6), (2, 4))]
+    assert_same_training(
+        SEQUENCE_MODELS[name](), desc, batches, optim.SGDConfig(lr=0.05),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.05), loss_fn=F.mse_loss, relative=1e-4, seed=11,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_transformers_with_their_dropout(name: str) -> None:
+    """The masks of all layers are PyTorch's, so twenty steps with dropout agree as those without do."""
+    bert = name.startswith("Bert")
+    sizes = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    config = (transformers.BertConfig if bert else transformers.GPT2Config)(**sizes)
+    model = getattr(transformers, name)(config)
+    ids = torch.randint(3, 50, (4, 9))
+    desc = {
+        "inputs": [("input_ids", ["batch", "length"]), ("labels", ["batch"] if bert else ["batch", "length"])],
+        "outputs": [("loss", [], True)],
+    }
+    torch.manual_seed(7)
+    trainer = ORTTrainer(model, desc, optim.AdamConfig(lr=1e-3, epsilon=1e-4))
+    reference = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.0, eps=1e-4)
+    torch.manual_seed(7)
+    for _ in range(20):
+        labels = ids[:, 0] % 2 if bert else ids
+        loss = trainer.train_step(ids, labels)
+        expected = reference(input_ids=ids, labels=labels).loss
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_random_operator_that_is_not_supported_is_named() -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x[:, torch.multinomial(torch.ones(8), 8)])  # the line of the error
+
+    with pytest.raises(
+        ExportError, match=r"random operator aten.multinomial.*not supported.*test_dropout.py.*the line"
+    ):
+        mlp_trainer(model=Shuffled()).train_step(*mlp_batches(1)[0])
+
+
+def test_no_warning_is_given_in_normal_use() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = ORTTrainer(MLP(0.1), MLP_DESC, optim.AdamConfig(), loss_fn=F.cross_entropy)
+        trainer.train_step(*mlp_batches(1)[0])
+        trainer.eval_step(*mlp_batches(1)[0])

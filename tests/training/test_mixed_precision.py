@@ -1,0 +1,431 @@
+"""fp16: numbers, overflow, scale growth, accumulation and state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
+
+from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
+
+
+def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
+    return {"mixed_precision": {"enabled": True, "loss_scaler": scaler}, **options}
+
+
+def test_numbers_are_those_of_autocast() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    trainer = mlp_trainer(fp16(utils={"grad_norm_clip": False}), model=model)
+    for x, y in mlp_batches(20):
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.float16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.float16
+        assert_close(loss, expected.detach(), 5e-3, "loss")
+        optimizer.zero_grad()
+        (expected * 1024).backward()
+        for parameter in reference.parameters():
+            parameter.grad.div_(1024)
+        optimizer.step()
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert value.dtype == torch.float32
+        assert_close(value, reference.state_dict()[name], 2e-2, name)
+
+
+def snapshot(trainer: ORTTrainer) -> dict[str, Any]:
+    state = trainer.state_dict()
+    return {key: state[key] for key in ("model", "optimizer", "lr_scheduler") if key in state}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return bool((a == b).all()) if hasattr(a, "all") else a == b
+
+
+def test_an_overflow_changes_nothing_but_the_scale() -> None:
+    scheduler = optim.LinearWarmupLRScheduler(100, 0.0)
+    scaler = amp.DynamicLossScaler(loss_scale=2.0**40, up_scale_window=2, max_loss_scale=2.0**41)
+    trainer = mlp_trainer(fp16(scaler, lr_scheduler=scheduler))
+    batches = mlp_batches(60)
+    trainer.prepare(batches[0])
+    overflows = 0
+    seen_finite = 0
+    for x, y in batches:
+        before = snapshot(trainer)
+        scale = trainer.loss_scaler.loss_scale
+        count = trainer.train_step_info.optimization_step
+        loss = trainer.train_step(x, y)[0]
+        assert torch.isfinite(loss)
+        if trainer.train_step_info.all_finite:
+            seen_finite += 1
+            assert trainer.train_step_info.optimization_step == count + 1
+            assert not equal(snapshot(trainer)["model"], before["model"])
+        else:
+            overflows += 1
+            after = snapshot(trainer)
+            assert equal(after["model"], before["model"]) and equal(after["optimizer"], before["optimizer"])
+            assert trainer.train_step_info.optimization_step == count
+            assert trainer.loss_scaler.loss_scale == scale / 2
+    assert overflows > 5 and seen_finite > 5
+    assert trainer.train_step_info.step == 60
+    assert scaler.loss_scale == 2.0**40, "the trainer works on a copy"
+    assert trainer.loss_scaler.input_name
+
+
+def test_scale_grows_after_finite_updates_not_micro_batches() -> None:
+    scaler = amp.DynamicLossScaler(loss_scale=4.0, up_scale_window=3)
+    trainer = mlp_trainer(fp16(scaler, batch={"gradient_accumulation_steps": 2}))
+    scales = []
+    for x, y in mlp_batches(14):
+        trainer.train_step(x, y)
+        scales.append(trainer.loss_scaler.loss_scale)
+    assert scales == [4, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 16, 16, 16]
+
+
+def test_default_scaler_and_one_of_the_users_own() -> None:
+    assert isinstance(mlp_trainer(fp16()).loss_scaler, amp.DynamicLossScaler)
+
+    class Shrinking(amp.LossScaler):
+        def update(self, train_step_info):
+            self.loss_scale *= 0.9
+
+    trainer = mlp_trainer(fp16(Shrinking(1000.0)))
+    for x, y in mlp_batches(3):
+        trainer.train_step(x, y)
+    assert trainer.loss_scaler.loss_scale == pytest.approx(1000 * 0.9**3)
+
+
+def test_scalers_that_can_not_work_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match="LossScaler does not say how the scale changes: override update"):
+        mlp_trainer(fp16(amp.LossScaler(8.0)))
+
+    class Forgetful(amp.LossScaler):
+        def __init__(self) -> None:
+            pass
+
+        def update(self, train_step_info):
+            return 1.0
+
+    with pytest.raises(TypeError, match=r"Forgetful has no scale yet: call super\(\).__init__\(loss_scale\)"):
+        mlp_trainer(fp16(Forgetful()))
+
+    class Uncopied(amp.DynamicLossScaler):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("a socket")
+
+    with pytest.raises(TypeError, match="the trainer works on a copy of mixed_precision.loss_scaler.*a socket"):
+        mlp_trainer(fp16(Uncopied()))
+
+
+def test_what_a_scaler_of_the_users_own_gets_to_see_and_keep(tmp_path: Any) -> None:
+    class Counting(amp.LossScaler):
+        """Keeps state of its own, sees every update, and is reset by its user."""
+
+        def __init__(self) -> None:
+            super().__init__(4.0)
+            self.seen: list[tuple[int, int, bool]] = []
+
+        def update(self, train_step_info):
+            info = train_step_info
+            self.seen.append((info.step, info.optimization_step, info.all_finite))
+            return self.loss_scale * 2
+
+        def state_dict(self):
+            return {**super().state_dict(), "seen": self.seen}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.seen = [tuple(entry) for entry in state_dict["seen"]]
+
+    options = fp16(Counting(), batch={"gradient_accumulation_steps": 2})
+    trainer = mlp_trainer(options)
+    trainer.train_step_info.fetches = ["loss"]  # with fetches as without
+    for x, y in mlp_batches(5):
+        trainer.train_step(x, y)
+    assert trainer.loss_scaler.seen == [(2, 0, True), (4, 1, True)]
+    assert trainer.loss_scaler.loss_scale == 16.0 and trainer.train_step_info.optimization_step == 2
+    trainer.save_checkpoint(tmp_path / "own.ortckpt")
+    other = mlp_trainer(options)
+    other.load_checkpoint(tmp_path / "own.ortckpt")
+    assert other.loss_scaler.seen == trainer.loss_scaler.seen and other.loss_scaler.loss_scale == 16.0
+    other.loss_scaler.reset()
+    assert other.loss_scaler.loss_scale == 4.0
+
+    class Wrong(amp.LossScaler):
+        def update(self, train_step_info):
+            return -1.0
+
+    trainer = mlp_trainer(fp16(Wrong(4.0)))
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite, but -1.0"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
+def test_scaler_is_resumed() -> None:
+    trainer = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
+    batches = mlp_batches(8)
+    for x, y in batches[:4]:
+        trainer.train_step(x, y)
+    state = trainer.state_dict()
+    assert state["loss_scaler"] == {"loss_scale": 16.0, "stable_steps_count": 1}
+    other = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
+    other.load_state_dict(state)
+    for x, y in batches[4:]:
+        assert torch.equal(trainer.train_step(x, y)[0], other.train_step(x, y)[0])
+    assert other.loss_scaler.state_dict() == trainer.loss_scaler.state_dict()
+    assert equal(snapshot(trainer), snapshot(other))
+
+
+def test_accumulation_is_the_mean_in_fp32() -> None:
+    """Gradients that fp16 could not add: a large one and many that vanish beside it."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(1, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+    desc = {"inputs": [("x", ["b", 1]), ("y", ["b", 1])], "outputs": [("loss", [], True)]}
+    model = Scaled()
+    weight = model.fc.weight.item()
+    options = ORTTrainerOptions(fp16(amp.LossScaler(1.0), batch={"gradient_accumulation_steps": 4}))
+
+    class Constant(amp.LossScaler):
+        def update(self, train_step_info):
+            return self.loss_scale
+
+    options = ORTTrainerOptions(fp16(Constant(1.0), batch={"gradient_accumulation_steps": 4}))
+    trainer = ORTTrainer(
+        model, desc, optim.SGDConfig(lr=1.0), loss_fn=lambda p, y: (p.float() * y).mean(), options=options
+    )
+    for x in (1024.0, 0.25, 0.25, 0.25):
+        trainer.train_step(torch.tensor([[x]]), torch.ones(1, 1))
+    moved = weight - trainer.state_dict(pytorch_format=True)["fc.weight"].item()
+    assert moved == pytest.approx((1024 + 0.75) / 4, rel=1e-6)
+
+
+def test_cross_precision_loading() -> None:
+    half, full = mlp_trainer(fp16()), mlp_trainer()
+    batch = mlp_batches(1)[0]
+    half.train_step(*batch)
+    full.train_step(*batch)
+    full.load_state_dict(half.state_dict())
+    assert equal(full.state_dict()["optimizer"], half.state_dict()["optimizer"])
+    half.load_state_dict(full.state_dict())
+    assert half.loss_scaler.loss_scale == 65536.0
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.layer_norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        hidden = F.max_pool2d(F.gelu(self.norm(self.conv(image))), 2).flatten(2).transpose(1, 2)
+        return self.head(self.layer_norm(self.attention(hidden, hidden, hidden)[0]).mean(1))
+
+
+def test_convolution_attention_and_norms_in_fp16() -> None:
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    trainer = ORTTrainer(
+        model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=ORTTrainerOptions(fp16())
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for _ in range(10):
+        x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
+        loss, _ = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.float16):
+            expected = F.cross_entropy(reference(x), y)
+        assert_close(loss, expected.detach(), 2e-2, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    evaluated = trainer.eval_step(x, y)[0]
+    reference.eval()
+    with torch.autocast("cpu", torch.float16):
+        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 2e-2, "evaluation")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h.scatter_reduce(1, torch.tensor([[0, 1, 1, 2]]).expand(h.shape[0], -1), h[:, :4], "amax"),
+        lambda h: F.layer_norm(h, (8,)),
+        lambda h: h * h.amax(-1, keepdim=True) + h.aminmax(dim=-1, keepdim=True).min,
+        lambda h: h.index_add(1, torch.tensor([0, 1, 1]), h[:, :3]),
+    ],
+    ids=["scatter_reduce", "layer norm without weights", "extrema", "index_add"],
+)
+def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(function(self.first(x)))
+
+    model = Model()
+    reference = copy.deepcopy(model)
+    scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=64.0)
+    trainer = mlp_trainer(fp16(scaler, utils={"grad_norm_clip": False}), optim.SGDConfig(lr=1.0), model)
+    x, y = mlp_batches(1, 16)[0]
+    loss, _ = trainer.train_step(x, y)
+    expected = F.cross_entropy(reference(x), y)
+    expected.backward()
+    assert_close(loss, expected.detach(), 5e-3, "loss")
+    assert trainer.train_step_info.all_finite
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        parameter = reference.get_parameter(name)
+        assert_close(parameter.detach() - value, parameter.grad, 2e-2, name)
+
+
+def bf16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
+    return {"mixed_precision": {"enabled": True, "dtype": torch.bfloat16, "loss_scaler": scaler}, **options}
+
+
+def test_bfloat16_numbers_are_those_of_autocast() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
+    trainer = mlp_trainer(bf16(utils={"grad_norm_clip": False}), model=model)
+    assert trainer.loss_scaler is None and trainer.options.mixed_precision.dtype == "bfloat16"
+    for x, y in mlp_batches(10):
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.bfloat16
+        assert_close(logits, prediction.detach(), 1e-2, "logits")
+        assert_close(loss, expected.detach(), 1e-3, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert not torch.equal(prediction.float(), reference(x)), "PyTorch did compute in bfloat16"
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert_close(value, reference.state_dict()[name], 1e-3, name)
+    state = trainer.state_dict()
+    assert state["trainer_options"]["mixed_precision"] is True and "loss_scaler" not in state
+
+
+def test_convolution_attention_and_norms_in_bfloat16() -> None:
+    model = ConvNet()
+    reference = copy.deepcopy(model)
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(amp.DynamicLossScaler(loss_scale=8.0)))
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=options)
+    assert trainer.loss_scaler is not None, "a scaler that is given is used"
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for _ in range(5):
+        # Inputs in bfloat16 go through, too.
+        x, y = torch.randn(4, 1, 8, 8).bfloat16(), torch.randint(0, 3, (4,))
+        loss, logits = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = F.cross_entropy(prediction, y)
+        assert logits.dtype == torch.bfloat16
+        assert_close(loss, expected.detach(), 1e-2, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    evaluated = trainer.eval_step(x, y)[0]
+    reference.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
+
+
+def test_dropout_in_bfloat16_has_the_masks_of_pytorch() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = F.dropout(self.fc1(x), 0.3, self.training)
+            noisy = hidden + torch.randn_like(hidden) * 0.01
+            return self.fc2(noisy), hidden
+
+    def loss_of(prediction: tuple[torch.Tensor, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(prediction[0], label)
+
+    model = Dropped()
+    reference = copy.deepcopy(model)
+    desc = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 3]), ("hidden", ["batch", 32])]}
+    torch.manual_seed(5)
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_of, options=ORTTrainerOptions(bf16()))
+    torch.manual_seed(5)
+    for x, y in mlp_batches(5):
+        loss, _, hidden = trainer.train_step(x, y)
+        with torch.autocast("cpu", torch.bfloat16):
+            prediction = reference(x)
+            expected = loss_of(prediction, y)
+        assert hidden.dtype == prediction[1].dtype == torch.bfloat16
+        assert torch.equal(hidden == 0, prediction[1] == 0), "the masks are the same"
+        assert_close(loss, expected.detach(), 1e-2, "loss")
+        expected.backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        reference.zero_grad()
+
+
+def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_path: Any) -> None:
+    class Constant(amp.LossScaler):
+        def update(self, train_step_info):
+            return self.loss_scale
+
+    options = bf16(Constant(8.0), batch={"gradient_accumulation_steps": 3})
+    model = MLP()
+    plain, changed = (mlp_trainer(options, optim.SGDConfig(lr=0.1), model) for _ in range(2))
+    for number, (x, y) in enumerate(mlp_batches(6)):
+        plain.train_step(x, y)
+        changed.train_step(x, y)
+        if number == 0:
+            changed.loss_scaler.loss_scale = 1024.0
+            torch.testing.assert_close(changed.get_gradient("fc1.bias"), plain.get_gradient("fc1.bias"))
+        if number == 1:
+            changed.save_checkpoint(tmp_path / "inside.ortckpt")
+            changed = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+            changed.load_checkpoint(tmp_path / "inside.ortckpt")
+            assert changed.loss_scaler.loss_scale == 1024.0
+    for name, value in plain.state_dict(pytorch_format=True).items():
+        assert_close(changed.state_dict(pytorch_format=True)[name], value, 1e-5, name)
+
+
+def test_bfloat16_as_it_was_translated() -> None:
+    """Without the passes that clean up, fewer values have a type of their own."""
+    desc = {
+        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+        "outputs": [("loss", [], True), ("logits", ["b", 3])],
+    }
+    options = ORTTrainerOptions(bf16(_internal_use={"enable_internal_postprocess": False}))
+    model = ConvNet()
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
+    x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
+    loss, logits = trainer.train_step(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = model.train()(x)
+    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    assert torch.isfinite(loss)

@@ -1,0 +1,608 @@
+"""Twenty steps of different architectures against PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+
+from ..helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
+
+# Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
+# errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
+CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-4)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, eps=1e-4)
+
+
+def same(model: nn.Module, desc: dict[str, Any], batches: list, **options: Any) -> ORTTrainer:
+    return assert_same_training(model, desc, batches, CONFIG, adamw, relative=1e-4, **options)
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias before batch norm: its gradient is zero but for rounding, which Adam would blow up.
+        self.conv1 = nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False)
+        self.norm2 = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        hidden = F.max_pool2d(F.relu(self.norm1(self.conv1(image))), 2)
+        hidden = F.relu(self.norm2(self.conv2(hidden)))
+        return self.head(F.avg_pool2d(hidden, 2).mean((2, 3)))
+
+
+def test_cnn_with_batch_norm_and_batches_of_any_size() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [8] * 10 + [1, 2, 8, 3, 5, 8, 1, 8, 8, 4]
+    batches = [
+        (torch.randn(n, 1, 12, 12, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes
+    ]
+    desc = {
+        "inputs": [("image", ["batch", 1, 12, 12]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    trainer = same(CNN(), desc, batches)
+    assert len(trainer.session.graphs(True)) == 1, "one export serves all batch sizes"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(4, 8, num_layers=1, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
+def test_recurrent(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
+    model = Recurrent(kind)
+    pointers = [w.data_ptr() for w in model.rnn._flat_weights]
+    lengths = [4] * 15 + [3, 4, 3, 4, 3]
+    batches = [(torch.randn(4, n, 4), torch.randint(0, 3, (4,))) for n in lengths]
+    desc = {
+        "inputs": [("x", ["batch", "length", 4]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    with caplog.at_level(logging.WARNING, logger="ort_trainer"):
+        trainer = same(model, desc, batches)
+    assert len(trainer.session.graphs(True)) == 2, "an unrolled loop is exported once for each length"
+    assert "the model fixes dimension 'length' at 4" in caplog.text
+    assert [w.data_ptr() for w in model.rnn._flat_weights] == pointers
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.position = nn.Parameter(torch.randn(32, 16) * 0.02)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.encoder(hidden).mean(1))
+
+
+ENCODER_DESC = {
+    "inputs": [("tokens", ["batch", "length"]), ("label", ["batch"])],
+    "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+}
+
+
+def token_batches(shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randint(0, 50, shape), torch.randint(0, 3, shape[:1])) for shape in shapes]
+
+
+def test_transformer_encoder_with_sequences_of_any_length() -> None:
+    shapes = [(4, 9)] * 10 + [(1, 9), (4, 1), (2, 30), (4, 32), (3, 5), (1, 1), (4, 9), (4, 8), (2, 2), (1, 2)]
+    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
+    assert len(trainer.session.graphs(True)) == 1
+
+
+def test_first_batch_of_one_does_not_freeze_the_sizes() -> None:
+    shapes = [(1, 1), (4, 7), (1, 7), (4, 1)] * 5
+    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
+    assert len(trainer.session.graphs(True)) == 1
+
+
+class Branching(nn.Module):
+    """Conditions on symbolic sizes, one of them on a size of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        if x.shape[0] > 1:
+            y = y - y.mean(0)
+        return y * 2 if x.shape[0] > 3 else y
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_branches_on_sizes(first: int) -> None:
+    batches = [(torch.randn(n, 8), torch.randint(0, 3, (n,))) for n in [first, 1, 2, 5] * 5]
+    trainer = same(Branching(), MLP_DESC, batches)
+    assert len(trainer.session.graphs(True)) == 3
+
+
+def test_batch_norm_refuses_a_single_value_as_pytorch_does() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
+    desc = {**MLP_DESC, "inputs": [("input", ["batch", 8]), ("label", ["batch"])]}
+    trainer = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    x, y = mlp_batches(1)[0]
+    trainer.train_step(x, y)
+    with pytest.raises(ExportError, match="Expected more than 1 value per channel when training"):
+        trainer.train_step(x[:1], y[:1])
+    assert trainer.train_step_info.step == 1
+    trainer.eval_step(x[:1], y[:1])
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.norm(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True)))
+
+
+def language_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-100)
+
+
+def test_language_model_with_tied_weights() -> None:
+    desc = {
+        "inputs": [("tokens", ["batch", "length"]), ("label", ["batch", "length"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", "length", 40])],
+    }
+    batches = []
+    for length in [8] * 10 + [5, 11] * 5:
+        tokens = torch.randint(0, 40, (3, length))
+        label = tokens.roll(-1, 1)
+        label[:, -1] = -100
+        batches.append((tokens, label))
+    trainer = same(TiedLanguageModel(), desc, batches, loss_fn=language_loss)
+    weights = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    full = trainer.state_dict()["model"]["full_precision"]
+    assert "head.weight" in full and "embedding.weight" in full
+    TiedLanguageModel().load_state_dict(weights, strict=True)
+    group = [{"params": ["head.weight"], "lambda_coef": 0.5}]  # the other name of the tied weight
+    other = ORTTrainer(TiedLanguageModel(), desc, optim.AdamConfig(group, lr=0.1), loss_fn=language_loss)
+    other.prepare(batches[0])
+    assert [g.hyper["lambda_coef"] for g in other.session.optimizer._groups if "embedding.weight" in g.names] == [0.5]
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    nothing: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+class WithLoss(nn.Module):
+    """The loss inside the model, in several shapes of return value; some inputs, parameters and buffers unused."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mlp = MLP()
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("unused_buffer", torch.ones(3))
+        self.register_buffer("transient", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor, label: torch.Tensor) -> Any:
+        self.steps += 1
+        self.transient.mul_(1.5)
+        logits = self.mlp(x)
+        loss = F.cross_entropy(logits, label) * self.transient.detach().mean().clamp(max=2.0)
+        if self.kind == "tuple":
+            return loss, logits
+        if self.kind == "dict":
+            return {"loss": loss, "logits": logits}
+        if self.kind == "nested":
+            return (loss, {"a": [logits, None]})
+        return Output(loss, logits, hidden=(logits * 2,))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "nested", "dataclass"])
+def test_loss_inside_the_model(kind: str) -> None:
+    desc = {
+        "inputs": [("x", ["batch", 8]), ("extra", ["other"]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    batches = [(x, torch.zeros(number + 1), y) for number, (x, y) in enumerate(mlp_batches(20))]
+    model = WithLoss(kind)
+    if kind in ("dict", "dataclass"):
+        trainer = ORTTrainer(model, desc, CONFIG)
+        first = trainer.train_step(*batches[0])
+        output = model(*batches[0])
+        expected = output["loss"] if kind == "dict" else output.loss
+        assert_close(first[0], expected.detach(), 1e-5, "loss")
+        return
+    trainer = same(model, desc, batches, loss_fn=None)
+    assert int(trainer.state_dict(pytorch_format=True)["steps"]) == 20
+    assert "transient" not in trainer.state_dict(pytorch_format=True)
+    assert trainer.state_dict()["transient_buffers"]["transient"] == pytest.approx(1.5**20, rel=1e-5)
+
+
+class Awkward(nn.Module):
+    """Parameters of 1 to 8 elements, one without elements, frozen ones, and names with a slash and a dot-like mess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in range(1, 9)])
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.fc = nn.Linear(8, 3)
+        self.slashed = nn.ParameterDict({"a/b": nn.Parameter(torch.randn(3))})
+        self.x = nn.Parameter(torch.randn(3))  # the name of an input, too
+        self.register_parameter("loss", nn.Parameter(torch.randn(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.scalar + sum(v.sum() for v in self.vectors) + self.empty.sum() + self.frozen.sum()
+        return self.fc(x) * self.x + total + self.slashed["a/b"] + self.loss
+
+
+def test_awkward_parameters_and_names(tmp_path: Any) -> None:
+    model = Awkward()
+    trainer = same(model, MLP_DESC, mlp_batches(20))
+    weights = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(weights["frozen"], model.frozen)
+    assert weights["slashed.a/b"].shape == (3,)
+    trainer.save_checkpoint(tmp_path / "a.ortckpt")
+    other = ORTTrainer(Awkward(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
+    other.load_checkpoint(tmp_path / "a.ortckpt")
+    other.prepare(mlp_batches(1)[0])
+    restored = other.state_dict(pytorch_format=True)
+    assert all(torch.equal(restored[name], value) for name, value in weights.items())
+
+
+def test_frozen_weights_option() -> None:
+    model = MLP()
+    before = model.fc1.weight.detach().clone()
+
+    def optimizer(reference: nn.Module) -> torch.optim.Optimizer:
+        reference.fc1.weight.requires_grad_(False)
+        return adamw(reference)
+
+    trainer = assert_same_training(
+        model,
+        MLP_DESC,
+        mlp_batches(20),
+        CONFIG,
+        optimizer,
+        relative=1e-5,
+        options={"utils": {"frozen_weights": ["fc1.weight"], "grad_norm_clip": False}},
+    )
+    assert torch.equal(trainer.state_dict(pytorch_format=True)["fc1.weight"], before)
+    assert model.fc1.weight.requires_grad, "the user's model is left as it was"
+    assert "fc1.weight" not in trainer.state_dict()["optimizer"]
+
+
+def test_the_users_model_is_left_as_it_was_found() -> None:
+    model = CNN()
+    model.eval()
+    model.norm1.train()
+    model.head.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    flags = [p.requires_grad for p in model.parameters()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    desc = {"inputs": [("image", ["b", 1, 12, 12]), ("y", ["b"])], "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.5), loss_fn=F.cross_entropy)
+    for _ in range(2):
+        trainer.train_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
+    trainer.eval_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
+    assert [module.training for module in model.modules()] == modes
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    trained = trainer.state_dict(pytorch_format=True)
+    assert torch.equal(trained["head.weight"], state["head.weight"])
+    assert not torch.equal(trained["conv1.weight"], state["conv1.weight"])
+
+
+def test_non_contiguous_inputs_and_arrays_train_correctly() -> None:
+    desc = MLP_DESC
+    batches = [(x.T.contiguous().T, y) for x, y in mlp_batches(20)]
+    assert not batches[0][0].is_contiguous()
+    assert_same_training(MLP(), desc, batches, CONFIG, adamw)
+    model = MLP()
+    first = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    second = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
+    for x, y in mlp_batches(3):
+        a = first.train_step(x, y)[0]
+        b = second.train_step(x.numpy(), label=y.numpy())[0]
+        assert torch.equal(a, b)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(2).mean(1))
+
+
+class Detached(nn.Module):
+    """A custom autograd function, a detach and an untaken NaN: the gradient is PyTorch's, not the formula's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        y = y + 2.0 * y.detach()
+        y = y + Straight.apply(y)
+        return torch.where(y > 0, y, torch.zeros_like(y)) + torch.where(y > 1e9, torch.log(-y.abs()).detach(), y)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 0.5
+
+
+def test_scaled_dot_product_attention() -> None:
+    desc = {"inputs": [("x", ["b", "s", 8]), ("y", ["b"])], "outputs": [("loss", [], True), ("logits", ["b", 3])]}
+    same(Attention(), desc, [(torch.randn(3, n, 8), torch.randint(0, 3, (3,))) for n in [6, 4] * 10])
+
+
+def test_detach_and_custom_functions() -> None:
+    same(Detached(), MLP_DESC, mlp_batches(20))
+
+
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -7 * grad * ctx.saved_tensors[0]
+
+
+class Special(nn.Module):
+    """What an exporter loses easily."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.rnn = nn.LSTM(8, 8, 3, dropout=0.5, batch_first=True)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc1(x)
+        if self.case == "straight through":
+            y = Straight.apply(y)
+        if self.case == "own backward":
+            y = OwnBackward.apply(y)
+        if self.case == "hook" and y.requires_grad:
+            y.register_hook(lambda grad: grad * 3)
+        if self.case == "assigned buffer":
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+            y = y + self.average
+        if self.case == "dropout between layers":
+            y = self.rnn(y[:, None].expand(-1, 3, -1))[0][:, -1]
+        return self.fc2(y)
+
+
+@pytest.mark.parametrize(
+    "case", ["straight through", "own backward", "hook", "assigned buffer", "dropout between layers"]
+)
+def test_what_an_exporter_loses_easily(case: str) -> None:
+    """With SGD: Adam would hide a gradient that is wrong by a factor."""
+    model = Special(case)
+    assert_same_training(
+        model,
+        MLP_DESC,
+        mlp_batches(20),
+        optim.SGDConfig(lr=0.05),
+        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.05),
+        relative=1e-4,
+        seed=5,
+    )
+    assert torch.equal(model.average, torch.zeros(8)), "the user's model is left as it was"
+
+
+def test_double_precision() -> None:
+    batches = [(x.double(), y) for x, y in mlp_batches(20)]
+    assert_same_training(MLP().double(), MLP_DESC, batches, CONFIG, adamw, relative=1e-9)
+
+
+def test_loss_function_that_is_a_module_with_buffers() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.3, 0.5]), label_smoothing=0.1)
+    trainer = same(MLP(), MLP_DESC, mlp_batches(20), loss_fn=loss_fn)
+    assert list(trainer.state_dict(pytorch_format=True)) == list(MLP().state_dict())
+
+
+def test_loss_function_that_uses_the_models_weights() -> None:
+    model = MLP()
+
+    class Regularized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = model.fc1
+
+        def forward(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(logits, label) + self.part.weight.square().sum()
+
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.0), loss_fn=Regularized())
+    x, y = mlp_batches(1)[0]
+    trainer.prepare((x, y))
+    trainer.session.train_step([x, y])
+    (F.cross_entropy(model(x), y) + model.fc1.weight.square().sum()).backward()
+    assert_close(trainer.session.gradients["fc1.weight"], model.fc1.weight.grad, 1e-5, "gradient")
+
+
+def test_several_options_objects_are_not_needed() -> None:
+    """One options object, one description and one group list serve two trainers."""
+    groups = [{"params": ["fc1.weight"], "lambda_coef": 0.1}]
+    desc = copy.deepcopy(MLP_DESC)
+    scheduler = optim.LinearWarmupLRScheduler(50)
+    options = ORTTrainerOptions({"lr_scheduler": scheduler, "mixed_precision": {"enabled": True}})
+    before = copy.deepcopy((groups, desc, options.to_dict()["batch"], scheduler.state_dict()))
+    losses = []
+    model = MLP()
+    for _ in range(2):
+        trainer = ORTTrainer(model, desc, optim.AdamConfig(groups, lr=0.1), loss_fn=F.cross_entropy, options=options)
+        losses.append([trainer.train_step(x, y)[0].item() for x, y in mlp_batches(4)])
+        assert options.mixed_precision.loss_scaler is None
+    assert losses[0] == losses[1]
+    assert (groups, desc, options.to_dict()["batch"], scheduler.state_dict()) == before
+
+
+def test_convolutions_of_large_batches_need_no_other_graph() -> None:
+    """PyTorch compares the batch with 16 to choose a library; a branch of the model on that number still counts."""
+
+    def conv(own: nn.Module, image: torch.Tensor) -> torch.Tensor:
+        return own.layer(image) * (2 if image.shape[0] < 16 else 3)
+
+    class Model(nn.Module):
+        def __init__(self, branches: bool) -> None:
+            super().__init__()
+            self.layer, self.branches = nn.Conv2d(1, 3, 3), branches
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return (conv(self, image) if self.branches else self.layer(image)).mean((2, 3))
+
+    desc = {"inputs": [("image", ["batch", 1, 6, 6]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    batches = [(torch.randn(size, 1, 6, 6), torch.randint(0, 3, (size,))) for size in (4, 20, 5)]
+    assert len(same(Model(False), desc, batches).session.graphs(True)) == 1
+    assert len(same(Model(True), desc, batches).session.graphs(True)) == 2
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+reverse = Reversed.apply  # bound before any trainer could notice
+
+
+class Tail(nn.Module):
+    """A layer between two others; what is in between is what an exporter may get wrong."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+INDEX = torch.tensor([0, 1, 1, 2, 5, 5, 5, 7])
+
+
+def mean_by_index(hidden: torch.Tensor) -> torch.Tensor:
+    index = INDEX.expand(hidden.shape[0], -1)
+    return torch.zeros_like(hidden).scatter_reduce(1, index, hidden, "mean", include_self=False)
+
+
+def without_gradient(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        means = mean_by_index(hidden)
+    return hidden + means
+
+
+def without_autocast(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return mean_by_index(hidden)
+
+
+def rounded_down(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * (-hidden.shape[0] // 2) + hidden.shape[0] % 3
+
+
+def rounded_up(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.cat([hidden[: -(-hidden.shape[0] // 2)], hidden[-(-hidden.shape[0] // 2) :]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        reverse,
+        lambda hidden: mean_by_index(reverse(hidden)),
+        without_gradient,
+        without_autocast,
+        rounded_down,
+        rounded_up,
+        lambda hidden: F.adaptive_max_pool1d(hidden.T.unsqueeze(0), 3).mean() + hidden,
+    ],
+    ids=[
+        "apply bound early", "a composite beside a custom function", "inside no_grad", "inside autocast",
+        "floor division of a negative size", "ceiling division of a size", "adaptive pooling of a dynamic size",
+    ],
+)  # fmt: skip
+def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
+    sizes = [5, 8, 4, 7]
+    same(Tail(function), MLP_DESC, [batch for size in sizes for batch in mlp_batches(1, size, seed=size)])
+
+
+def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:
+    reentrant = Tail(lambda hidden: torch.utils.checkpoint.checkpoint(torch.tanh, hidden, use_reentrant=True))
+    with pytest.raises(ExportError, match="pass use_reentrant=False"):
+        ORTTrainer(reentrant, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+    hooked = MLP()
+    hooked.fc1.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ExportError, match=r"parameter 'fc1.weight' has a backward hook"):
+        ORTTrainer(hooked, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+
+
+def test_dropouts_that_stay_on_in_evaluation_are_independent() -> None:
+    class Twice(MLP):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(x), F.dropout(x, 0.5, True), F.dropout(x, 0.5, True)
+
+    outputs = [("loss", [], True), ("y", ["batch", 3]), ("a", ["batch", 8]), ("b", ["batch", 8])]
+    desc = {**MLP_DESC, "outputs": outputs}
+    trainer = ORTTrainer(Twice(), desc, CONFIG, loss_fn=lambda p, y: F.cross_entropy(p[0], y))
+    first, second = trainer.eval_step(torch.ones(20, 8), torch.zeros(20, dtype=torch.long))[2:]
+    assert not torch.equal(first, second)

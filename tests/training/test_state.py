@@ -1,0 +1,322 @@
+"""state_dict and load_state_dict: both formats, strict or not, before or after the first step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ort_trainer import ORTTrainer, optim
+
+from ..helpers import MLP, mlp_batches, mlp_trainer
+
+CONFIGS = {
+    "adam": optim.AdamConfig,
+    "lamb": optim.LambConfig,
+    "sgd": optim.SGDConfig,
+    "momentum": lambda lr=0.1: optim.SGDConfig([{"params": ["fc1.bias"], "momentum": 0.0}], lr, 0.9, dampening=0.1),
+    "lion": optim.LionConfig,
+}
+SLOTS = {"adam": {"Moment_1", "Moment_2", "Update_Count"}, "lamb": {"Moment_1", "Moment_2"}, "lion": {"Moment_1"}}
+
+
+@pytest.fixture(scope="module")
+def trained() -> ORTTrainer:
+    trainer = mlp_trainer()
+    for x, y in mlp_batches(3):
+        trainer.train_step(x, y)
+    return trainer
+
+
+def fresh(prepared: bool = False) -> ORTTrainer:
+    trainer = mlp_trainer()
+    if prepared:
+        trainer.prepare(mlp_batches(1)[0])
+    return trainer
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_layout(kind: str) -> None:
+    trainer = mlp_trainer({"lr_scheduler": optim.LinearWarmupLRScheduler(9)}, CONFIGS[kind]())
+    x, y = mlp_batches(1)[0]
+    trainer.train_step(x, y)
+    trainer.train_step(x, y)
+    state = trainer.state_dict()
+    names = list(MLP().state_dict())
+    weights = state["model"]["full_precision"]
+    assert list(weights) == names and all(isinstance(w, np.ndarray) for w in weights.values())
+    assert state["train_step_info"] == {"optimization_step": 2, "step": 2}
+    assert state["trainer_options"]["optimizer_name"] == trainer.optim_config.name
+    assert state["trainer_options"]["mixed_precision"] is False and state["trainer_options"]["world_size"] == 1
+    optimizer = state["optimizer"]
+    if kind == "sgd":
+        assert optimizer == {}
+    else:
+        shared = optimizer.pop("shared_optimizer_state", None)
+        assert list(optimizer) == [name for name in names if kind != "momentum" or name != "fc1.bias"]
+        assert (shared is not None) == (kind == "lamb")
+        if kind == "lamb":
+            assert shared["Step"].tolist() == [3] and shared["Step"].dtype == np.int64
+        for name, entry in optimizer.items():
+            assert set(entry) == SLOTS.get(kind, {"Momentum", "Update_Count"})
+            assert entry.pop("Update_Count", np.array([3])).tolist() == [3]
+            assert all(value.shape == weights[name].shape for value in entry.values())
+    assert state["gradients"] == {} and "last_lr" in state["lr_scheduler"]
+
+
+def test_arrays_are_copies(trained: ORTTrainer) -> None:
+    state = trained.state_dict()
+    state["model"]["full_precision"]["fc1.weight"][:] = 7
+    trained.state_dict(pytorch_format=True)["fc1.weight"].fill_(7)
+    assert not (trained.state_dict()["model"]["full_precision"]["fc1.weight"] == 7).any()
+
+
+def test_before_the_first_step() -> None:
+    trainer = fresh()
+    with pytest.warns(UserWarning, match="ONNX Runtime training session is not initialized yet") as caught:
+        assert trainer.state_dict() == {}
+    assert str(caught[0].message) == (
+        "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
+        "calling ORTTrainer.state_dict()."
+    )
+    with pytest.raises(RuntimeError, match="nothing to save yet: call prepare"):
+        trainer.save_checkpoint("unused")
+    with pytest.raises(RuntimeError, match="nothing to save yet"):
+        trainer.save_as_onnx("unused")
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_round_trip(kind: str, prepared: bool) -> None:
+    batches = mlp_batches(6)
+    options = {"lr_scheduler": optim.LinearWarmupLRScheduler(20, 0.3)}
+    first = mlp_trainer(options, CONFIGS[kind](lr=0.05))
+    for x, y in batches[:3]:
+        first.train_step(x, y)
+    state = first.state_dict()
+    given = copy.deepcopy(state)
+    second = mlp_trainer(options, CONFIGS[kind](lr=0.05))
+    if prepared:
+        second.prepare(batches[0])
+    second.load_state_dict(state)
+    assert second.train_step_info.step == second.train_step_info.optimization_step == 3
+    if not prepared:
+        with pytest.warns(UserWarning, match="not initialized"):
+            assert second.state_dict() is state
+        state["model"]["full_precision"]["fc1.weight"][:] = 0  # the caller's array is not the trainer's
+        state = given
+    for x, y in batches[3:]:
+        assert torch.equal(first.train_step(x, y)[0], second.train_step(x, y)[0])
+    assert second.lr_scheduler.get_last_lr() == first.lr_scheduler.get_last_lr() != [0.0]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_pytorch_format(prepared: bool, trained: ORTTrainer) -> None:
+    model = MLP()
+    model.load_state_dict(trained.state_dict(pytorch_format=True), strict=True)
+    trainer = fresh(prepared)
+    trainer.load_state_dict(model.state_dict())
+    x, y = mlp_batches(1)[0]
+    model.eval()
+    torch.testing.assert_close(trainer.eval_step(x, y)[1], model(x).detach(), rtol=1e-5, atol=1e-6)
+    assert trainer.train_step_info.step == 0
+
+
+def test_two_loads_before_the_first_step_are_both_applied(trained: ORTTrainer) -> None:
+    state = trained.state_dict()
+    weights = {"fc1.weight": torch.ones(16, 8)}
+    trainer = fresh()
+    trainer.load_state_dict(state)
+    trainer.load_state_dict(weights, strict=False)
+    trainer.prepare(mlp_batches(1)[0])
+    found = trainer.state_dict()
+    assert (found["model"]["full_precision"]["fc1.weight"] == 1).all()
+    assert (found["model"]["full_precision"]["fc2.bias"] == state["model"]["full_precision"]["fc2.bias"]).all()
+    assert found["optimizer"]["fc1.weight"]["Update_Count"].tolist() == [4]
+
+
+def broken(trained: ORTTrainer, edit: Any) -> dict[str, Any]:
+    state = trained.state_dict()
+    edit(state)
+    return state
+
+
+CASES = [
+    (
+        lambda s: s["model"]["full_precision"].pop("fc1.bias"),
+        RuntimeError,
+        r"Missing keys: \['fc1.bias'\] in state_dict\[model\]",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update(z=np.ones(1)),
+        RuntimeError,
+        r"Unexpected keys: \['z'\] in state_dict\[model\]",
+    ),
+    (lambda s: s["model"].update(half={}), RuntimeError, r"Unexpected keys: \['half'\] in state_dict\[model\]"),
+    (
+        lambda s: s["optimizer"].pop("fc1.bias"),
+        RuntimeError,
+        r"Missing keys: \['fc1.bias'\] in state_dict\[optimizer\]",
+    ),
+    (lambda s: s["optimizer"].update(z={}), RuntimeError, r"Unexpected keys: \['z'\] in state_dict\[optimizer\]"),
+    (
+        lambda s: s["optimizer"]["fc1.bias"].pop("Moment_2"),
+        RuntimeError,
+        r"Missing keys: \['Moment_2'\] in state_dict\[optimizer\]\[fc1.bias\]",
+    ),
+    (lambda s: s.pop("trainer_options"), RuntimeError, r"Missing keys: \['optimizer_name'\]"),
+    (
+        lambda s: s["train_step_info"].pop("step"),
+        RuntimeError,
+        r"Missing keys: \['step'\] in state_dict\[train_step_info\]",
+    ),
+    (lambda s: s.update(extra={}), RuntimeError, r"Unexpected keys: \['extra'\] in state_dict\."),
+    *(
+        (
+            lambda s, key=key: s[key].update(extra=1),
+            RuntimeError,
+            rf"Unexpected keys: \['extra'\] in state_dict\[{key}\]",
+        )
+        for key in ("train_step_info", "trainer_options", "window")
+    ),
+    (lambda s: s["window"].pop("unit"), RuntimeError, r"Missing keys: \['unit'\] in state_dict\[window\]"),
+    (lambda s: s["trainer_options"].pop("world_size"), RuntimeError, r"Missing keys: \['world_size'\] in state_dict"),
+    (
+        lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"),
+        ValueError,
+        "the state is that of LambOptimizer, but the trainer uses AdamOptimizer",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(3, np.float32)}),
+        ValueError,
+        r"fc1.bias\] has shape \[3\], but the trainer has \[16\]",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(16, np.int64)}),
+        ValueError,
+        r"fc1.bias\] has dtype torch.int64",
+    ),
+    (
+        lambda s: s["model"]["full_precision"].update({"fc1.bias": [1.0]}),
+        TypeError,
+        r"fc1.bias\] must be a tensor or a numpy array, but it is a list",
+    ),
+    (
+        lambda s: s["optimizer"]["fc2.bias"].update(Moment_1=np.ones(1, np.float32)),
+        ValueError,
+        r"Moment_1\] has shape \[1\]",
+    ),
+    (
+        lambda s: s["optimizer"]["fc2.bias"].update(Update_Count=np.zeros(1, np.int64)),
+        ValueError,
+        r"Update_Count\] must be one number, at least 1",
+    ),
+    (lambda s: s["train_step_info"].update(step=-1), ValueError, r"\[step\] must be an int, at least 0"),
+    (lambda s: s.update(model=3), TypeError, r"state_dict\[model\] must be a dict, but it is a int"),
+    (
+        lambda s: s.update(random=np.zeros(100, np.uint8)),
+        ValueError,
+        r"state_dict\[random\] is no state of a random generator",
+    ),
+    (
+        lambda s: s.update(
+            gradients={"fc1.bias": np.zeros(16, np.float32)},
+            trainer_options={**s["trainer_options"], "gradient_accumulation_steps": 4},
+        ),
+        ValueError,
+        "in the middle of a window of 4 micro-batches",
+    ),
+]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("edit", "error", "message"), CASES)
+def test_what_does_not_fit_is_refused_whole(trained, prepared, edit, error, message, prepared_trainers) -> None:
+    trainer = prepared_trainers[prepared]
+    state = broken(trained, edit)
+    before = _everything(trainer)
+    with pytest.raises(error, match=message):
+        trainer.load_state_dict(state)
+    assert _everything(trainer) == before
+
+
+@pytest.fixture(scope="module")
+def prepared_trainers() -> dict[bool, ORTTrainer]:
+    return {False: fresh(), True: fresh(prepared=True)}
+
+
+def _everything(trainer: ORTTrainer) -> str:
+    state = None if trainer.session is None else trainer.state_dict()
+    return repr((state, trainer.train_step_info, trainer._pending))
+
+
+@pytest.mark.filterwarnings("ignore:Missing key")
+def test_not_strict_restores_what_both_have(trained: ORTTrainer) -> None:
+    state = trained.state_dict()
+    expected = state["model"]["full_precision"]["fc2.weight"].copy()
+    del state["model"]["full_precision"]["fc1.bias"], state["optimizer"]["fc2.bias"]
+    state["model"]["full_precision"]["other"] = np.ones(1)
+    state["optimizer"]["other"] = {}
+    trainer = fresh(prepared=True)
+    before = trainer.state_dict()["model"]["full_precision"]["fc1.bias"]
+    trainer.load_state_dict(state, strict=False)
+    after = trainer.state_dict()
+    assert (after["model"]["full_precision"]["fc2.weight"] == expected).all()
+    assert (after["model"]["full_precision"]["fc1.bias"] == before).all()
+    assert after["optimizer"]["fc1.bias"]["Update_Count"] == 4 and after["optimizer"]["fc2.bias"]["Update_Count"] == 1
+
+
+def test_missing_sections_are_warned_about(trained: ORTTrainer) -> None:
+    trainer = fresh(prepared=True)
+    for key in ("model", "optimizer", "train_step_info", "random", "window"):
+        state = trained.state_dict()
+        del state[key]
+        with pytest.warns(UserWarning, match=f"Missing key: {key} in state_dict"):
+            trainer.load_state_dict(state)
+    scheduled = mlp_trainer({"lr_scheduler": optim.LinearWarmupLRScheduler(9)})
+    with pytest.warns(UserWarning, match="Missing key: lr_scheduler in state_dict") as found:
+        scheduled.load_state_dict(trained.state_dict())
+    assert found[0].filename == __file__
+    scheduled.prepare(mlp_batches(1)[0])
+    state = scheduled.state_dict()
+    with pytest.warns(UserWarning, match="The trainer has none, so it leaves out lr_scheduler of state_dict"):
+        mlp_trainer().load_state_dict(state)
+    for edit, message in (("pop", "Missing keys"), ("__setitem__", "Unexpected keys")):
+        changed = {**state, "lr_scheduler": dict(state["lr_scheduler"])}
+        getattr(changed["lr_scheduler"], edit)(*(("last_lr",) if edit == "pop" else ("extra", 1)))
+        with pytest.raises(RuntimeError, match=rf"{message}: .* in state_dict\[lr_scheduler\]"):
+            scheduled.load_state_dict(changed)
+        scheduled.load_state_dict(changed, strict=False)
+    with pytest.raises(TypeError, match="state_dict must be a dict, but a list was given"):
+        trainer.load_state_dict([])  # type: ignore[arg-type]
+
+
+def test_a_state_from_the_middle_of_a_window_without_gradients_begins_it_anew(trained: ORTTrainer) -> None:
+    state = trained.state_dict()  # as the legacy trainer wrote it: 3 steps, no gradients
+    del state["gradients"], state["random"], state["window"]
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}})
+    with pytest.warns(UserWarning, match="after 1 of 2 micro-batches of a window, without their gradients"):
+        trainer.load_state_dict(state)
+    assert trainer.train_step_info.step == 2
+
+
+def test_a_tied_weight_with_two_values_is_refused() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(8, 8)
+            self.b = torch.nn.Linear(8, 8)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))[:, :3]
+
+    trainer = mlp_trainer(model=Tied())
+    state = Tied().state_dict()
+    trainer.load_state_dict(state)
+    state["b.weight"] = state["b.weight"] + 1
+    with pytest.raises(ValueError, match="different values for 'a.weight' and 'b.weight', which are one tied tensor"):
+        trainer.load_state_dict(state)
