@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import onnx
@@ -15,23 +14,23 @@ from torch import nn
 from .amp import LossScaler
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .errors import shown, warn
-from .graph.onnx_file import save_model
 from .optim import LRScheduler, OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
 from .options import ModelDescription, ORTTrainerOptions
 from .runtime import StepSession
 from .runtime.engine import resolve_device, warn_about_mixed_flavours
-from .sources import BORROWED, LOSSES, model_source
+from .sources import BORROWED, loss_function, model_source
 from .sources.onnx import OnnxModel
 from .sources.torch import LossFunction
 from .training import state, tensors
 from .training.loop import TrainingLoop
+from .training.onnx_file import save_onnx
 
 __all__ = ["ORTTrainer"]
 
 _NO_COPY = (
-    "an ORTTrainer can't be {}, as it owns sessions of ONNX Runtime: make another one with the same arguments and give "
-    "it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
+    "an ORTTrainer can't be copied or pickled, as it owns sessions of ONNX Runtime: make another one with the same "
+    "arguments and give it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
 )
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -101,12 +100,7 @@ class ORTTrainer:
                 f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}), but "
                 f"{shown(optim_config)} was given"
             )
-        loss_fn = LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(LOSSES)}, but "
-                f"{shown(loss_fn)} was given"
-            )
+        loss_fn = loss_function(loss_fn)
         options = ORTTrainerOptions() if options is None else options
         if not isinstance(options, ORTTrainerOptions):
             raise TypeError(
@@ -330,7 +324,7 @@ class ORTTrainer:
             FileNotFoundError: If the folder does not exist.
             TypeError: If ``user_dict`` holds something else.
         """
-        self._started("save_checkpoint")
+        self._check_started("save_checkpoint")
         found = state.collect(self._loop, include_optimizer=include_optimizer_states, copy=False)
         save_checkpoint_file(path, found, {} if user_dict is None else user_dict, overwrite)
 
@@ -390,28 +384,15 @@ class ORTTrainer:
 
     @_outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
-        if not os.fspath(path):
-            raise ValueError("path must not be empty")
-        session, loop = self._started(method), self._loop
-        graph = loop.prepare(loop.graphs.blank_batch(), False, loop.fetches(())).runner.graph
-        if list(names) != [spec.name for spec in graph.outputs]:
-            graph = graph.pruned(names)
-        save_model(graph, session.parameters, session.buffers, loop.source.trainable, Path(path))
+        self._check_started(method)
+        save_onnx(self._loop, path, names)
 
-    def __copy__(self) -> Any:
-        raise TypeError(_NO_COPY.format("copied"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(_NO_COPY.format("copied"))
-
+    # Copying asks for this too.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(_NO_COPY.format("pickled"))
+        raise TypeError(_NO_COPY)
 
-    def _started(self, method: str) -> StepSession:
+    def _check_started(self, method: str) -> None:
         if self._loop.session is None:
             raise RuntimeError(
                 f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
             )
-        return self._loop.session

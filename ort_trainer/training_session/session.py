@@ -4,48 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 
 from ..errors import shown
-from ..graph import TrainingGraph, evaluate
 from ..interrupts import uninterrupted
 from ..runtime.engine import SessionOptions
 from ..sources.onnx import describe_onnx, load_onnx_model
 from ..trainer import ORTTrainer
 from ..training.batch import to_tensor
+from . import translate
 from .flat_state import flat_state_dict, load_flat_state_dict
-from .io_binding import IOBinding, to_ort_value, to_torch
+from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
+from .node_arg import NodeArg, node_arg
 from .parameters import TrainingParameters
-from .translate import frozen_of, optimizer_of, options_of, providers_of
 
-__all__ = ["NodeArg", "TrainingSession"]
+__all__ = ["TrainingSession"]
 
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
-
-
-@dataclass(frozen=True)
-class NodeArg:
-    """An input or output of the session, as ``onnxruntime.NodeArg`` describes one.
-
-    Attributes:
-        name: Its name.
-        type: Its type, such as ``tensor(float)``.
-        shape: Sizes, and names of dimensions.
-    """
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 class TrainingSession:
@@ -94,9 +76,9 @@ class TrainingSession:
             self._model = dataclasses.replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
-        _check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
+        translate.check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
-        self._frozen = {*self._model.frozen, *frozen_of(parameters, self._model)}
+        self._frozen = {*self._model.frozen, *translate.frozen_of(parameters, self._model)}
         self._trainer = self._make_trainer(providers, provider_options)
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
 
@@ -120,14 +102,14 @@ class TrainingSession:
         Raises:
             TypeError, ValueError: If an input is missing, unknown or does not fit. Nothing has changed then.
         """
-        values = {name: to_tensor(name, np.asarray(value)) for name, value in _feed(input_feed).items()}
+        values = {name: to_tensor(name, np.asarray(value)) for name, value in translate.feed_of(input_feed).items()}
         return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
         """Does what :meth:`run` does, with OrtValues."""
-        values = {name: to_torch(value) for name, value in _feed(input_dict_ort_values).items()}
+        values = {name: to_torch(value) for name, value in translate.feed_of(input_dict_ort_values).items()}
         return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
@@ -147,7 +129,7 @@ class TrainingSession:
 
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
-        found = [_node_arg(value) for value in self._model.proto.graph.input if value.name in self._model.inputs]
+        found = [node_arg(value) for value in self._model.proto.graph.input if value.name in self._model.inputs]
         if self._parameters.training_optimizer_name:
             found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
@@ -156,7 +138,7 @@ class TrainingSession:
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, then those that training adds."""
-        found = [_node_arg(value) for value in self._model.proto.graph.output]
+        found = [node_arg(value) for value in self._model.proto.graph.output]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:
@@ -313,13 +295,15 @@ class TrainingSession:
 
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
         parameters = self._parameters
-        device, settings = providers_of(providers, provider_options)
-        options = options_of(parameters, self._model, device, settings, self._sess_options)
+        device, settings = translate.providers_of(providers, provider_options)
+        options = translate.options_of(parameters, self._model, device, settings, self._sess_options)
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
-        trainer = ORTTrainer(self._model, description.to_dict(), optimizer_of(parameters, self._model), options=options)
+        trainer = ORTTrainer(
+            self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options
+        )
         trainer.prepare()
         if parameters.optimizer_initial_state:
-            _check_initial_state(parameters, trainer)
+            translate.check_initial_state(parameters, trainer)
             state = {
                 "optimizer": parameters.optimizer_initial_state,
                 "trainer_options": {"optimizer_name": trainer.optim_config.name},
@@ -372,7 +356,7 @@ class TrainingSession:
         missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
             raise TypeError(f"inputs {missing} are missing: a float32 array of shape [1] each")
-        extra = {name: _number(name, value) for name, value in given.items() if value is not None}
+        extra = {name: translate.number_of(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
         loop = self._trainer.loop
         window, info, scaler = loop.window, loop.info, loop.precision.scaler
@@ -389,7 +373,7 @@ class TrainingSession:
         batch = loop.graphs.bind((inputs,), {})
         plan = loop.prepare(batch, True, own or [parameters.loss_output_name])
         if binding is not None:
-            self._check_binding(binding, plan.runner.graph, batch)
+            check_binding(binding, plan.runner.graph, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
         with uninterrupted():
             results = dict(zip(own, loop.backward(plan, batch), strict=False))
@@ -404,64 +388,7 @@ class TrainingSession:
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
 
-    def _check_binding(self, binding: IOBinding, graph: TrainingGraph, batch: Mapping[str, torch.Tensor]) -> None:
-        """Checks bound memory before anything is changed, as far as shapes are known."""
-        sizes = graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        for spec in graph.outputs:
-            if spec.shape is not None:
-                binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], spec.dtype)
-        for name, value in self._session.gradients.items():
-            binding.check(f"{name}_grad", value.shape, value.dtype)
-        binding.check(_ALL_FINITE, [1], torch.bool)
-
     def _extra_inputs(self) -> list[str]:
         """Returns the names of the inputs that are not the model's."""
-        names = [self._parameters.lr_params_feed_name] if self._parameters.training_optimizer_name else []
-        return [*names, self._scale_name] if self._feeds_scale else names
-
-
-def _feed(given: Any) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
-    return given
-
-
-def _number(name: str, value: torch.Tensor) -> float:
-    """Returns the learning rate or the loss scale that was fed."""
-    if value.numel() != 1 or not value.is_floating_point():
-        raise ValueError(
-            f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"
-        )
-    number = float(value.item())
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"input {name!r} must be a finite number, at least 0, but {number} was given")
-    return number
-
-
-def _check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
-    name = parameters.lr_params_feed_name
-    if parameters.training_optimizer_name and (not name or name in taken):
-        raise ValueError(
-            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
-        )
-
-
-def _check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
-    """Checks names in the optimizer's initial state against those that there are."""
-    if not parameters.training_optimizer_name:
-        raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
-    known = trainer.state_dict()["optimizer"]
-    for name, entries in parameters.optimizer_initial_state.items():
-        unknown = sorted(set(entries) - set(known.get(name, ())))
-        if name not in known or unknown:
-            raise ValueError(
-                f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
-                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
-            )
-
-
-def _node_arg(value: onnx.ValueInfoProto) -> NodeArg:
-    tensor = value.type.tensor_type
-    kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-    shape = [size.dim_value or size.dim_param or None for size in tensor.shape.dim]
-    return NodeArg(value.name, f"tensor({kind})", shape)
+        rate = [self._parameters.lr_params_feed_name] * bool(self._parameters.training_optimizer_name)
+        return [*rate, *[self._scale_name] * self._feeds_scale]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ..errors import shown
 from ..optim import OptimizerConfig
@@ -11,10 +14,20 @@ from ..optim.rules import CONFIGS
 from ..options import ORTTrainerOptions
 from ..runtime.engine import SessionOptions, available_providers
 from ..sources.onnx import OnnxModel
+from ..trainer import ORTTrainer
 from ..training.precision import FedScale
 from .parameters import TrainingParameters
 
-__all__ = ["frozen_of", "optimizer_of", "options_of", "providers_of"]
+__all__ = [
+    "check_initial_state",
+    "check_rate_name",
+    "feed_of",
+    "frozen_of",
+    "number_of",
+    "optimizer_of",
+    "options_of",
+    "providers_of",
+]
 
 
 def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -167,3 +180,53 @@ def options_of(
             "session_options": sess_options,
         }
     )
+
+
+def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
+    """Checks that the learning rate has an input name that is not taken.
+
+    Raises:
+        ValueError: If not.
+    """
+    name = parameters.lr_params_feed_name
+    if parameters.training_optimizer_name and (not name or name in taken):
+        raise ValueError(
+            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
+        )
+
+
+def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
+    """Checks names in the optimizer's initial state against those that there are.
+
+    Raises:
+        ValueError: If one is unknown, or there is no optimizer.
+    """
+    if not parameters.training_optimizer_name:
+        raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
+    known = trainer.state_dict()["optimizer"]
+    for name, entries in parameters.optimizer_initial_state.items():
+        unknown = sorted(set(entries) - set(known.get(name, ())))
+        if name not in known or unknown:
+            raise ValueError(
+                f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
+                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
+            )
+
+
+def feed_of(given: Any) -> Mapping[str, Any]:
+    """Returns the inputs of a run, after a check that they are a dict."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
+    return given
+
+
+def number_of(name: str, value: torch.Tensor) -> float:
+    """Returns the learning rate or the loss scale that was fed."""
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ValueError(
+            f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"
+        )
+    number = float(value.item())
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"input {name!r} must be a finite number, at least 0, but {number} was given")
+    return number
