@@ -45,6 +45,21 @@ class _Output:
     dtype: torch.dtype
 
 
+@dataclass
+class _Binding:
+    """What is bound once: the state and a set of destinations, which never move, and the loss scale until it changes.
+
+    Attributes:
+        binding: ONNX Runtime's own.
+        destinations: Names of the graph outputs that are written into given tensors.
+        loss_scale: The tensor that is bound as loss scale.
+    """
+
+    binding: Any
+    destinations: list[str]
+    loss_scale: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run needs for batches of one shape and one choice of outputs: computed once, used at every step.
@@ -53,14 +68,13 @@ class Plan:
         runner: The graph's.
         outputs: What is fetched.
         random: The random inputs with their shapes.
-        bindings: Key of a set of destinations -> a binding of the state and of those destinations, which never move,
-            and the names of the latter.
+        bindings: Key of a set of destinations -> the binding for it.
     """
 
     runner: GraphRunner
     outputs: tuple[_Output, ...]
     random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
-    bindings: dict[str, tuple[Any, list[str]]] = field(default_factory=dict)
+    bindings: dict[str, _Binding] = field(default_factory=dict)
 
 
 class GraphRunner:
@@ -126,17 +140,18 @@ class GraphRunner:
         Returns:
             The fetched outputs by name, in new tensors.
         """
-        if destination_key not in plan.bindings:
-            destinations = destinations or {}
-            plan.bindings[destination_key] = self._bind(destinations), list(destinations)
-        binding, destination_names = plan.bindings[destination_key]
+        known = plan.bindings.get(destination_key)
+        if known is None:
+            known = plan.bindings[destination_key] = self._bind(destinations or {})
+        binding = known.binding
         # Kept until the run is over: the binding holds addresses only. Graphs take bfloat16 as fp32.
         given = [value.float() if value.dtype == torch.bfloat16 else value for value in batch.values()]
         for name, value in zip(batch, given, strict=True):
             binding.bind_input(name, *self._describe(name, value))
-        if self.graph.loss_scale is not None and loss_scale is not None:
+        if self.graph.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
             name = self.graph.loss_scale.name
             binding.bind_input(name, *self._describe(name, loss_scale))
+            known.loss_scale = loss_scale
         drawn = [_draw(spec, shape, self._device, generator) for spec, shape in plan.random]
         for (spec, _), value in zip(plan.random, drawn, strict=True):
             binding.bind_input(spec.name, *self._describe(spec.name, value))
@@ -150,20 +165,23 @@ class GraphRunner:
         self.inference_session.run_with_iobinding(binding)
         if len(results) < len(plan.outputs):
             # In the order in which they were bound first.
-            bound = [*destination_names, *(output.name for output in plan.outputs)]
+            bound = [*known.destinations, *(output.name for output in plan.outputs)]
             found = dict(zip(bound, binding.get_outputs(), strict=True))
             for output in plan.outputs:
                 if output.shape is None:
                     results[output.name] = torch.from_numpy(found[output.name].numpy()).to(self._device)
-        return {output.name: results[output.name].to(output.dtype) for output in plan.outputs}
+        return {
+            output.name: results[output.name] if output.bound is output.dtype else results[output.name].to(output.dtype)
+            for output in plan.outputs
+        }
 
-    def _bind(self, destinations: Mapping[str, torch.Tensor]) -> Any:
+    def _bind(self, destinations: Mapping[str, torch.Tensor]) -> _Binding:
         binding = self.inference_session.io_binding()
         for name, value in self._state.items():
             binding.bind_input(name, *self._describe(name, value))
         for name, value in destinations.items():
             binding.bind_output(name, *self._describe(name, value))
-        return binding
+        return _Binding(binding, list(destinations))
 
     def _describe(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
         """Returns device, element type, shape and address of a tensor, as a binding takes them."""

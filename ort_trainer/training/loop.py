@@ -120,13 +120,13 @@ class TrainingLoop:
         Raises:
             RuntimeError: If a name is unknown, or there twice.
         """
-        known = self.graphs.description.output_names
+        known = self.graphs.output_names
         if not names:
             return known
         if not set(names) <= set(known) or len(set(names)) < len(names):
             raise RuntimeError(
-                f"The specified fetches list contains invalid output names: {list(names)}; each of {known} may be in "
-                "it once"
+                f"The specified fetches list contains invalid output names: {list(names)}; each of {list(known)} may "
+                "be in it once"
             )
         return names
 

@@ -51,6 +51,7 @@ class StepGraphs:
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
         self._input_names: tuple[str, ...] = ()
+        self._output_names: tuple[str, ...] = ()
         self._fitting: set[tuple[Any, ...]] = set()
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         if not isinstance(model_desc, str):
@@ -70,6 +71,11 @@ class StepGraphs:
                 "model_desc='auto' is derived from the first batch: call prepare(), train_step() or eval_step() first"
             )
         return self._description
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the described outputs, in order; none before there is a description."""
+        return self._output_names
 
     def possible_inputs(self) -> set[str]:
         """Returns the names that an input may have: those of the model, and of the description if there is one."""
@@ -145,7 +151,7 @@ class StepGraphs:
         Raises:
             RuntimeError: If the exported graph and the model give different outputs.
         """
-        plan = self.plan(session, batch, False, self.description.output_names)
+        plan = self.plan(session, batch, False, self._output_names)
         found = session.evaluate(plan, batch)
         with BORROWED:
             reference = self._source.builder(self.description).reference(batch)
@@ -160,6 +166,7 @@ class StepGraphs:
     def _set_description(self, description: ModelDescription) -> None:
         self._source.builder(description)  # which checks it
         self._description, self._input_names = description, tuple(description.input_names)
+        self._output_names = tuple(description.output_names)
         self._fitting.clear()
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,106 @@
+"""What a step costs beside the engine: the Python part of a step of a model that is one multiplication.
+
+Each optimizer runs in a separate process, in blocks that alternate. The engine's part is measured inside the same
+steps, around its one call, and subtracted; what is left is the trainer, with PyTorch's kernels of the weight update.
+
+    python benchmarks/step_overhead.py [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from versions import versions
+
+from ort_trainer import ORTTrainer, optim
+
+OPTIMIZERS = ("SGDConfig", "AdamConfig")
+STEPS = 3000
+
+
+class Multiply(nn.Module):
+    """One multiplication."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return (self.weight * x).sum()
+
+
+class Timed:
+    """An ONNX Runtime session that measures its runs.
+
+    Args:
+        session: The session.
+
+    Attributes:
+        seconds: In runs so far.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.seconds = 0.0
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        """Runs the session."""
+        start = time.perf_counter()
+        self._session.run_with_iobinding(binding)
+        self.seconds += time.perf_counter() - start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def measure(optimizer: str) -> None:
+    """Prints the microseconds of a step, and of the engine in it."""
+    torch.set_num_threads(1)
+    description = {"inputs": [("x", ["batch", 4])], "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(Multiply(), description, getattr(optim, optimizer)(lr=1e-3))
+    x = torch.randn(8, 4)
+    for _ in range(200):
+        trainer.train_step(x)
+    loop = trainer.loop
+    runner = loop.prepare(loop.graphs.bind((x,), {}), True, loop.fetches(())).runner
+    engine = runner.inference_session = Timed(runner.inference_session)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        trainer.train_step(x)
+    print((time.perf_counter() - start) / STEPS * 1e6, engine.seconds / STEPS * 1e6)
+
+
+def main() -> None:
+    """Runs the blocks and prints medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--measure", choices=OPTIMIZERS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.measure)
+        return
+    print(versions(["torch", "onnxruntime-training", "onnxruntime"]))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in OPTIMIZERS}
+    for _ in range(arguments.rounds):
+        for name in OPTIMIZERS:
+            done = subprocess.run(
+                [sys.executable, __file__, "--measure", name], check=True, capture_output=True, text=True
+            )
+            step, engine = map(float, done.stdout.split())
+            found[name].append((step, engine))
+    for name, rounds in found.items():
+        step, engine = (statistics.median(values) for values in zip(*rounds, strict=True))
+        own = statistics.median(step - engine for step, engine in rounds)
+        print(f"{name:12} step {step:6.1f} us, engine {engine:6.1f} us, Python part {own:6.1f} us")
+
+
+if __name__ == "__main__":
+    main()
