@@ -17,7 +17,7 @@ CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 )
 def test_twenty_steps(case: Case) -> None:
     with kept_graphs(case.name):
-        found = compare(case)
+        found = compare(case, thorough=False)
     assert found.loss <= 1e-4, found
     assert found.excess <= 1.0, found
     assert found.exports <= case.exports, found
