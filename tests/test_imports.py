@@ -18,7 +18,7 @@ ALLOWED = {
     "interrupts": set(),
     "atomic": {"interrupts"},
     "ownership": set(),
-    "optim": LEAVES,
+    "optim": LEAVES | {"graph"},
     "amp": LEAVES | {"optim"},
     "options": LEAVES | {"amp", "optim", "runtime"},
     "graph": LEAVES,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-__all__ = ["RULES", "Nodes", "ParameterBatch", "Rule", "by_count"]
+__all__ = ["RULES", "Nodes", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
 
 RULES: dict[str, Rule] = {}
 """Name of an optimizer -> its rule; every rule enters itself when its class is made."""
@@ -64,6 +64,27 @@ def by_count(batch: ParameterBatch) -> list[tuple[int, ParameterBatch]]:
     return [(count, batch.part(indices)) for count, indices in sorted(groups.items())]
 
 
+@dataclass(frozen=True)
+class ParameterNodes:
+    """One parameter as values of an ONNX graph.
+
+    Attributes:
+        weight: The weight.
+        gradient: Its gradient, divided and clipped.
+        slots: Its state tensors.
+        count: Updates done plus 1, an int64 of shape [1]; None where no count is kept.
+        rate: The learning rate, a scalar of the weight's type.
+        hyper: The hyper-parameters, without the learning rate.
+    """
+
+    weight: Any
+    gradient: Any
+    slots: Mapping[str, Any]
+    count: Any
+    rate: Any
+    hyper: Mapping[str, Any]
+
+
 class Nodes(Protocol):
     """Writes a rule as ONNX nodes. Values are ``onnx_ir`` values."""
 
@@ -111,26 +132,12 @@ class Rule(ABC):
         """Updates parameters once, in place, with their state tensors and counts."""
 
     @abstractmethod
-    def nodes(
-        self,
-        nodes: Nodes,
-        weight: Any,
-        gradient: Any,
-        slots: Mapping[str, Any],
-        count: Any,
-        rate: Any,
-        hyper: Mapping[str, Any],
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         """Writes the same as ONNX nodes.
 
         Args:
             nodes: Writes them.
-            weight: The weight.
-            gradient: Its gradient, divided and clipped.
-            slots: Its state tensors.
-            count: Updates done plus 1, an int64 of shape [1]; None where no count is kept.
-            rate: The learning rate, a scalar of the weight's type.
-            hyper: The hyper-parameters.
+            parameter: What they start from.
 
         Returns:
             The new weight, and the new state tensors by slot.

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from ..atomic import atomic_path, check_target
 from ..graph import TrainingGraph
 from ..graph.prune import prune
-from ..graph.with_optimizer import ParameterUpdate, with_optimizer
 from ..optim import OptimizerConfig
+from ..optim.onnx_update import ParameterUpdate, with_optimizer
 from ..runtime import StepSession
 
 __all__ = ["check_graph_paths", "save_graphs"]

@@ -35,8 +35,9 @@ class _Sign(Rule):
     def update(self, batch):
         torch._foreach_sub_(batch.weights, [batch.lr * g.sign() for g in batch.gradients])
 
-    def nodes(self, nodes, weight, gradient, slots, count, rate, hyper):
-        return nodes.op("Sub", weight, nodes.op("Mul", rate, nodes.op("Sign", gradient))), {}
+    def nodes(self, nodes, parameter):
+        change = nodes.op("Mul", parameter.rate, nodes.op("Sign", parameter.gradient))
+        return nodes.op("Sub", parameter.weight, change), {}
 """
 PROGRAM = """
 import torch

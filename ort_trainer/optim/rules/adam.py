@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from ...errors import shown
 from ..config import ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, Rule, by_count
+from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
 from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, average, corrected
 
 __all__ = ["AdamConfig", "AdamWConfig"]
@@ -196,16 +196,9 @@ class _Adam(Rule):
         if not is_corrected:
             torch._foreach_add_(counts, 1)
 
-    def nodes(
-        self,
-        nodes: Nodes,
-        weight: Any,
-        gradient: Any,
-        slots: Mapping[str, Any],
-        count: Any,
-        rate: Any,
-        hyper: Mapping[str, Any],
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+        weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
+        count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
         first = average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
         second = average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
         kept = {MOMENT_1: first, MOMENT_2: second}

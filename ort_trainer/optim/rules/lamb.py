@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, Rule
+from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
 from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, average, corrected
 
 __all__ = ["LambConfig"]
@@ -99,16 +99,9 @@ class _Lamb(Rule):
             ratio = torch.where(usable, ratio.clamp(hyper["ratio_min"], hyper["ratio_max"]), 1.0)
             weight.sub_(direction.mul_(ratio), alpha=batch.lr)
 
-    def nodes(
-        self,
-        nodes: Nodes,
-        weight: Any,
-        gradient: Any,
-        slots: Mapping[str, Any],
-        count: Any,
-        rate: Any,
-        hyper: Mapping[str, Any],
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+        weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
+        count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
         first = average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
         second = average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
         kept = {MOMENT_1: first, MOMENT_2: second}

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import shown
 from ..config import OptimizerConfig, ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, Rule
+from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
 from ._moments import MOMENT_1, average
 
 __all__ = ["LionConfig"]
@@ -63,16 +63,9 @@ class _Lion(Rule):
             torch._foreach_mul_(batch.weights, 1.0 - batch.lr * batch.hyper["weight_decay"])
         torch._foreach_add_(batch.weights, direction, alpha=-batch.lr)
 
-    def nodes(
-        self,
-        nodes: Nodes,
-        weight: Any,
-        gradient: Any,
-        slots: Mapping[str, Any],
-        count: Any,
-        rate: Any,
-        hyper: Mapping[str, Any],
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+        weight, gradient = parameter.weight, parameter.gradient
+        slots, rate, hyper = parameter.slots, parameter.rate, parameter.hyper
         inner, outer = hyper["betas"]
         direction = nodes.op("Sign", average(nodes, slots[MOMENT_1], gradient, inner))
         decay = nodes.op("Mul", weight, nodes.number(hyper["weight_decay"], weight))

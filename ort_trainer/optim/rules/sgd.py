@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import OptimizerConfig, ParameterGroups, flag, number
-from ..rule import Nodes, ParameterBatch, Rule, by_count
+from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
 
 __all__ = ["SGDConfig"]
 
@@ -100,16 +100,9 @@ class _SGD(Rule):
             torch._foreach_copy_(batch.gradients, averages)
         torch._foreach_add_([count for count in batch.counts if count is not None], 1)
 
-    def nodes(
-        self,
-        nodes: Nodes,
-        weight: Any,
-        gradient: Any,
-        slots: Mapping[str, Any],
-        count: Any,
-        rate: Any,
-        hyper: Mapping[str, Any],
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+        weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
+        count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
         kept: dict[str, Any] = {}
         if hyper.get("weight_decay"):
             decay = nodes.op("Mul", weight, nodes.number(hyper["weight_decay"], weight))

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import onnx_ir.tape
 
-from .names import Names
-from .training_graph import TrainingGraph
+from ..graph import TrainingGraph
+from ..graph.names import Names
+from .rule import ParameterNodes, Rule
 
 __all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "STEP", "ParameterUpdate", "with_optimizer"]
 
@@ -26,21 +27,6 @@ LEARNING_RATE = "__learning_rate"
 ALL_FINITE = "__all_finite"
 STEP = "Step"
 DIVISOR = "__gradient_divisor"
-
-
-class RuleNodes(Protocol):
-    """An update rule that can be written as nodes: see :class:`~ort_trainer.optim.rule.Rule`."""
-
-    @property
-    def shares_count(self) -> bool:
-        """Whether all parameters have one count."""
-        ...
-
-    def nodes(
-        self, nodes: Any, weight: Any, gradient: Any, slots: Any, count: Any, rate: Any, hyper: Any
-    ) -> tuple[Any, Mapping[str, Any]]:
-        """Returns the new weight, and the new state tensors by slot."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class ParameterUpdate:
         limit: What the global gradient norm is clipped to; infinite for not at all.
     """
 
-    rule: RuleNodes
+    rule: Rule
     slots: Sequence[str]
     counts: bool
     group: int
@@ -142,7 +128,8 @@ class _Writer:
             count = step if update.rule.shares_count else None
             if update.counts and count is None:
                 count = self._input(f"{name}.Update_Count", ir.DataType.INT64, [1])
-            new, kept = update.rule.nodes(self, weight, gradient, slots, count, rate, update.hyper)
+            parameter = ParameterNodes(weight, gradient, slots, count, rate, update.hyper)
+            new, kept = update.rule.nodes(self, parameter)
             changed = {f"{name}.{slot}": (slots[slot], value) for slot, value in kept.items()}
             if count is not None and count is not step:
                 changed[f"{name}.Update_Count"] = (count, self._next(count))
