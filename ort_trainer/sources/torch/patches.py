@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._decomp import decompositions
 from torch._functorch import utils as functorch_utils
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as checkpointing
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import ExportError
 
-__all__ = ["CHECKPOINT", "marked_checkpoints", "right_recurrence", "watch_autograd"]
+__all__ = ["CHECKPOINT", "marked_checkpoints", "watch_autograd"]
 
 CHECKPOINT = "ort_trainer_checkpoint"
 """Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
@@ -67,38 +66,5 @@ def marked_checkpoints() -> Iterator[None]:
     with (
         fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
         mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def right_recurrence() -> Iterator[None]:
-    """Mends PyTorch's decompositions of LSTM, GRU and RNN: always arithmetic, and with dropout between the layers.
-
-    Torch 2.13 drops that dropout (it compares the number of layers with the wrong thing), and picks a kernel of oneDNN
-    for an LSTM whose input needs no gradient, whose backward operator nothing translates.
-    """
-    one_layer, plain = decompositions._rnn_helper, decompositions.one_layer_lstm
-
-    def layers(
-        value: torch.Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool, layer: Any,
-    ) -> tuple[torch.Tensor, list[Any]]:  # fmt: skip
-        width = 2 if bidirectional else 1
-        value = value.transpose(0, 1) if batch_first else value
-        final: list[Any] = []
-        for start in range(0, count * width, width):
-            if start and dropout and train:
-                value = torch.dropout(value, dropout, train=True)
-            part = slice(start, start + width)
-            value, states = one_layer(  # type: ignore[no-untyped-call]
-                value, hidden[part], params[part], biases, 1, 0.0, train, bidirectional, False, layer
-            )
-            final += states
-        return (value.transpose(0, 1) if batch_first else value), final
-
-    with (
-        mock.patch.object(decompositions, "_rnn_helper", layers),
-        mock.patch.object(decompositions, "select_one_layer_lstm_function", lambda *_: plain),
     ):
         yield

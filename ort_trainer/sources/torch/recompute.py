@@ -30,8 +30,8 @@ from torch import nn
 
 from ...errors import ExportError
 from ...graph import RandomInput
-from .after import AFTER
 from .capture import Capture
+from .operators.execution_order import AFTER
 from .patches import CHECKPOINT
 from .step_module import RecomputeOptions
 from .symbols import hint

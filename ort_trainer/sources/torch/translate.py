@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -27,7 +26,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...errors import ExportError
-from .operators.translations import TRANSLATIONS
+from .operators.registry import Operator, revision, translations
 from .quiet import quiet
 from .source_lines import source_line
 from .zero_dimensional import lift_zero_dimensional
@@ -35,22 +34,28 @@ from .zero_dimensional import lift_zero_dimensional
 __all__ = ["has_translation", "translate"]
 
 
-# torch.onnx translates them into what no ONNX Runtime loads.
-_UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default)
-
-
 @functools.cache
-def _registry() -> _registration.ONNXRegistry:
+def _torchlib() -> _registration.ONNXRegistry:
     with quiet():
-        registry = _registration.ONNXRegistry.from_torchlib()
-        for operator, function in TRANSLATIONS.items():
+        return _registration.ONNXRegistry.from_torchlib()
+
+
+@functools.lru_cache(maxsize=1)
+def _registry(revision: int) -> _registration.ONNXRegistry:
+    """Returns torch.onnx's translations, with those of our table before them."""
+    registry = _registration.ONNXRegistry()
+    registry.functions = {target: [*known] for target, known in _torchlib().functions.items()}
+    for operator, function in translations().items():
+        if function is not None:
             registry.register_op(operator, function)
-        return registry
+    return registry
 
 
-def has_translation(operator: Any) -> bool:
-    """Returns whether torch.onnx translates an ATen operator."""
-    return operator not in _UNUSABLE and bool(_registry().is_registered(operator))
+def has_translation(operator: Operator) -> bool:
+    """Returns whether there is a translation of an operator."""
+    if translations().get(operator, operator) is None:
+        return False
+    return bool(_registry(revision()).is_registered(operator))
 
 
 def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
@@ -101,7 +106,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
             module_call_graph=[ModuleCallEntry("", call)],
         )
         try:
-            return _core._exported_program_to_onnx_program(program, registry=_registry()).model
+            return _core._exported_program_to_onnx_program(program, registry=_registry(revision())).model
         except Exception as error:
             raise ExportError(_explain(error, module.graph)) from error
 
