@@ -76,7 +76,7 @@ def test_only_compat_uses_the_package_from_outside() -> None:
     ("library", "places"),
     [
         ("torch.onnx", {"sources/torch/translate.py"}),
-        ("torch._functorch", {"sources/torch/capture.py", "sources/torch/patches.py"}),
+        ("torch._functorch", {"sources/torch/capture.py", "sources/torch/autograd_watch.py"}),
         ("torch.export", {"sources/torch/translate.py"}),
         ("onnxruntime", {"runtime/engine.py"}),
         ("safetensors", {"checkpoint/file.py"}),

@@ -30,10 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ExportError
 from ...options import InputDescription
+from .autograd_watch import watch_autograd
+from .checkpoint_marks import marked_checkpoints
 from .composites import exportable_functions, replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
-from .patches import marked_checkpoints, watch_autograd
 from .size_one import squeezed_sizes, watch_size_one
 from .source_lines import source_line
 from .step_module import StepModule

@@ -1,9 +1,8 @@
-"""What is replaced in PyTorch while a model is captured."""
+"""Notices custom backward passes in a model that is captured: an exported program does not have them."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,16 +10,11 @@ from unittest import mock
 
 import torch
 from torch._functorch import utils as functorch_utils
-from torch.fx import traceback as fx_traceback
-from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import ExportError
 
-__all__ = ["CHECKPOINT", "marked_checkpoints", "watch_autograd"]
-
-CHECKPOINT = "ort_trainer_checkpoint"
-"""Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
+__all__ = ["watch_autograd"]
 
 
 @contextlib.contextmanager
@@ -51,20 +45,3 @@ def watch_autograd() -> Iterator[list[str]]:
         mock.patch.object(torch.Tensor, "register_hook", watched_hook),
     ):
         yield found
-
-
-@contextlib.contextmanager
-def marked_checkpoints() -> Iterator[None]:
-    """Marks what ``torch.utils.checkpoint`` encloses, which would leave no trace: a capture has no saved tensors."""
-    enclosed = checkpointing._checkpoint_without_reentrant_generator
-    numbers = itertools.count()
-
-    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
-            yield from enclosed(*args, **kwargs)
-
-    with (
-        fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
-        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
-    ):
-        yield
