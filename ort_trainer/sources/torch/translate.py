@@ -26,6 +26,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...errors import ExportError
+from .explain import way_out
 from .operators.registry import Operator, revision, translations
 from .quiet import quiet
 from .source_lines import source_line
@@ -127,18 +128,20 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {source_line(node)}"
+            where = f"{source_line(node)}\n{way_out([node])}"
+            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {where}"
     return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
 
 
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
-    unknown: dict[str, str] = {}
+    unknown: dict[str, torch.fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
-            unknown.setdefault(str(node.target), source_line(node))
+            unknown.setdefault(str(node.target), node)
     if unknown:
-        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
-        raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
+        lines = [f"{operator} has no ONNX translation: {source_line(node)}" for operator, node in unknown.items()]
+        lines = ["the graph can't be translated to ONNX:", *lines]
+        raise ExportError("\n  ".join(lines) + "\n" + way_out(unknown.values()))
 
 
 def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
