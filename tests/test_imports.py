@@ -103,3 +103,16 @@ def test_importing_the_package_does_not_import_the_exporter() -> None:
     """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_capture_does_not_import_the_translator() -> None:
+    """All that stands for operators until differentiation is there without onnxscript, which takes a second."""
+    program = """if True:
+        import sys
+        from ort_trainer.sources.torch import capture, random_inputs
+        from ort_trainer.sources.torch.operators import registry
+        assert registry.composites() and registry.replacements() and registry.random_operators()
+        print([m for m in ('ort_trainer.sources.torch.translate', 'onnxscript') if m in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]"

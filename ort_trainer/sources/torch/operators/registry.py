@@ -1,12 +1,13 @@
 """The table of operators: what is done with each operator of PyTorch on its way to ONNX.
 
-There are four kinds of entries, in the order in which they take effect:
+There are five kinds of entries, in the order in which they take effect:
 
 - A *replacement* stands for a Python function of torch while the model is captured: one that looks at the values of
   tensors can't be captured itself.
 - A *composite* stands for an operator before PyTorch differentiates: no gradient is written by hand.
 - A *decomposition* takes an operator apart after PyTorch has differentiated, backward operators as well. Where it
   returns ``NotImplemented``, the operator stays.
+- A *random operator* is taken out of the graph, and its numbers become an input.
 - A *translation* makes nodes of ONNX of what is left.
 
 The other files of this folder are families of operators; each has the entries of its own, all kinds together. A file
@@ -37,6 +38,8 @@ __all__ = [
     "decompositions",
     "keep",
     "op",
+    "random_operator",
+    "random_operators",
     "register_operator",
     "replacement",
     "replacements",
@@ -53,7 +56,7 @@ Size = Any
 Value = Any
 """A tensor in a translation: a value of the ONNX graph."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any] | None)
 
 
 class _Opset:
@@ -75,21 +78,17 @@ class _Table:
         self.own: dict[Operator, Callable[..., Any] | None] = {}
         self.user: dict[Operator, Callable[..., Any] | None] = {}
 
-    def add(self, operators: tuple[Operator, ...]) -> Callable[[_Function], _Function]:
+    def add(self, *operators: Operator) -> Callable[[_Function], _Function]:
+        """Decorates a function of the package; None says that there is none."""
+
         def register(function: _Function) -> _Function:
-            self._add(operators, function)
+            for operator in operators:
+                if operator in self.own:
+                    raise ValueError(f"{operator} is in the table twice: as {self.own[operator]} and as {function}")
+                self.own[operator] = function
             return function
 
         return register
-
-    def add_none(self, operators: tuple[Operator, ...]) -> None:
-        self._add(operators, None)
-
-    def _add(self, operators: tuple[Operator, ...], function: Callable[..., Any] | None) -> None:
-        for operator in operators:
-            if operator in self.own:
-                raise ValueError(f"{operator} is in the table twice: as {self.own[operator]} and as {function}")
-            self.own[operator] = function
 
     def all(self) -> dict[Operator, Callable[..., Any] | None]:
         _find_families()
@@ -97,33 +96,40 @@ class _Table:
 
 
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
-_replacements: dict[tuple[ModuleType, str], Callable[..., Any]] = {}
+_random_operators = _Table()
+_replacements: dict[tuple[ModuleType, str], Any] = {}
 _revision = 0
 
 
 def composite(*operators: Operator) -> Callable[[_Function], _Function]:
     """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate."""
-    return _composites.add(operators)
+    return _composites.add(*operators)
 
 
 def decomposition(*operators: Operator) -> Callable[[_Function], _Function]:
     """Registers a function of the operators' arguments, made of operators with a translation."""
-    return _decompositions.add(operators)
+    return _decompositions.add(*operators)
 
 
 def keep(*operators: Operator) -> None:
     """Keeps operators whole that PyTorch itself would take apart: what is made of them would be worse."""
-    _decompositions.add_none(operators)
+    _decompositions.add(*operators)(None)
+
+
+def random_operator(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function of a ``Lifter`` and a node, which puts inputs of the graph in the node's place."""
+    keep(*operators)
+    return _random_operators.add(*operators)
 
 
 def translation(*operators: Operator) -> Callable[[_Function], _Function]:
     """Registers a function that makes nodes of ONNX with ``op``: tensors are values there, numbers are numbers."""
-    return _translations.add(operators)
+    return _translations.add(*operators)
 
 
 def untranslated(*operators: Operator) -> None:
     """Says that what torch.onnx makes of operators is of no use."""
-    _translations.add_none(operators)
+    _translations.add(*operators)(None)
 
 
 def replacement(module: ModuleType, name: str) -> Callable[[_Function], _Function]:
@@ -201,6 +207,11 @@ def decompositions() -> Mapping[Operator, Callable[..., Any] | None]:
 def translations() -> Mapping[Operator, Callable[..., Any] | None]:
     """Returns the translations; None for what has none, although torch.onnx has one."""
     return _translations.all()
+
+
+def random_operators() -> Mapping[Operator, Callable[..., Any]]:
+    """Returns what stands for random operators."""
+    return {operator: function for operator, function in _random_operators.all().items() if function is not None}
 
 
 def replacements() -> Mapping[tuple[ModuleType, str], Callable[..., Any]]:
