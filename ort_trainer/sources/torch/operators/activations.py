@@ -10,8 +10,6 @@ from torch._decomp import decomposition_table
 from .registry import decomposition
 
 aten = torch.ops.aten
-
-
 prims = torch.ops.prims
 
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @translation(aten.scalar_tensor.default)
 def _number(s: Any, dtype: int = -1, **placement: Any) -> Value:
-    """A _number in the precision that it is asked for: torch.onnx rounds it to fp32 on the way to double precision."""
+    """A number in the precision that it is asked for: torch.onnx rounds it to fp32 on the way to double precision."""
     if isinstance(s, (bool, int, float)):
         return op.Constant(value=ir.tensor(s, dtype=ir.DataType.FLOAT if dtype == -1 else ir.DataType(dtype)))
     return s if dtype == -1 else op.Cast(s, to=dtype)
@@ -24,7 +24,7 @@ def _number(s: Any, dtype: int = -1, **placement: Any) -> Value:
 
 @translation(aten.full.default)
 def _full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
-    """The same _number in every element."""
+    """The same number in every element."""
     if dtype == -1 and isinstance(fill_value, (bool, int)):
         dtype = ir.DataType.BOOL if isinstance(fill_value, bool) else ir.DataType.INT64
     value = _number(fill_value, dtype)
@@ -34,7 +34,7 @@ def _full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: An
 
 @translation(aten.full_like.default)
 def _full_like(value: Value, fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
-    """A _number in the shape and, where no other is given, the type of a tensor."""
+    """A number in the shape and, where no other is given, the type of a tensor."""
     return op.Expand(_number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))
 
 

@@ -15,8 +15,6 @@ import torch
 from .registry import Value, decomposition, op, translation
 
 aten = torch.ops.aten
-
-
 prims = torch.ops.prims
 
 

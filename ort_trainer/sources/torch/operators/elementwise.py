@@ -13,8 +13,6 @@ from .registry import Value, decomposition, op, translation
 __all__ = ["with_zero_gradient"]
 
 aten = torch.ops.aten
-
-
 prims = torch.ops.prims
 
 
@@ -77,7 +75,7 @@ def _like(number: Any, value: Value) -> Value:
 
 @translation(aten.sign.default, aten.sgn.default)
 def _sign(value: Value) -> Value:
-    """The _sign; NaN has none in PyTorch."""
+    """The sign; NaN has none in PyTorch."""
     if not value.dtype.is_floating_point():
         return op.Sign(value)
     return op.Where(op.IsNaN(value), op.CastLike(0.0, value), op.Sign(value))

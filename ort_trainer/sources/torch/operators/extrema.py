@@ -13,8 +13,6 @@ from .registry import Value, composite, decomposition, op, translation
 from .sorting import keys
 
 aten = torch.ops.aten
-
-
 prims = torch.ops.prims
 
 
