@@ -6,10 +6,9 @@ are inputs of each step unless the trainer is told where to get them, and the st
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -17,12 +16,15 @@ import torch
 
 import ort_trainer
 
-from .. import amp, optim
-from ..errors import shown
 from ..interrupts import uninterrupted
-from ..sources.onnx import OnnxModel, load_onnx_model
+from ..runtime import Plan
+from ..sources.onnx import load_onnx_model
+from ..training.batch import Batch
+from ..training.precision import FedScale
 from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
 from .checkpoint import Folder, load_from_folder, save_in_folder
+from .older_arguments import check_arguments, check_callable, one_number, optimizer_config, parameter_names, returning
+from .older_description import IODescription, LossScaler, ModelDescription, arguments_of, generate_sample, to_model_desc
 from .options import without_idle_all_reduce
 
 __all__ = [
@@ -39,105 +41,6 @@ __all__ = [
 DEFAULT_OPSET_VERSION = 14
 _OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
 _LOSS_SCALE = "default_loss_scale_input_name"
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "SGDOptimizer": optim.SGDConfig,
-    "AdamOptimizer": optim.AdamConfig,
-    "LambOptimizer": optim.LambConfig,
-}
-
-
-class IODescription:
-    """Name and shape of an input or output.
-
-    Args:
-        name: Its name.
-        shape: Sizes; a str names a dimension whose size may change.
-        dtype: For :func:`generate_sample`. Outputs have the dtype that the model gives them.
-        num_classes: For :func:`generate_sample`: values are integers below it.
-    """
-
-    def __init__(
-        self, name: str, shape: Sequence[int | str], dtype: torch.dtype | None = None, num_classes: int | None = None
-    ) -> None:
-        self.name_ = name
-        self.shape_ = shape
-        self.dtype_ = dtype
-        self.num_classes_ = num_classes
-
-
-class ModelDescription:
-    """Inputs (the label last) and outputs (the loss first) of a model.
-
-    Args:
-        inputs: An :class:`IODescription` of each input.
-        outputs: An :class:`IODescription` of each output.
-    """
-
-    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
-        self.inputs_ = inputs
-        self.outputs_ = outputs
-
-
-class LossScaler:
-    """A loss scale that halves on overflow and doubles after a run of finite steps.
-
-    Args:
-        loss_scale_input_name: Kept as ``loss_scale_input_name_``; the trainer that is given the scaler needs no name.
-        is_dynamic_scale: False keeps the scale constant.
-        loss_scale: The initial scale.
-        up_scale_window: Finite steps before the scale doubles.
-        min_loss_scale: Lower limit when the scale is halved.
-        max_loss_scale: Upper limit when the scale is doubled.
-    """
-
-    def __init__(
-        self,
-        loss_scale_input_name: str,
-        is_dynamic_scale: bool,
-        loss_scale: float = float(1 << 16),
-        up_scale_window: int = 2000,
-        min_loss_scale: float = 1.0,
-        max_loss_scale: float = float(1 << 24),
-    ) -> None:
-        self.loss_scale_input_name_ = loss_scale_input_name
-        self.is_dynamic_scale_ = is_dynamic_scale
-        self.initial_loss_scale_ = self.loss_scale_ = loss_scale
-        self.up_scale_window_ = up_scale_window
-        self.min_loss_scale_ = min_loss_scale
-        self.max_loss_scale_ = max_loss_scale
-        self.stable_steps_ = 0
-
-    def update_loss_scale(self, is_all_finite: bool) -> None:
-        """Chooses the next scale after an update.
-
-        Args:
-            is_all_finite: Whether all gradients of the update were finite.
-        """
-        if not self.is_dynamic_scale_:
-            return
-        if not is_all_finite:
-            self.loss_scale_ = max(self.min_loss_scale_, self.loss_scale_ / 2)
-            self.stable_steps_ = 0
-            return
-        self.stable_steps_ += 1
-        if self.stable_steps_ >= self.up_scale_window_:
-            self.loss_scale_ = min(self.max_loss_scale_, self.loss_scale_ * 2)
-            self.stable_steps_ = 0
-
-    def reset(self) -> None:
-        """Goes back to the initial scale."""
-        self.loss_scale_ = self.initial_loss_scale_
-        self.stable_steps_ = 0
-
-
-class _GivenScale(amp.LossScaler):
-    """A scale that is set before every step, by the caller or by a :class:`LossScaler`."""
-
-    updated = False
-
-    def update(self, train_step_info: ort_trainer.TrainStepInfo) -> None:
-        """Leaves the scale alone, and notes that the step updated the weights, or would have but for an overflow."""
-        self.updated = True
 
 
 class ORTTrainer:
@@ -213,27 +116,10 @@ class ORTTrainer:
             FutureWarning,
             stacklevel=2,
         )
-        _check_callable("map_optimizer_attributes", map_optimizer_attributes)
-        _check_callable("get_lr_this_step", get_lr_this_step)
-        _check_callable("_extra_postprocess", _extra_postprocess)
-        if not isinstance(learning_rate_description, IODescription):
-            raise TypeError(
-                f"learning_rate_description must be an IODescription, but {learning_rate_description!r} was given"
-            )
-        if isinstance(frozen_weights, str) or not isinstance(frozen_weights, Collection):
-            raise TypeError(f"frozen_weights must be a list of names of weights, but {frozen_weights!r} was given")
-        if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
-            raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
-        if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
-            raise TypeError(
-                f"loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, but {loss_scaler!r} was given"
-            )
-        if loss_scaler is not None and not use_mixed_precision:
-            warnings.warn(
-                "loss_scaler has no effect without use_mixed_precision: there is no loss to scale",
-                UserWarning,
-                stacklevel=2,
-            )
+        check_callable("map_optimizer_attributes", map_optimizer_attributes)
+        check_callable("get_lr_this_step", get_lr_this_step)
+        check_callable("_extra_postprocess", _extra_postprocess)
+        check_arguments(learning_rate_description, frozen_weights, global_step, loss_scaler, use_mixed_precision)
         if loss_fn is not None and not isinstance(model, torch.nn.Module):
             warnings.warn("loss_fn is not used: an ONNX model holds its loss already", UserWarning, stacklevel=2)
             loss_fn = None
@@ -249,7 +135,7 @@ class ORTTrainer:
             },
             "mixed_precision": {
                 "enabled": use_mixed_precision,
-                "loss_scaler": _GivenScale(1.0) if use_mixed_precision else None,
+                "loss_scaler": FedScale(1.0) if use_mixed_precision else None,
             },
             "utils": {
                 "grad_norm_clip": enable_grad_norm_clip,
@@ -263,20 +149,19 @@ class ORTTrainer:
             },
             "_internal_use": {
                 "enable_internal_postprocess": _enable_internal_postprocess,
-                "extra_postprocess": None if _extra_postprocess is None else _returning(_extra_postprocess),
+                "extra_postprocess": None if _extra_postprocess is None else returning(_extra_postprocess),
+                **({} if _opset_version == DEFAULT_OPSET_VERSION else {"onnx_opset_version": _opset_version}),
             },
         }
-        if _opset_version != DEFAULT_OPSET_VERSION:
-            options["_internal_use"]["onnx_opset_version"] = _opset_version
         if isinstance(model, (onnx.ModelProto, str, os.PathLike)):
             model = load_onnx_model(model)
-        description = _model_desc(model_desc)
-        self._arguments = _arguments(model, model_desc, loss_fn is not None)
+        description = to_model_desc(model_desc)
+        self._arguments = arguments_of(model, model_desc, loss_fn is not None)
         description["inputs"] = [(self._arguments.get(name, name), shape) for name, shape in description["inputs"]]
         self._trainer = ort_trainer.ORTTrainer(
             model,
             description,
-            _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
+            optimizer_config(training_optimizer_name, map_optimizer_attributes, parameter_names(model)),
             loss_fn=loss_fn,
             options=ort_trainer.ORTTrainerOptions(without_idle_all_reduce(options)),
         )
@@ -353,29 +238,29 @@ class ORTTrainer:
         if missing:
             raise TypeError(f"inputs {missing} are missing: a step takes {[*self._input_names(), *extras]}")
         given = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
-        learning_rate = _one_number("the learning rate", given)
-        scaler, scale = self._trainer.loss_scaler, 1.0
-        if isinstance(scaler, _GivenScale):
+        learning_rate = one_number("the learning rate", given)
+        scale = None
+        if self.use_mixed_precision:
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
-            scale = _one_number("the loss scale", given)
-        self._run(self._trainer.prepare, batch, None)  # an export may be interrupted, a step not
+            scale = one_number("the loss scale", given)
+        loop = self._trainer.loop
+        bound = loop.graphs.bind((self._renamed(batch),), {})
+        plan = loop.prepare(bound, True, loop.fetches(fetches or ()))  # may be interrupted, the step not
         with uninterrupted():
-            return self._step(batch, fetches, learning_rate, scale)
+            outputs = self._step(plan, bound, learning_rate, scale)
+        if external_scale and not fetches and not loop.window.micro_batches:
+            outputs.append(torch.tensor([loop.info.all_finite]))
+        return outputs[0] if len(outputs) == 1 else outputs
 
-    def _step(self, batch: Mapping[str, Any], fetches: Sequence[str] | None, learning_rate: float, scale: float) -> Any:
-        info, scaler = self._trainer.train_step_info, self._trainer.loss_scaler
-        before = info.optimization_step
-        if isinstance(scaler, _GivenScale):
-            scaler.loss_scale, scaler.updated = scale, False
-        self._trainer.optim_config.lr = learning_rate
-        outputs = self._run(self._trainer.train_step, batch, fetches)
-        self.global_step_ += info.optimization_step - before
-        if isinstance(scaler, _GivenScale) and scaler.updated:
-            if self.loss_scaler_ is not None:
-                self.loss_scaler_.update_loss_scale(info.all_finite)
-            elif not fetches:
-                listed = outputs if isinstance(outputs, list) else [outputs]
-                return [*listed, torch.tensor([info.all_finite])]
+    def _step(self, plan: Plan, batch: Batch, learning_rate: float, scale: float | None) -> list[torch.Tensor]:
+        loop = self._trainer.loop
+        before = loop.info.optimization_step
+        if scale is not None and loop.precision.scaler is not None:
+            loop.precision.scaler.loss_scale = scale
+        outputs = loop.step(plan, batch, rates=[learning_rate])
+        self.global_step_ += loop.info.optimization_step - before
+        if scale is not None and self.loss_scaler_ is not None and not loop.window.micro_batches:
+            self.loss_scaler_.update_loss_scale(loop.info.all_finite)
         return outputs
 
     def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -390,7 +275,9 @@ class ORTTrainer:
         Returns:
             A list of the outputs, a bare tensor where it is one.
         """
-        return self._run(self._trainer.eval_step, self._named(args, kwargs, []), fetches)
+        batch = self._renamed(self._named(args, kwargs, []))
+        outputs = self._trainer.loop.evaluate((batch,), {}, fetches or ())
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights; see :meth:`ort_trainer.ORTTrainer.save_as_onnx`."""
@@ -432,15 +319,9 @@ class ORTTrainer:
             raise TypeError(f"inputs {twice} were given twice, by position and by name")
         return {**batch, **kwargs}
 
-    def _run(
-        self, step: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, Any], fetches: Sequence[str] | None
-    ) -> Any:
-        info = self._trainer.train_step_info
-        info.fetches = list(fetches or [])
-        try:
-            return step({self._arguments.get(name, name): value for name, value in batch.items()})
-        finally:
-            info.fetches = []
+    def _renamed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch by the names of the model's own arguments."""
+        return {self._arguments.get(name, name): value for name, value in batch.items()}
 
 
 def save_checkpoint(
@@ -491,68 +372,6 @@ def load_checkpoint(
     return values
 
 
-def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
-    """Returns a random tensor that fits a description; dimensions with a name have the size 1.
-
-    Args:
-        desc: With ``num_classes``, values are integers below it; else they are drawn from a normal distribution.
-        device: Where it is to be.
-    """
-    size = [entry if isinstance(entry, int) else 1 for entry in desc.shape_]
-    if desc.num_classes_:
-        return torch.randint(0, desc.num_classes_, size, dtype=desc.dtype_ or torch.int64).to(device)
-    return torch.randn(size, dtype=desc.dtype_).to(device)
-
-
-def _check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be a function or None, but {shown(value)} was given")
-
-
-def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of the old kind changes the model in place; today's returns it."""
-
-    def postprocess(model: Any) -> Any:
-        change(model)
-        return model
-
-    return postprocess
-
-
-def _model_desc(description: ModelDescription) -> dict[str, Any]:
-    if not isinstance(description, ModelDescription):
-        raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
-    for kind, entries in (("inputs", description.inputs_), ("outputs", description.outputs_)):
-        wrong = [entry for entry in entries if not isinstance(entry, IODescription)]
-        if wrong:
-            raise TypeError(f"the {kind} of a ModelDescription are IODescriptions, but {wrong[0]!r} was given")
-    if not description.outputs_:
-        raise ValueError("model_desc needs outputs, of which the first is the loss")
-    loss, *others = description.outputs_
-    if list(loss.shape_) not in ([], [1]):
-        raise ValueError(
-            f"the first output is the loss, which is a scalar, but {loss.name_!r} has the shape {list(loss.shape_)}"
-        )
-    return {
-        "inputs": [(entry.name_, list(entry.shape_)) for entry in description.inputs_],
-        "outputs": [(loss.name_, [], True), *((entry.name_, list(entry.shape_)) for entry in others)],
-    }
-
-
-def _arguments(model: Any, description: ModelDescription, has_loss: bool) -> dict[str, str]:
-    """Returns described name -> argument of forward, where inputs are given by position; else nothing."""
-    if not isinstance(model, torch.nn.Module):
-        return {}
-    names = [entry.name_ for entry in description.inputs_]
-    names = names[:-1] if has_loss else names
-    parameters = inspect.signature(model.forward).parameters.values()
-    own = [parameter.name for parameter in parameters]
-    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    if not plain or len(own) != len(names) or set(names) <= set(own):
-        return {}
-    return dict(zip(names, own, strict=True))
-
-
 def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
     """Returns what this class knows beyond today's trainer."""
     scaler = trainer.loss_scaler_
@@ -577,41 +396,3 @@ def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
         warnings.warn(
             f"the checkpoint does not have all that this trainer does: {', '.join(kept)}", UserWarning, stacklevel=3
         )
-
-
-def _optimizer_config(
-    name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, parameters: Sequence[str]
-) -> Any:
-    """Returns the config, with a parameter group for each set of attributes that weights have in common."""
-    if name not in _CONFIGS:
-        raise ValueError(f"training_optimizer_name must be one of {list(_CONFIGS)}, but {name!r} was given")
-    groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
-    for parameter in parameters:
-        given = None if attributes_of is None else attributes_of(parameter)
-        if not isinstance(given, Mapping | None):
-            raise TypeError(
-                f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
-                f"returned {shown(given)}"
-            )
-        attributes = dict(given or {})
-        if "do_bias_correction" in attributes:
-            attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
-        if attributes:
-            groups.setdefault(tuple(sorted(attributes.items())), []).append(parameter)
-    return _CONFIGS[name]([{"params": names, **dict(values)} for values, names in groups.items()])
-
-
-def _parameter_names(model: Any) -> list[str]:
-    if isinstance(model, torch.nn.Module):
-        return [name for name, _ in model.named_parameters()]
-    # Anything else is no model, which the trainer will say.
-    return [name for name in model.parameters if name not in model.frozen] if isinstance(model, OnnxModel) else []
-
-
-def _one_number(what: str, value: Any) -> float:
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{what} must be one number, but {shown(value)} was given") from None

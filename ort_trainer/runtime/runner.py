@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
 from .engine import InferenceSession, SessionOptions, make_session
 
-__all__ = ["GraphRunner", "load"]
+__all__ = ["GraphRunner", "Plan", "load"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -26,27 +26,45 @@ _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
-# A training run meets as many shapes as there are (batch, length) pairs; each keeps a binding of a few kilobytes.
-_MAXIMUM_PLANS = 256
 
 
-@dataclass
-class _Plan:
-    """What a run needs for batches of one shape: computed once, used at every step.
+@dataclass(frozen=True)
+class _Output:
+    """An output to fetch.
 
     Attributes:
-        binding: Binds the state, and the gradients of one destination, which never move.
-        outputs: Described output -> shape; None where ONNX Runtime must find it out.
-        random: Shape of every random input.
+        name: Its name.
+        shape: Its sizes; None where ONNX Runtime must find them out.
+        bound: The dtype in which ONNX Runtime writes it.
+        dtype: The dtype in which it is returned.
     """
 
-    binding: Any
-    outputs: dict[str, tuple[int, ...] | None]
-    random: list[tuple[int, ...]]
+    name: str
+    shape: tuple[int, ...] | None
+    bound: torch.dtype
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs for batches of one shape and one choice of outputs: computed once, used at every step.
+
+    Attributes:
+        runner: The graph's.
+        outputs: What is fetched.
+        random: The random inputs with their shapes.
+        bindings: Key of a set of destinations -> a binding of the state and of those destinations, which never move,
+            and the names of the latter.
+    """
+
+    runner: GraphRunner
+    outputs: tuple[_Output, ...]
+    random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
+    bindings: dict[str, tuple[Any, list[str]]] = field(default_factory=dict)
 
 
 class GraphRunner:
-    """An ONNX Runtime session of a training graph, with its bindings.
+    """An ONNX Runtime session of a training graph.
 
     Args:
         graph: The graph.
@@ -66,111 +84,98 @@ class GraphRunner:
     ) -> None:
         self.graph = graph
         self._device = device
+        self._place = (device.type, device.index or 0)
         self._state = {graph.state[name]: state[name] for name in graph.state}
         self.inference_session = load(graph, providers, options)
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._nothing = torch.zeros(1, device=device)
+
+    def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
+        """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""
+        sizes = self.graph.sizes(shapes)
+        specs = {spec.name: spec for spec in self.graph.outputs}
+        return Plan(
+            self,
+            tuple(
+                _Output(name, _sizes(specs[name].shape, sizes), _bound_type(specs[name].dtype), specs[name].dtype)
+                for name in dict.fromkeys(names)
+            ),
+            tuple((spec, _sizes(spec.shape, sizes) or ()) for spec in self.graph.random),
+        )
 
     def run(
         self,
+        plan: Plan,
         batch: Mapping[str, torch.Tensor],
-        names: Sequence[str],
         *,
-        destinations: Mapping[str, torch.Tensor] | None = None,
         destination_key: str = "",
+        destinations: Mapping[str, torch.Tensor] | None = None,
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> dict[str, torch.Tensor]:
         """Runs the graph once.
 
         Args:
+            plan: From :meth:`plan`, for the shapes of the batch.
             batch: Contiguous tensors by input name.
-            names: The described outputs to fetch; the others are not returned.
-            destinations: Graph outputs that are written into given tensors: gradients and updated buffers.
-            destination_key: Identifies the set of destinations, so that it is bound once.
+            destination_key: Identifies a set of destinations, which is bound once for a plan.
+            destinations: Graph outputs that are written into given tensors, gradients and updated buffers; needed
+                where the plan has no binding of that key yet.
             loss_scale: Value of the loss scale input.
             generator: Draws the random inputs.
 
         Returns:
             The fetched outputs by name, in new tensors.
         """
-        destinations = destinations or {}
-        key = (destination_key, tuple(names), *((name, tuple(value.shape)) for name, value in batch.items()))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make_plan(batch, names, destinations)
-            if len(self._plans) > _MAXIMUM_PLANS:
-                del self._plans[next(iter(self._plans))]
-        binding = plan.binding
+        if destination_key not in plan.bindings:
+            destinations = destinations or {}
+            plan.bindings[destination_key] = self._bind(destinations), list(destinations)
+        binding, destination_names = plan.bindings[destination_key]
         # Kept until the run is over: the binding holds addresses only. Graphs take bfloat16 as fp32.
-        given = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in batch.items()}
-        for name, value in given.items():
-            self._bind_input(binding, name, value)
+        given = [value.float() if value.dtype == torch.bfloat16 else value for value in batch.values()]
+        for name, value in zip(batch, given, strict=True):
+            binding.bind_input(name, *self._describe(name, value))
         if self.graph.loss_scale is not None and loss_scale is not None:
-            self._bind_input(binding, self.graph.loss_scale.name, loss_scale)
-        drawn = [
-            _draw(spec, shape, self._device, generator)
-            for spec, shape in zip(self.graph.random, plan.random, strict=True)
-        ]
-        for spec, value in zip(self.graph.random, drawn, strict=True):
-            self._bind_input(binding, spec.name, value)
-        dtypes = {spec.name: spec.dtype for spec in self.graph.outputs}
+            name = self.graph.loss_scale.name
+            binding.bind_input(name, *self._describe(name, loss_scale))
+        drawn = [_draw(spec, shape, self._device, generator) for spec, shape in plan.random]
+        for (spec, _), value in zip(plan.random, drawn, strict=True):
+            binding.bind_input(spec.name, *self._describe(spec.name, value))
         results: dict[str, torch.Tensor] = {}
-        for name, shape in plan.outputs.items():
-            if shape is None:
-                binding.bind_output(name, self._device.type, self._device.index or 0)
+        for output in plan.outputs:
+            if output.shape is None:
+                binding.bind_output(output.name, *self._place)
             else:
-                results[name] = torch.empty(shape, dtype=_bound_type(dtypes[name]), device=self._device)
-                self._bind_output(binding, name, results[name])
+                value = results[output.name] = torch.empty(output.shape, dtype=output.bound, device=self._device)
+                binding.bind_output(output.name, *self._describe(output.name, value))
         self.inference_session.run_with_iobinding(binding)
         if len(results) < len(plan.outputs):
-            found = dict(zip(self._bound_names(plan, destinations), binding.get_outputs(), strict=True))
-            for name in plan.outputs:
-                if name not in results:
-                    results[name] = torch.from_numpy(found[name].numpy()).to(self._device)
-        return {name: results[name].to(dtypes[name]) for name in names}
+            # In the order in which they were bound first.
+            bound = [*destination_names, *(output.name for output in plan.outputs)]
+            found = dict(zip(bound, binding.get_outputs(), strict=True))
+            for output in plan.outputs:
+                if output.shape is None:
+                    results[output.name] = torch.from_numpy(found[output.name].numpy()).to(self._device)
+        return {output.name: results[output.name].to(output.dtype) for output in plan.outputs}
 
-    def _make_plan(
-        self, batch: Mapping[str, torch.Tensor], names: Sequence[str], destinations: Mapping[str, torch.Tensor]
-    ) -> _Plan:
-        sizes = self.graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        shapes = {spec.name: spec.shape for spec in self.graph.outputs}
+    def _bind(self, destinations: Mapping[str, torch.Tensor]) -> Any:
         binding = self.inference_session.io_binding()
         for name, value in self._state.items():
-            self._bind_input(binding, name, value)
+            binding.bind_input(name, *self._describe(name, value))
         for name, value in destinations.items():
-            self._bind_output(binding, name, value)
-        return _Plan(
-            binding,
-            {name: _sizes(shapes[name], sizes) for name in dict.fromkeys(names)},
-            [_sizes(spec.shape, sizes) or () for spec in self.graph.random],
-        )
-
-    def _bound_names(self, plan: _Plan, destinations: Mapping[str, torch.Tensor]) -> list[str]:
-        """Returns the bound outputs in the order in which they were bound first."""
-        return [*destinations, *plan.outputs]
-
-    def _bind_input(self, binding: Any, name: str, value: torch.Tensor) -> None:
-        binding.bind_input(name, *self._describe(name, value))
-
-    def _bind_output(self, binding: Any, name: str, value: torch.Tensor) -> None:
-        binding.bind_output(name, *self._describe(name, value))
+            binding.bind_output(name, *self._describe(name, value))
+        return binding
 
     def _describe(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
-        if value.dtype not in _NUMPY_TYPES:
+        """Returns device, element type, shape and address of a tensor, as a binding takes them."""
+        kind = _NUMPY_TYPES.get(value.dtype)
+        if kind is None:
             raise TypeError(
                 f"{name!r} has dtype {value.dtype}, which can't be shared with ONNX Runtime: use one of "
                 f"{[str(dtype) for dtype in _NUMPY_TYPES]}"
             )
         # An empty tensor has no address, and ONNX Runtime wants one.
-        address = value.data_ptr() if value.numel() else self._nothing.data_ptr()
-        return (
-            self._device.type,
-            self._device.index or 0,
-            _NUMPY_TYPES[value.dtype],
-            tuple(value.shape),
-            address,
-        )
+        address = value.data_ptr() or self._nothing.data_ptr()
+        return (*self._place, kind, value.shape, address)
 
 
 def load(

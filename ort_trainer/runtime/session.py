@@ -12,12 +12,12 @@ from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
 from .engine import InferenceSession, SessionOptions, providers_for, session_options
-from .runner import GraphRunner, load
+from .runner import GraphRunner, Plan, load
 
 __all__ = ["StepSession"]
 
-# Shapes for which it is remembered which graph runs them.
-_MAXIMUM_SHAPES = 1024
+# A training run meets as many shapes as there are (batch, length) pairs; each keeps bindings of a few kilobytes.
+_MAXIMUM_PLANS = 256
 
 
 class StepSession:
@@ -71,7 +71,8 @@ class StepSession:
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self._variants: dict[bool, Hashable] = {True: None, False: None}
-        self._found: dict[tuple[Any, ...], GraphRunner] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._scales: dict[str, tuple[float, torch.Tensor]] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._learning_rates: Sequence[float] = optimizer_config.learning_rates
         self.optimizer = OptimizerUpdate(
@@ -128,10 +129,33 @@ class StepSession:
         self._first(True)
         return self._runners_for(True)[0].inference_session
 
-    def graph_for(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> TrainingGraph | None:
-        """Returns the graph that a step runs for a batch of these shapes (input name -> shape), or None."""
-        runner = self._find(training, shapes)
-        return None if runner is None else runner.graph
+    def plan(self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str]) -> Plan | None:
+        """Returns what :meth:`train` or :meth:`evaluate` needs for batches of these shapes: one look-up a step.
+
+        Args:
+            training: For which of the two.
+            batch: Inputs by name. For evaluation, those that the outputs do not need may be left out.
+            names: Outputs to return.
+
+        Returns:
+            The plan of the first graph that accepts the shapes; None if there is no such graph.
+
+        Raises:
+            TypeError: If an input is left out that the outputs need.
+        """
+        shapes = [value.shape for value in batch.values()]
+        key = (training, self._variants[training], *names, None, *batch, *shapes)
+        plan = self._plans.get(key)
+        if plan is None:
+            runner = self._find(training, dict(zip(batch, shapes, strict=True)))
+            if runner is None:
+                return None
+            if len(batch) < len(runner.graph.inputs):
+                runner = self._without(runner, set(batch), names)
+            plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
+            if len(self._plans) > _MAXIMUM_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
 
     def input_names(self, training: bool = True) -> list[str]:
         """Returns the names of the batch inputs, in the order in which steps take them."""
@@ -156,19 +180,27 @@ class StepSession:
         Returns:
             The outputs as new tensors, in the order of ``names``.
         """
-        runner, batch = self._choose(True, inputs)
-        graph = runner.graph
+        batch, plan = self._choose(True, inputs, names)
+        return self.train(plan, batch, loss_scale=loss_scale)
+
+    def train(self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0) -> list[torch.Tensor]:
+        """Does what :meth:`train_step` does, with a plan from :meth:`plan`.
+
+        Args:
+            plan: For the shapes of the batch.
+            batch: Inputs by name, contiguous and on the session's device.
+            loss_scale: As for :meth:`train_step`.
+        """
+        graph = plan.runner.graph
         fresh = self._reset or not self._present
-        into = self.gradients if fresh else self._scratch_gradients(graph)
-        destinations = {output: into[name] for name, output in graph.gradients.items()}
-        destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
+        key = "fresh" if fresh else "add"
         random_state = self.generator.get_state() if graph.random else None
         try:
-            results = runner.run(
+            results = plan.runner.run(
+                plan,
                 batch,
-                self.output_names(True) if names is None else names,
-                destinations=destinations,
-                destination_key="fresh" if fresh else "add",
+                destination_key=key,
+                destinations={} if key in plan.bindings else self._destinations(graph, fresh),
                 loss_scale=self._scale(graph, loss_scale),
                 generator=self.generator,
             )
@@ -201,12 +233,15 @@ class StepSession:
         Raises:
             TypeError: If an input is None that the outputs need.
         """
-        runner, batch = self._choose(False, inputs)
-        names = self.output_names(False) if names is None else names
-        if len(batch) < len(inputs):
-            runner = self._without(runner, set(batch), names)
+        batch, plan = self._choose(False, inputs, names)
+        return self.evaluate(plan, batch)
+
+    def evaluate(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Does what :meth:`eval_step` does, with a plan from :meth:`plan`."""
+        runner = plan.runner
+        if len(batch) > len(runner.graph.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
-        return list(runner.run(batch, names).values())
+        return list(runner.run(plan, batch).values())
 
     def lazy_reset_grad(self) -> None:
         """Makes the next :meth:`train_step` overwrite the gradients instead of adding to them."""
@@ -261,31 +296,23 @@ class StepSession:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def _choose(
-        self, training: bool, inputs: Sequence[torch.Tensor | None]
-    ) -> tuple[GraphRunner, dict[str, torch.Tensor]]:
-        names = self.input_names(training)
-        if len(inputs) != len(names):
-            raise TypeError(f"{len(inputs)} inputs were given, but the graph takes {len(names)}: {names}")
-        batch = {name: value for name, value in zip(names, inputs, strict=True) if value is not None}
-        shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        runner = self._find(training, shapes)
-        if runner is not None:
-            return runner, batch
-        raise ValueError(
-            f"no graph of the session accepts the shapes {shapes}: the model fixes a dimension, or asks for other "
-            "sizes; add a graph that was exported for them"
-        )
+        self, training: bool, inputs: Sequence[torch.Tensor | None], names: Sequence[str] | None
+    ) -> tuple[dict[str, torch.Tensor], Plan]:
+        own = self.input_names(training)
+        if len(inputs) != len(own):
+            raise TypeError(f"{len(inputs)} inputs were given, but the graph takes {len(own)}: {own}")
+        batch = {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
+        plan = self.plan(training, batch, self.output_names(training) if names is None else names)
+        if plan is None:
+            shapes = {name: tuple(value.shape) for name, value in batch.items()}
+            raise ValueError(
+                f"no graph of the session accepts the shapes {shapes}: the model fixes a dimension, or asks for other "
+                "sizes; add a graph that was exported for them"
+            )
+        return batch, plan
 
     def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
-        key = (training, self._variants[training], *shapes.items())
-        if key not in self._found:
-            for runner in self._runners_for(training):
-                if runner.graph.takes(shapes):
-                    self._found[key] = runner
-                    break
-            if len(self._found) > _MAXIMUM_SHAPES:
-                del self._found[next(iter(self._found))]
-        return self._found.get(key)
+        return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner of the part of a graph that computes some outputs from some inputs."""
@@ -296,6 +323,12 @@ class StepSession:
         if missing:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
         return self._pruned[key]
+
+    def _destinations(self, graph: TrainingGraph, fresh: bool) -> dict[str, torch.Tensor]:
+        """Returns the tensors that a run writes, by graph output: the gradients, or what is added to them then."""
+        gradients = self.gradients if fresh else self._scratch_gradients(graph)
+        found = {output: gradients[name] for name, output in graph.gradients.items()}
+        return found | {output: self._updated[name] for name, output in graph.buffer_updates.items()}
 
     def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
         state = {name: self._state(name) for name in graph.state}
@@ -309,8 +342,12 @@ class StepSession:
         spec = graph.loss_scale
         if spec is None:
             return None
-        assert spec.shape is not None
-        return torch.full([int(size) for size in spec.shape], loss_scale, dtype=spec.dtype, device=self._device)
+        known = self._scales.get(spec.name)
+        if known is None or known[0] != loss_scale:
+            assert spec.shape is not None
+            value = torch.full([int(size) for size in spec.shape], loss_scale, dtype=spec.dtype, device=self._device)
+            known = self._scales[spec.name] = (loss_scale, value)
+        return known[1]
 
     def _scratch_gradients(self, graph: TrainingGraph) -> dict[str, torch.Tensor]:
         for name in graph.gradients:

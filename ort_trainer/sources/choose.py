@@ -10,6 +10,7 @@ import onnx
 from torch import nn
 from torch.nn import functional as F
 
+from ..errors import shown
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import ModelSource
@@ -18,7 +19,7 @@ from .onnx.model import OnnxSource
 from .torch import LossFunction
 from .torch.model import TorchSource
 
-__all__ = ["LOSSES", "model_source"]
+__all__ = ["loss_function", "model_source"]
 
 LOSSES: Mapping[str, LossFunction] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
@@ -30,6 +31,21 @@ LOSSES: Mapping[str, LossFunction] = {
     "smooth_l1": F.smooth_l1_loss,
 }
 """The losses that ``loss_fn`` can be given by name: functions of torch.nn.functional with their defaults."""
+
+
+def loss_function(loss_fn: LossFunction | str | None) -> LossFunction | None:
+    """Returns a loss that may be given by name.
+
+    Raises:
+        TypeError: If it is neither a function nor a known name.
+    """
+    found = LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
+    if found is not None and not callable(found):
+        raise TypeError(
+            f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(LOSSES)}, but {shown(found)} "
+            "was given"
+        )
+    return found
 
 
 def model_source(

@@ -1,4 +1,4 @@
-"""Turns the arguments of a step into checked tensors, before anything is counted or changed."""
+"""Turns the arguments of a step into tensors by name, and checks them before anything is counted or changed."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ import torch
 from ..errors import shown
 from ..options import InputDescription, ModelDescription
 
-__all__ = ["Batch", "bind_batch", "to_tensor", "unpack"]
+__all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
 
 Batch = dict[str, torch.Tensor]
 
 
-def bind_batch(
-    description: ModelDescription,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    optional: Sequence[str] = (),
+def read_batch(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str] = ()
 ) -> Batch:
     """Assigns the arguments of ``train_step`` or ``eval_step`` to the described inputs.
 
     Args:
-        description: The model description.
-        args: Positional arguments in the order of the description; or one dict, list or tuple that holds the batch.
+        names: The inputs, in the order of the description.
+        args: Positional arguments in that order; or one dict, list or tuple that holds the batch.
         kwargs: Keyword arguments by input name, for the inputs that no positional argument gives.
-        device: Where the tensors must be.
-        dtypes: The dtypes that the exported graph takes; None before there is one.
         optional: Inputs that may be left out.
 
     Returns:
         Name -> contiguous, detached tensor, in the order of the description.
 
     Raises:
-        TypeError: If an argument is missing, unknown, given twice, no tensor, or has a wrong dtype.
-        ValueError: If a tensor has a wrong shape, is empty, or is on another device; or if two inputs give one
-            symbolic dimension two sizes.
+        TypeError: If an argument is missing, unknown, given twice, or no tensor.
     """
-    given = _assign(description, *unpack(args, kwargs), optional)
-    batch = {
-        entry.name: to_tensor(entry.name, given[entry.name]) for entry in description.inputs if entry.name in given
-    }
-    sizes: dict[str, tuple[int, str]] = {}
-    for entry in description.inputs:
-        if entry.name in batch:
-            _check(entry, batch[entry.name], device, (dtypes or {}).get(entry.name), sizes)
-    return batch
+    args, kwargs = unpack(args, kwargs)
+    if len(args) > len(names):
+        raise TypeError(f"{len(args)} inputs were given, but the model description has {len(names)}: {list(names)}")
+    given = dict(zip(names, args, strict=False))
+    if kwargs:
+        unknown = [name for name in kwargs if name not in names]
+        if unknown:
+            raise TypeError(f"unknown inputs {unknown}: the model description has {list(names)}")
+        twice = [name for name in kwargs if name in given]
+        if twice:
+            raise TypeError(f"inputs {twice} were given both by position and by name")
+        given.update(kwargs)
+    if len(given) < len(names):
+        missing = [name for name in names if name not in given and name not in optional]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}")
+    return {name: to_tensor(name, given[name]) for name in names if name in given}
 
 
 def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -62,26 +61,6 @@ def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any
         if isinstance(whole, (list, tuple)):
             return whole, kwargs
     return args, kwargs
-
-
-def _assign(
-    description: ModelDescription, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str]
-) -> dict[str, Any]:
-    names = description.input_names
-    if len(args) > len(names):
-        raise TypeError(f"{len(args)} inputs were given, but the model description has {len(names)}: {names}")
-    given = dict(zip(names, args, strict=False))
-    unknown = [name for name in kwargs if name not in names]
-    if unknown:
-        raise TypeError(f"unknown inputs {unknown}: the model description has {names}")
-    twice = [name for name in kwargs if name in given]
-    if twice:
-        raise TypeError(f"inputs {twice} were given both by position and by name")
-    given.update(kwargs)
-    missing = [name for name in names if name not in given and name not in optional]
-    if missing:
-        raise TypeError(f"inputs {missing} are missing: the model description has {names}")
-    return given
 
 
 def to_tensor(name: str, value: Any) -> torch.Tensor:
@@ -102,6 +81,31 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
     if value.layout != torch.strided:
         raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
     return value.detach().contiguous()
+
+
+def check_batch(
+    description: ModelDescription,
+    batch: Batch,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Checks a batch against the description.
+
+    Args:
+        description: The model description.
+        batch: The inputs by name.
+        device: Where the tensors must be.
+        dtypes: The dtypes that the exported graph takes; None before there is one.
+
+    Raises:
+        TypeError: If a tensor has a wrong dtype.
+        ValueError: If a tensor has a wrong shape, is empty, or is on another device; or if two inputs give one
+            symbolic dimension two sizes.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for entry in description.inputs:
+        if entry.name in batch:
+            _check(entry, batch[entry.name], device, (dtypes or {}).get(entry.name), sizes)
 
 
 def _check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ import torch
 from ..errors import shown
 from ..graph import TrainingGraph
 from ..options import ModelDescription
-from ..runtime import StepSession
+from ..runtime import Plan, StepSession
 from ..runtime.memory import return_freed_memory
 from ..sources import BORROWED, ModelSource
-from .batch import Batch, bind_batch, to_tensor, unpack
+from .batch import Batch, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
 
 _log = logging.getLogger(__name__)
 # Each graph for other sizes costs an export; a model that fixes a dimension must not export without end.
 _MAXIMUM_GRAPHS = 16
+# Kinds of batches (shapes, dtypes, devices) that are known to fit the description.
+_MAXIMUM_KINDS = 1024
 
 
 class StepGraphs:
@@ -30,16 +32,26 @@ class StepGraphs:
         source: The model.
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
+        built: Is called with every new graph, after it was added to the session.
 
     Raises:
         TypeError, ValueError: If the description is invalid or does not fit the model.
     """
 
-    def __init__(self, source: ModelSource, model_desc: Mapping[str, Any] | str, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        model_desc: Mapping[str, Any] | str,
+        device: torch.device,
+        built: Callable[[StepSession, TrainingGraph], None],
+    ) -> None:
         self._source = source
         self._device = device
+        self._built = built
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
+        self._input_names: tuple[str, ...] = ()
+        self._fitting: set[tuple[Any, ...]] = set()
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
@@ -61,17 +73,25 @@ class StepGraphs:
 
     def possible_inputs(self) -> set[str]:
         """Returns the names that an input may have: those of the model, and of the description if there is one."""
-        described = () if self._description is None else self._description.input_names
-        return {*self._source.inputs, *described}
+        return {*self._source.inputs, *self._input_names}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], partly: bool = False) -> Batch:
-        """Returns the arguments of a step as a checked batch; of a batch ``partly`` needed, inputs may be left out."""
-        if self._description is None or self._description.inferred:
+        """Returns the arguments of a step as a checked batch; of a batch ``partly`` needed, inputs may be left out.
+
+        Raises:
+            TypeError, ValueError: If they do not fit the description.
+        """
+        if self._description is None:
             self._describe(args, kwargs)
-        dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
-        optional = self.description.input_names if partly else ()
         try:
-            return bind_batch(self.description, args, kwargs, self._device, dtypes, optional)
+            batch = read_batch(self._input_names, args, kwargs, self._input_names if partly else ())
+            kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
+            if kind not in self._fitting:
+                self._check(batch)
+                if len(self._fitting) >= _MAXIMUM_KINDS:
+                    self._fitting.clear()
+                self._fitting.add(kind)
+            return batch
         except (TypeError, ValueError) as error:
             if not self.description.inferred:
                 raise
@@ -88,6 +108,7 @@ class StepGraphs:
     def started(self, batch: Batch) -> None:
         """Remembers the shapes and dtypes of the batch with which training began."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
+        self._fitting.clear()
 
     def blank_batch(self) -> Batch:
         """Returns a batch of zeros like the first: an evaluation graph depends on dtypes and fixed sizes alone.
@@ -101,20 +122,82 @@ class StepGraphs:
             name: torch.zeros(shape, dtype=dtype, device=self._device) for name, (shape, dtype) in self._sample.items()
         }
 
-    def graph_for(self, session: StepSession, batch: Batch, training: bool) -> TrainingGraph:
-        """Returns the session's graph for a batch; builds one if none accepts the batch's sizes.
+    def plan(self, session: StepSession, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+        """Returns the session's plan for a batch; builds a graph if none accepts the batch's sizes.
 
         Raises:
             RuntimeError: If there are too many graphs already, or the model has become another one.
             ExportError: If the model can't be exported.
+            TypeError: If an input was left out that the outputs need.
         """
-        shapes = {name: tuple(value.shape) for name, value in batch.items()}
         with BORROWED:  # by an export in another thread, whose modes are not the user's
             session.choose_variant(training, self._source.variant(training))
-        known = session.graph_for(training, shapes)
-        if known is not None:
-            return known
-        sizes = self.description.sizes(shapes)
+        plan = session.plan(training, batch, names)
+        if plan is None:
+            self._add_graph(session, batch, training)
+            plan = session.plan(training, batch, names)
+            assert plan is not None
+        return plan
+
+    def check_export(self, session: StepSession, batch: Batch) -> None:
+        """The option ``debug.check_model_export``.
+
+        Raises:
+            RuntimeError: If the exported graph and the model give different outputs.
+        """
+        plan = self.plan(session, batch, False, self.description.output_names)
+        found = session.evaluate(plan, batch)
+        with BORROWED:
+            reference = self._source.builder(self.description).reference(batch)
+        for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
+            if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
+                difference = (ours.float() - theirs.float()).abs().max().item()
+                raise RuntimeError(
+                    f"debug.check_model_export: output {output.name!r} of the exported graph differs from PyTorch's by "
+                    f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
+                )
+
+    def _set_description(self, description: ModelDescription) -> None:
+        self._source.builder(description)  # which checks it
+        self._description, self._input_names = description, tuple(description.input_names)
+        self._fitting.clear()
+
+    def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Derives the description from the first batch."""
+        given = self._source.name_inputs(*unpack(args, kwargs))
+        batch = {name: to_tensor(name, value) for name, value in given.items()}
+        with BORROWED:
+            self._set_description(self._source.describe(batch))
+        _log.info("derived from the first batch: %r", self._description)
+
+    def _check(self, batch: Batch) -> None:
+        """Checks a batch of a new kind; a derived description is widened for it."""
+        if self.description.inferred:
+            self._widen(batch)
+        dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
+        try:
+            check_batch(self.description, batch, self._device, dtypes)
+        except BaseException:
+            self._narrow()
+            raise
+
+    def _widen(self, batch: Batch) -> None:
+        known = self.description
+        wider = known.widened({name: tuple(value.shape) for name, value in batch.items()})
+        if wider.inputs != known.inputs:
+            changed = [entry for entry in wider.inputs if entry not in known.inputs]
+            _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+            self._narrower = known
+            self._set_description(wider)
+
+    def _narrow(self) -> None:
+        """Puts the description back: the batch was wrong, not the description."""
+        narrower, self._narrower = self._narrower, None
+        if narrower is not None:
+            self._set_description(narrower)
+
+    def _add_graph(self, session: StepSession, batch: Batch, training: bool) -> None:
+        sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = session.graphs(training)
         if len(graphs) >= _MAXIMUM_GRAPHS:
             fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
@@ -134,56 +217,17 @@ class StepGraphs:
         graph = self._build(batch, training)
         session.add_graph(graph)
         return_freed_memory()
-        return graph
-
-    def check_export(self, session: StepSession, batch: Batch) -> None:
-        """The option ``debug.check_model_export``.
-
-        Raises:
-            RuntimeError: If the exported graph and the model give different outputs.
-        """
-        self.graph_for(session, batch, training=False)
-        found = session.eval_step(list(batch.values()))
-        with BORROWED:
-            reference = self._source.builder(self.description).reference(batch)
-        for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
-            if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
-                difference = (ours.float() - theirs.float()).abs().max().item()
-                raise RuntimeError(
-                    f"debug.check_model_export: output {output.name!r} of the exported graph differs from PyTorch's by "
-                    f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
-                )
-
-    def _set_description(self, description: ModelDescription) -> None:
-        self._source.builder(description)  # which checks it
-        self._description = description
-
-    def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Derives the description from the first batch, or widens it for a batch with other sizes."""
-        given = self._source.name_inputs(*unpack(args, kwargs))
-        batch = {name: to_tensor(name, value) for name, value in given.items()}
-        if self._description is None:
-            with BORROWED:
-                self._set_description(self._source.describe(batch))
-            _log.info("derived from the first batch: %r", self._description)
-            return
-        known = self._description
-        wider = known.widened({name: tuple(value.shape) for name, value in batch.items()})
-        if wider.inputs != known.inputs:
-            changed = [entry for entry in wider.inputs if entry not in known.inputs]
-            _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
-            self._narrower = known
-            self._set_description(wider)
+        self._built(session, graph)
 
     def _build(self, batch: Batch, training: bool) -> TrainingGraph:
-        narrower, self._narrower = self._narrower, None
         try:
             with BORROWED, torch.enable_grad():  # in whatever mode the caller's autograd is
-                return self._source.builder(self.description).build(_without_inference(batch), training)
+                graph = self._source.builder(self.description).build(_without_inference(batch), training)
         except BaseException:
-            if narrower is not None:
-                self._set_description(narrower)  # the batch was wrong, not the description
+            self._narrow()
             raise
+        self._narrower = None
+        return graph
 
 
 def _without_inference(batch: Batch) -> Batch:

@@ -152,8 +152,6 @@ class AccumulationWindow:
                 f"trainer has batch.gradient_reduction {self.reduction!r}: use the same, or leave the key 'gradients' "
                 "out of the state dict"
             )
-        new_size = self.given_size if size is None else int(size)
-        if count >= new_size:
-            raise ValueError(f"{count} micro-batches are more than a window of {new_size} leaves open")
-        self._size, self._assigned = new_size, size is not None
+        # Backward passes on their own may have gone on beyond the size: the next step, or update, ends the window.
+        self._size, self._assigned = self.given_size if size is None else int(size), size is not None
         self.micro_batches, self._weight, self._unit, self._scale = int(count), weight, unit, scale

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..graph import TrainingGraph, evaluate
 from ..runtime.engine import make_ort_value
 
-__all__ = ["IOBinding"]
+__all__ = ["IOBinding", "check_binding"]
 
 
 class IOBinding:
@@ -178,3 +179,31 @@ def _memory(device_type: str, device_id: int, element_type: Any, shape: Sequence
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     buffer = (ctypes.c_byte * size).from_address(address)
     return torch.from_numpy(np.frombuffer(buffer, dtype=dtype).reshape(tuple(shape)))
+
+
+def check_binding(
+    binding: IOBinding,
+    graph: TrainingGraph,
+    batch: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    all_finite: str,
+) -> None:
+    """Checks bound memory before anything is changed, as far as shapes are known.
+
+    Args:
+        binding: The binding.
+        graph: What is to be run.
+        batch: The inputs.
+        gradients: Parameter name -> gradient, which ``<name>_grad`` is of.
+        all_finite: Name of the output that tells whether gradients were finite.
+
+    Raises:
+        TypeError, ValueError: If memory does not fit.
+    """
+    sizes = graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
+    for spec in graph.outputs:
+        if spec.shape is not None:
+            binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], spec.dtype)
+    for name, value in gradients.items():
+        binding.check(f"{name}_grad", value.shape, value.dtype)
+    binding.check(all_finite, [1], torch.bool)

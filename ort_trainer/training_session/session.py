@@ -4,55 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 
 from ..errors import shown
-from ..graph import evaluate
 from ..interrupts import uninterrupted
-from ..optim import AdamConfig, LambConfig, OptimizerConfig, SGDConfig
-from ..options import ORTTrainerOptions
-from ..runtime.engine import SessionOptions, available_providers
-from ..sources.onnx import OnnxModel, describe_onnx, load_onnx_model
+from ..runtime.engine import SessionOptions
+from ..sources.onnx import describe_onnx, load_onnx_model
 from ..trainer import ORTTrainer
 from ..training.batch import to_tensor
-from ..training.window import AccumulationWindow
+from . import translate
 from .flat_state import flat_state_dict, load_flat_state_dict
-from .io_binding import IOBinding, to_ort_value, to_torch
+from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
+from .node_arg import NodeArg, node_arg
 from .parameters import TrainingParameters
 
-__all__ = ["NodeArg", "TrainingSession"]
+__all__ = ["TrainingSession"]
 
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
-_CONFIGS: dict[str, type[AdamConfig | LambConfig | SGDConfig]] = {
-    "AdamOptimizer": AdamConfig,
-    "LambOptimizer": LambConfig,
-    "SGDOptimizer": SGDConfig,
-}
-
-
-@dataclass(frozen=True)
-class NodeArg:
-    """An input or output of the session, as ``onnxruntime.NodeArg`` describes one.
-
-    Attributes:
-        name: Its name.
-        type: Its type, such as ``tensor(float)``.
-        shape: Sizes, and names of dimensions.
-    """
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 class TrainingSession:
@@ -100,11 +75,10 @@ class TrainingSession:
         if parameters.weights_to_train:  # whatever the file says was frozen
             self._model = dataclasses.replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
-        self._window = AccumulationWindow(parameters.gradient_accumulation_steps)
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
-        _check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
+        translate.check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
-        self._frozen = {*self._model.frozen, *_frozen(parameters, self._model)}
+        self._frozen = {*self._model.frozen, *translate.frozen_of(parameters, self._model)}
         self._trainer = self._make_trainer(providers, provider_options)
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
 
@@ -128,14 +102,14 @@ class TrainingSession:
         Raises:
             TypeError, ValueError: If an input is missing, unknown or does not fit. Nothing has changed then.
         """
-        values = {name: to_tensor(name, np.asarray(value)) for name, value in _feed(input_feed).items()}
+        values = {name: to_tensor(name, np.asarray(value)) for name, value in translate.feed_of(input_feed).items()}
         return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
         """Does what :meth:`run` does, with OrtValues."""
-        values = {name: to_torch(value) for name, value in _feed(input_dict_ort_values).items()}
+        values = {name: to_torch(value) for name, value in translate.feed_of(input_dict_ort_values).items()}
         return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
@@ -155,7 +129,7 @@ class TrainingSession:
 
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
-        found = [_node_arg(value) for value in self._model.proto.graph.input if value.name in self._model.inputs]
+        found = [node_arg(value) for value in self._model.proto.graph.input if value.name in self._model.inputs]
         if self._parameters.training_optimizer_name:
             found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
@@ -164,7 +138,7 @@ class TrainingSession:
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, then those that training adds."""
-        found = [_node_arg(value) for value in self._model.proto.graph.output]
+        found = [node_arg(value) for value in self._model.proto.graph.output]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:
@@ -303,11 +277,9 @@ class TrainingSession:
         provider_options: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         """Makes the underlying sessions anew; only when that has worked the old ones are let go."""
-        state, gradients = self._trainer.state_dict(), self._session.present_gradients()
+        state = self._trainer.state_dict()
         trainer = self._make_trainer(providers, provider_options)
-        trainer.load_state_dict({**state, "gradients": {}})
-        assert trainer.session is not None
-        trainer.session.restore_gradients(gradients)
+        trainer.load_state_dict(state)
         self._trainer = trainer
 
     # The name that onnxruntime's own class has for it.
@@ -323,13 +295,15 @@ class TrainingSession:
 
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
         parameters = self._parameters
-        device, settings = _providers(providers, provider_options)
-        options = _options(parameters, self._model, device, settings, self._sess_options)
+        device, settings = translate.providers_of(providers, provider_options)
+        options = translate.options_of(parameters, self._model, device, settings, self._sess_options)
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
-        trainer = ORTTrainer(self._model, description.to_dict(), _optimizer(parameters, self._model), options=options)
+        trainer = ORTTrainer(
+            self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options
+        )
         trainer.prepare()
         if parameters.optimizer_initial_state:
-            _check_initial_state(parameters, trainer)
+            translate.check_initial_state(parameters, trainer)
             state = {
                 "optimizer": parameters.optimizer_initial_state,
                 "trainer_options": {"optimizer_name": trainer.optim_config.name},
@@ -365,13 +339,7 @@ class TrainingSession:
 
     def _evaluate(self, feed: Mapping[str, torch.Tensor], own: Sequence[str]) -> dict[str, torch.Tensor]:
         inputs = {name: value for name, value in feed.items() if name not in self._extra_inputs()}
-        info = self._trainer.train_step_info
-        info.fetches = list(own)
-        try:
-            results = self._trainer.eval_step(inputs)
-        finally:
-            info.fetches = []
-        return dict(zip(own, [results] if len(own) == 1 else results, strict=True))
+        return dict(zip(own, self._trainer.loop.evaluate((inputs,), {}, own), strict=True))
 
     def _train(
         self,
@@ -388,249 +356,39 @@ class TrainingSession:
         missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
             raise TypeError(f"inputs {missing} are missing: a float32 array of shape [1] each")
-        extra = {name: _number(name, value) for name, value in given.items() if value is not None}
+        extra = {name: translate.number_of(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
-        scale = extra.get(self._scale_name, parameters.loss_scale or 1.0)
-        window = self._window
-        began = window.factor(1.0, scale)
-        if began != scale:
-            raise ValueError(
-                f"the loss scale is {scale}, but the accumulation window began with {began}: change it after an update"
-            )
-        self._trainer.prepare(inputs)
-        session, info = self._session, self._trainer.train_step_info
-        batch = [inputs[name].contiguous() for name in session.input_names(True)]
+        loop = self._trainer.loop
+        window, info, scaler = loop.window, loop.info, loop.precision.scaler
+        if scaler is not None and self._feeds_scale:
+            scale = extra[self._scale_name]
+            began = window.factor(1.0, scale)
+            if began != scale:
+                raise ValueError(
+                    f"the loss scale is {scale}, but the accumulation window began with {began}: change it after an "
+                    "update"
+                )
+            scaler.loss_scale = scale
+        scale = loop.precision.loss_scale
+        batch = loop.graphs.bind((inputs,), {})
+        plan = loop.prepare(batch, True, own or [parameters.loss_output_name])
         if binding is not None:
-            self._check_binding(binding, inputs)
+            check_binding(binding, plan.runner.graph, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
         with uninterrupted():
-            results = dict(zip(own, session.train_step(batch, loss_scale=scale, names=own), strict=True))
-            info.step += 1
-            window.add(1.0, scale)
-            results |= {
-                name: session.gradients[weight] / scale
-                for name, weight in gradients.items()
-                if weight in session.gradients
-            }
+            results = dict(zip(own, loop.backward(plan, batch), strict=False))
+            held = self._session.gradients
+            results |= {name: held[weight] / scale for name, weight in gradients.items() if weight in held}
             info.all_finite = True
             if may_update and window.complete:
-                if rate is not None:
-                    session.set_learning_rate(rate)
-                    info.all_finite = session.optimizer_step(
-                        divisor=window.divisor, check_finite=parameters.use_mixed_precision
-                    )
-                    info.optimization_step += int(info.all_finite)
-                session.lazy_reset_grad()
-                window.reset()
+                if rate is None:
+                    loop.discard_gradients()
+                else:
+                    loop.optimizer_step([rate])
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
 
-    def _check_binding(self, binding: IOBinding, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Checks bound memory before anything is changed, as far as shapes are known."""
-        session = self._session
-        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
-        graph = session.graph_for(True, shapes)
-        assert graph is not None
-        sizes = graph.sizes(shapes)
-        for spec in graph.outputs:
-            if spec.shape is not None:
-                binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], spec.dtype)
-        for name, value in session.gradients.items():
-            binding.check(f"{name}_grad", value.shape, value.dtype)
-        binding.check(_ALL_FINITE, [1], torch.bool)
-
     def _extra_inputs(self) -> list[str]:
         """Returns the names of the inputs that are not the model's."""
-        names = [self._parameters.lr_params_feed_name] if self._parameters.training_optimizer_name else []
-        return [*names, self._scale_name] if self._feeds_scale else names
-
-
-def _feed(given: Any) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
-    return given
-
-
-def _number(name: str, value: torch.Tensor) -> float:
-    """Returns the learning rate or the loss scale that was fed."""
-    if value.numel() != 1 or not value.is_floating_point():
-        raise ValueError(
-            f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"
-        )
-    number = float(value.item())
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"input {name!r} must be a finite number, at least 0, but {number} was given")
-    return number
-
-
-def _check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
-    name = parameters.lr_params_feed_name
-    if parameters.training_optimizer_name and (not name or name in taken):
-        raise ValueError(
-            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
-        )
-
-
-def _check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
-    """Checks names in the optimizer's initial state against those that there are."""
-    if not parameters.training_optimizer_name:
-        raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
-    known = trainer.state_dict()["optimizer"]
-    for name, entries in parameters.optimizer_initial_state.items():
-        unknown = sorted(set(entries) - set(known.get(name, ())))
-        if name not in known or unknown:
-            raise ValueError(
-                f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
-                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
-            )
-
-
-def _node_arg(value: onnx.ValueInfoProto) -> NodeArg:
-    tensor = value.type.tensor_type
-    kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-    shape = [size.dim_value or size.dim_param or None for size in tensor.shape.dim]
-    return NodeArg(value.name, f"tensor({kind})", shape)
-
-
-def _providers(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Returns the device that a list of providers means, and the options of each."""
-    if isinstance(providers, str):
-        raise TypeError(f"providers must be a list of names, but {providers!r} was given")
-    given = available_providers() if providers is None else list(providers)
-    wrong = [
-        entry for entry in given if not isinstance(entry, str) and not (isinstance(entry, tuple) and len(entry) == 2)
-    ]
-    if wrong:
-        raise TypeError(f"providers must be names or pairs (name, options), but {wrong} were given")
-    entries = [(entry, {}) if isinstance(entry, str) else entry for entry in given]
-    if provider_options is not None:
-        if any(options for _, options in entries):
-            raise ValueError("provider_options must not be given when providers has options of its own")
-        if len(provider_options) != len(entries):
-            raise ValueError(f"there are {len(entries)} providers, but {len(provider_options)} provider_options")
-        entries = [(name, options) for (name, _), options in zip(entries, provider_options, strict=True)]
-    settings = {name: dict(options) for name, options in entries}
-    if providers is None:
-        settings = {}
-    cuda = settings.get("CUDAExecutionProvider")
-    if cuda is None:
-        return "cpu" if providers is not None else "", settings
-    return f"cuda:{cuda.get('device_id', 0)}", settings
-
-
-def _frozen(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
-    """Returns the weights that are not trained."""
-    named = {
-        "weights_to_train": parameters.weights_to_train,
-        "weights_not_to_train": parameters.weights_not_to_train,
-        "optimizer_attributes_map": set(parameters.optimizer_attributes_map),
-        "optimizer_int_attributes_map": set(parameters.optimizer_int_attributes_map),
-    }
-    for what, names in named.items():
-        unknown = sorted(names - set(model.parameters))
-        if unknown:
-            raise ValueError(
-                f"{what} names {unknown}, which are no weights of the model: it has {list(model.parameters)}"
-            )
-    trained = set(parameters.weights_to_train or model.parameters) - parameters.weights_not_to_train
-    for operator, inputs in parameters.immutable_weights.items():
-        plain = isinstance(inputs, Mapping) and all(
-            isinstance(position, int) and isinstance(number, (int, float)) for position, number in inputs.items()
-        )
-        if not plain:
-            raise TypeError(
-                f"immutable_weights[{operator!r}] must be a dict of positions and numbers, but is {inputs!r}"
-            )
-    for node in model.proto.graph.node:
-        for position, number in parameters.immutable_weights.get(node.op_type, {}).items():
-            name = node.input[position] if position < len(node.input) else ""
-            if name in trained and bool((model.parameters[name] == number).all()):
-                trained.discard(name)
-    return [name for name in model.parameters if name not in trained]
-
-
-def _optimizer(parameters: TrainingParameters, model: OnnxModel) -> OptimizerConfig:
-    name = parameters.training_optimizer_name
-    if name not in ("", *_CONFIGS):
-        raise ValueError(f"training_optimizer_name must be one of {sorted(_CONFIGS)} or empty, but {name!r} was given")
-    for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
-        for weight, found in getattr(parameters, what).items():
-            if not isinstance(found, Mapping):
-                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {shown(found)}")
-    groups = []
-    for weight in model.parameters:
-        attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))
-        for key, value in parameters.optimizer_int_attributes_map.get(weight, {}).items():
-            attributes[key] = bool(value) if key == "do_bias_correction" else value
-        if attributes:
-            groups.append({"params": [weight], **attributes})
-    if name in ("", "SGDOptimizer"):
-        if groups:
-            raise ValueError(f"{name or 'a session without optimizer'} has no attributes, but the maps have {groups}")
-        return SGDConfig()
-    return _CONFIGS[name](params=groups)
-
-
-def _options(
-    parameters: TrainingParameters,
-    model: OnnxModel,
-    device: str,
-    provider_options: Mapping[str, Any],
-    sess_options: SessionOptions | None,
-) -> ORTTrainerOptions:
-    """Returns the parameters as options of a trainer, which refuses what it can't do."""
-    p = parameters
-    if p.use_fp16_moments:
-        raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
-    if p.loss_scale and not p.use_mixed_precision:
-        raise ValueError("loss_scale has no effect without use_mixed_precision: leave it at 0")
-    if p.loss_scale < 0:
-        raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
-    return ORTTrainerOptions(
-        {
-            "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
-            "device": {"id": device} if device else {},
-            "distributed": {
-                "world_rank": p.world_rank,
-                "world_size": p.world_size,
-                "data_parallel_size": p.data_parallel_size,
-                "horizontal_parallel_size": p.horizontal_parallel_size,
-                "pipeline_parallel": {
-                    "pipeline_parallel_size": p.pipeline_parallel_size,
-                    "num_pipeline_micro_batches": p.num_pipeline_micro_batches,
-                    "pipeline_cut_info_string": p.pipeline_cut_info_string,
-                    "sliced_schema": p.sliced_schema,
-                    "sliced_axes": p.sliced_axes,
-                    "sliced_tensor_names": p.sliced_tensor_names,
-                },
-                "allreduce_post_accumulation": p.allreduce_post_accumulation,
-                "deepspeed_zero_optimization": {"stage": p.deepspeed_zero_stage},
-                "enable_adasum": p.enable_adasum,
-            },
-            "mixed_precision": {"enabled": p.use_mixed_precision},
-            "graph_transformer": {
-                "attn_dropout_recompute": p.attn_dropout_recompute,
-                "gelu_recompute": p.gelu_recompute,
-                "transformer_layer_recompute": p.transformer_layer_recompute,
-                "number_recompute_layers": p.number_recompute_layers,
-                "propagate_cast_ops_config": {
-                    "level": p.propagate_cast_ops_level,
-                    "allow": p.propagate_cast_ops_allow,
-                },
-            },
-            "utils": {
-                "frozen_weights": _frozen(p, model),
-                "grad_norm_clip": p.enable_grad_norm_clip,
-                "memory_efficient_gradient": p.use_memory_efficient_gradient,
-            },
-            "debug": {
-                "graph_save_paths": {
-                    "model_after_graph_transforms_path": p.model_after_graph_transforms_path,
-                    "model_with_gradient_graph_path": p.model_with_gradient_graph_path,
-                    "model_with_training_graph_path": p.model_with_training_graph_path,
-                }
-            },
-            "provider_options": provider_options,
-            "session_options": sess_options,
-        }
-    )
+        rate = [self._parameters.lr_params_feed_name] * bool(self._parameters.training_optimizer_name)
+        return [*rate, *[self._scale_name] * self._feeds_scale]

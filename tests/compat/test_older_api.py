@@ -292,7 +292,7 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
         ({"frozen_weights": "fc1.weight"}, TypeError, "frozen_weights must be a list of names of weights, but 'fc1"),
         ({"model_desc": ModelDescription([1], [2])}, TypeError, "the inputs of a ModelDescription are"),  # type: ignore[list-item]
         ({"map_optimizer_attributes": lambda name: 3}, TypeError, "for 'fc1.weight' it returned 3"),
-        ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['SGDOptimizer', 'AdamOptimizer'"),
+        ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['AdamOptimizer', 'LambOptimizer'"),
         ({"map_optimizer_attributes": {}}, TypeError, "map_optimizer_attributes must be a function or None"),
         ({"map_optimizer_attributes": lambda name: {"speed": 1}, "optimizer": "AdamOptimizer"}, ValueError, "'speed'"),
         ({"get_lr_this_step": 0.1}, TypeError, "get_lr_this_step must be a function or None, but 0.1 was given"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ort_trainer.options.model_desc import ModelDescription
-from ort_trainer.training.batch import bind_batch
+from ort_trainer.training.batch import Batch, check_batch, read_batch
 
 DESC = ModelDescription(
     {
@@ -15,6 +15,14 @@ DESC = ModelDescription(
 )
 X, Y, Z = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(2)
 CPU = torch.device("cpu")
+
+
+def bind_batch(
+    description: ModelDescription, args: tuple, kwargs: dict, device: torch.device, dtypes: dict | None = None
+) -> Batch:
+    batch = read_batch(description.input_names, args, kwargs)
+    check_batch(description, batch, device, dtypes)
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_arrays_and_strides() -> None:
 
 
 def test_inputs_that_may_be_left_out() -> None:
-    assert list(bind_batch(DESC, (X,), {}, CPU, optional=["y", "z"])) == ["x"]
+    assert list(read_batch(DESC.input_names, (X,), {}, optional=["y", "z"])) == ["x"]
 
 
 @pytest.mark.parametrize(

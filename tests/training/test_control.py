@@ -291,10 +291,10 @@ def test_token_weighted_gradients_are_those_of_one_big_batch(half: bool, tmp_pat
         "batch": {"gradient_accumulation_steps": 3, "gradient_reduction": "weighted"},
         "utils": {"grad_norm_clip": False},
     }
-    if half:
-        options["mixed_precision"] = {"enabled": True, "loss_scaler": amp.DynamicLossScaler(loss_scale=256.0)}
 
     def make() -> ORTTrainer:
+        if half:
+            options["mixed_precision"] = {"enabled": True, "loss_scaler": amp.DynamicLossScaler(loss_scale=256.0)}
         return mlp_trainer(options, optim.AdamConfig(lr=0.01), model)
 
     trainer = make()

@@ -481,9 +481,8 @@ def test_several_options_objects_are_not_needed() -> None:
     """One options object, one description and one group list serve two trainers."""
     groups = [{"params": ["fc1.weight"], "lambda_coef": 0.1}]
     desc = copy.deepcopy(MLP_DESC)
-    scheduler = optim.LinearWarmupLRScheduler(50)
-    options = ORTTrainerOptions({"lr_scheduler": scheduler, "mixed_precision": {"enabled": True}})
-    before = copy.deepcopy((groups, desc, options.to_dict()["batch"], scheduler.state_dict()))
+    options = ORTTrainerOptions({"mixed_precision": {"enabled": True}})
+    before = copy.deepcopy((groups, desc, options.to_dict()["batch"]))
     losses = []
     model = MLP()
     for _ in range(2):
@@ -491,7 +490,7 @@ def test_several_options_objects_are_not_needed() -> None:
         losses.append([trainer.train_step(x, y)[0].item() for x, y in mlp_batches(4)])
         assert options.mixed_precision.loss_scaler is None
     assert losses[0] == losses[1]
-    assert (groups, desc, options.to_dict()["batch"], scheduler.state_dict()) == before
+    assert (groups, desc, options.to_dict()["batch"]) == before
 
 
 def test_convolutions_of_large_batches_need_no_other_graph() -> None:

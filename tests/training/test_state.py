@@ -92,13 +92,12 @@ def test_before_the_first_step() -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_round_trip(kind: str, prepared: bool) -> None:
     batches = mlp_batches(6)
-    options = {"lr_scheduler": optim.LinearWarmupLRScheduler(20, 0.3)}
-    first = mlp_trainer(options, CONFIGS[kind](lr=0.05))
+    first = mlp_trainer({"lr_scheduler": optim.LinearWarmupLRScheduler(20, 0.3)}, CONFIGS[kind](lr=0.05))
     for x, y in batches[:3]:
         first.train_step(x, y)
     state = first.state_dict()
     given = copy.deepcopy(state)
-    second = mlp_trainer(options, CONFIGS[kind](lr=0.05))
+    second = mlp_trainer({"lr_scheduler": optim.LinearWarmupLRScheduler(20, 0.3)}, CONFIGS[kind](lr=0.05))
     if prepared:
         second.prepare(batches[0])
     second.load_state_dict(state)
@@ -250,7 +249,7 @@ def prepared_trainers() -> dict[bool, ORTTrainer]:
 
 def _everything(trainer: ORTTrainer) -> str:
     state = None if trainer.session is None else trainer.state_dict()
-    return repr((state, trainer.train_step_info, trainer._pending))
+    return repr((state, trainer.train_step_info, trainer.loop.pending))
 
 
 @pytest.mark.filterwarnings("ignore:Missing key")

@@ -343,7 +343,12 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
         (
             {"training_optimizer_name": "SGDOptimizer", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
             ValueError,
-            "SGDOptimizer has no attributes",
+            "sets 'alpha', which SGDConfig does not have",
+        ),
+        (
+            {"training_optimizer_name": "", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
+            ValueError,
+            "a session without optimizer has no attributes",
         ),
         ({"lr_params_feed_name": "x"}, ValueError, "lr_params_feed_name 'x' must be a name of its own"),
         ({"lr_params_feed_name": ""}, ValueError, "lr_params_feed_name '' must be a name of its own"),

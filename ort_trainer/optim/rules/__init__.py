@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+
+from ..config import OptimizerConfig
 
 # By name for type checkers and completion; whatever else lies here is found below.
 from .adam import AdamConfig, AdamWConfig
@@ -21,3 +24,8 @@ for _module in pkgutil.iter_modules(__path__):
         _found = importlib.import_module(f"{__name__}.{_module.name}")
         globals().update({_name: getattr(_found, _name) for _name in _found.__all__})
         __all__ += [_name for _name in _found.__all__ if _name not in __all__]
+
+CONFIGS: dict[str, Callable[..., OptimizerConfig]] = {}
+"""Name of an optimizer in state dicts, such as ``AdamOptimizer`` -> the config that has it, the first of several."""
+for _name in sorted(__all__):
+    CONFIGS.setdefault(globals()[_name]().name, globals()[_name])

@@ -1,0 +1,70 @@
+"""What the state of a trainer consists of, and what a state dict calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..optim import OptimizerConfig
+from ..optim.rule import Rule
+from ..sources import ModelSource
+
+__all__ = ["SHARED", "STEP", "TRAINER_OPTIONS", "UPDATE_COUNT", "Layout"]
+
+UPDATE_COUNT = "Update_Count"
+SHARED = "shared_optimizer_state"
+STEP = "Step"
+TRAINER_OPTIONS = (
+    "mixed_precision",
+    "zero_stage",
+    "world_rank",
+    "world_size",
+    "optimizer_name",
+    "data_parallel_size",
+    "horizontal_parallel_size",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the state of a trainer consists of; known from the model alone, before any export.
+
+    Attributes:
+        tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
+        transient: Name -> buffer that ``model.state_dict()`` leaves out.
+        canonical: Name -> the first name of the same tensor.
+        trainable: Canonical names of the parameters that are trained.
+        rule: The optimizer's.
+        slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
+        counted: Canonical names of the parameters whose updates are counted.
+        device: Where training runs.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    transient: Mapping[str, torch.Tensor]
+    canonical: Mapping[str, str]
+    trainable: Sequence[str]
+    rule: Rule
+    slots: Mapping[str, Sequence[str]]
+    counted: Collection[str]
+    device: torch.device
+
+    @classmethod
+    def of(cls, source: ModelSource, config: OptimizerConfig, device: torch.device) -> Layout:
+        """Returns the layout for a model and an optimizer."""
+        rule = config.rule
+        aliases = source.names_of_trainable()
+        hyper = {name: config.hyper_parameters(config.group_of(*names)) for name, names in aliases.items()}
+        return cls(
+            tensors=source.saved,
+            transient=source.transient,
+            canonical=source.canonical,
+            trainable=source.trainable,
+            rule=rule,
+            slots={name: rule.slots_for(values) for name, values in hyper.items()},
+            counted={name for name, values in hyper.items() if rule.keeps_count(values)},
+            device=device,
+        )

@@ -1,0 +1,314 @@
+"""The step loop: forward and backward pass, accumulation window, loss scale, schedule, update, and their counters.
+
+All faces of the trainer run this one loop and translate arguments only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..graph import TrainingGraph
+from ..interrupts import uninterrupted
+from ..optim import OptimizerConfig
+from ..optim.step_info import TrainStepInfo
+from ..options import ORTTrainerOptions
+from ..ownership import own_copies
+from ..runtime import Plan, StepSession
+from ..sources import BORROWED, ModelSource
+from .batch import Batch
+from .debug_files import check_graph_paths, save_graphs
+from .layout import Layout
+from .learning_rates import LearningRates
+from .precision import choose_precision
+from .read_state import Restored, apply_to_session
+from .step_graphs import StepGraphs
+from .strategy import SingleProcess, Strategy
+from .user_objects import claim
+from .window import AccumulationWindow
+
+__all__ = ["TrainingLoop"]
+
+_GRADIENT_WEIGHT = "gradient_weight"
+
+
+class TrainingLoop:
+    """Trains one model, step by step.
+
+    Args:
+        source: The model with its loss.
+        model_desc: The description as the user gave it, or ``"auto"``.
+        config: The optimizer.
+        options: All settings.
+        device: Where training runs.
+        strategy: How several processes work together; None for one process.
+
+    Attributes:
+        source: As given.
+        config: As given.
+        options: As given.
+        graphs: The description and the graphs.
+        window: The micro-batches since the last update.
+        precision: Loss scale and check for finite gradients.
+        rates: The learning rates.
+        strategy: Where gradients of several processes meet.
+        info: The counters.
+        layout: What the state consists of.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model_desc: Mapping[str, Any] | str,
+        config: OptimizerConfig,
+        options: ORTTrainerOptions,
+        device: torch.device,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self.source, self.config, self.options = source, config, options
+        self._device = device
+        check_graph_paths(options.debug.graph_save_paths.to_dict())
+        self.graphs = StepGraphs(source, model_desc, device, self._graph_built)
+        self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
+        self.precision = choose_precision(options.mixed_precision)
+        self.rates = LearningRates(config, options.lr_scheduler)
+        self.strategy = SingleProcess() if strategy is None else strategy
+        self.info = TrainStepInfo(config)
+        self.layout = Layout.of(source, config, device)
+        self._seed = torch.initial_seed()
+        self._pending: Restored | None = None
+        self.pending_dict: Mapping[str, Any] = {}
+        # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
+        self._session = self._make_session() if source.fixed else None
+        if self.window.reduction == "weighted" and _GRADIENT_WEIGHT in self.graphs.possible_inputs():
+            raise ValueError(
+                f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
+                "model has an input of that name: rename the input"
+            )
+        # Last, so that a trainer that could not be made uses nothing.
+        for thing, option in (
+            (self.precision.scaler, "mixed_precision.loss_scaler"),
+            (self.rates.scheduler, "lr_scheduler"),
+        ):
+            if thing is not None:
+                claim(thing, self, option)
+
+    @property
+    def session(self) -> StepSession | None:
+        """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
+        return self._session
+
+    @property
+    def pending(self) -> Restored | None:
+        """The state that waits for training to begin."""
+        return self._pending
+
+    def wait_with(self, restored: Restored, state_dict: Mapping[str, Any]) -> None:
+        """Keeps a state for when training begins, over one that waits already.
+
+        Args:
+            restored: The state.
+            state_dict: As the user gave it.
+        """
+        self._pending, self.pending_dict = restored.over(self._pending), state_dict
+
+    def fetches(self, names: Sequence[str]) -> Sequence[str]:
+        """Returns the outputs that a step returns; all of them where no name is given.
+
+        Raises:
+            RuntimeError: If a name is unknown, or there twice.
+        """
+        known = self.graphs.description.output_names
+        if not names:
+            return known
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise RuntimeError(
+                f"The specified fetches list contains invalid output names: {list(names)}; each of {known} may be in "
+                "it once"
+            )
+        return names
+
+    def prepare(self, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+        """Returns what runs a step for a batch; makes session and graph where there are none yet.
+
+        Args:
+            batch: A checked batch, from ``graphs.bind``.
+            training: Whether for :meth:`step`, or for evaluation.
+            names: Outputs to return, from :meth:`fetches`.
+
+        Raises:
+            ExportError: If the model can't be exported. Everything is as it was then.
+            TypeError: If an input is missing that is needed.
+        """
+        if self.graphs.has_started:
+            assert self._session is not None
+            return self.graphs.plan(self._session, batch, training, names)
+        return self._start(batch, training, names)
+
+    def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Binds arguments to inputs and runs a :meth:`step`.
+
+        Args:
+            args: Arguments by position, as for ``ORTTrainer.train_step``.
+            kwargs: Arguments by name, the weight of the micro-batch among them where the window asks for one.
+
+        Returns:
+            The outputs that ``info.fetches`` asks for.
+        """
+        weight, kwargs = self._take_weight(kwargs)
+        batch = self.graphs.bind(args, kwargs)
+        plan = self.prepare(batch, True, self.fetches(self.info.fetches))
+        with uninterrupted():
+            return self.step(plan, batch, weight)
+
+    def step(
+        self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
+    ) -> list[torch.Tensor]:
+        """Runs :meth:`backward` and, at the end of a window, :meth:`optimizer_step`.
+
+        Args:
+            plan: From :meth:`prepare`, for this batch.
+            batch: The batch.
+            weight: What the micro-batch counts in the window's mean.
+            rates: Learning rates, one for all parameters or one per group and one for the others; None for those of
+                schedule and config.
+
+        Returns:
+            The outputs that the plan fetches.
+        """
+        # Asked before anything has changed, as a schedule may refuse.
+        rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
+        outputs = self.backward(plan, batch, weight)
+        if self.window.complete:
+            self.optimizer_step(rates)
+        return outputs
+
+    def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
+        """Runs forward and backward pass, adds to the window's gradients and counts the micro-batch.
+
+        Args:
+            plan: From :meth:`prepare`, for this batch.
+            batch: The batch.
+            weight: What the micro-batch counts in the window's mean.
+
+        Returns:
+            The outputs that the plan fetches.
+        """
+        assert self._session is not None
+        window, scale = self.window, self.precision.loss_scale
+        outputs = self._session.train(plan, batch, loss_scale=window.factor(weight, scale))
+        window.add(weight, scale)
+        self.info.step += 1
+        return outputs
+
+    def optimizer_step(self, rates: Sequence[float] | None = None) -> bool:
+        """Updates the weights with the gradients of the window so far, whether it is complete or not, and ends it.
+
+        Args:
+            rates: As for :meth:`step`.
+
+        Returns:
+            Whether all gradients were finite. If not, the weights are what they were; True where that was not checked.
+
+        Raises:
+            RuntimeError: If the window has no micro-batch.
+        """
+        session, info = self._session, self.info
+        if session is None or not self.window.micro_batches:
+            raise RuntimeError("there are no gradients to update the weights with: run a backward pass before")
+        session.set_learning_rate(*(self.rates.upcoming(info, info.step) if rates is None else rates))
+        self.strategy.reduce_gradients(session.present_gradients())
+        info.all_finite = session.optimizer_step(divisor=self.window.divisor, check_finite=self.precision.checks_finite)
+        self.discard_gradients()
+        try:
+            self.precision.update(info)
+        finally:
+            info.optimization_step += int(info.all_finite)
+        return info.all_finite
+
+    def discard_gradients(self) -> None:
+        """Ends the window without an update."""
+        if self._session is not None:
+            self._session.lazy_reset_grad()
+        self.window.reset()
+
+    def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> list[torch.Tensor]:
+        """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
+
+        Args:
+            args: Arguments by position, as for ``ORTTrainer.eval_step``.
+            kwargs: Arguments by name.
+            fetches: Outputs to return, all if it is empty. Inputs that they do not need may be left out.
+
+        Returns:
+            The outputs.
+        """
+        batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
+        plan = self.prepare(batch, False, self.fetches(fetches))
+        assert self._session is not None
+        return self._session.evaluate(plan, batch)
+
+    def _take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+        """Returns what the micro-batch counts in the window's mean, and the arguments without it."""
+        if self.window.reduction == "weighted":
+            others = {name: value for name, value in kwargs.items() if name != _GRADIENT_WEIGHT}
+            return self.window.checked_weight(kwargs.get(_GRADIENT_WEIGHT)), others
+        if _GRADIENT_WEIGHT in kwargs and _GRADIENT_WEIGHT not in self.graphs.possible_inputs():
+            raise TypeError(
+                f"{_GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self.window.reduction!r}: set it to "
+                "'weighted'"
+            )
+        return 1.0, kwargs
+
+    def _start(self, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+        """Makes session and first graph; keeps them last, so that a failure leaves the loop as it was."""
+        description = self.graphs.description
+        if len(batch) < len(description.inputs):
+            missing = [name for name in description.input_names if name not in batch]
+            raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
+        session = self._session or self._make_session()
+        if self.options.debug.check_model_export:
+            self.graphs.check_export(session, batch)
+        plan = self.graphs.plan(session, batch, training, names)
+        with uninterrupted():
+            if self._pending is not None:
+                apply_to_session(self._pending, session)
+                self._pending, self.pending_dict = None, {}
+            self.graphs.started(batch)
+            self._session = session
+        return plan
+
+    def _make_session(self) -> StepSession:
+        options, source = self.options, self.source
+        with BORROWED:  # an export puts others into the model for a while
+            parameters, buffers = source.parameters, source.buffers
+            owned = own_copies({**parameters, **buffers}, parameters, self._device)
+        return StepSession(
+            {name: owned[name] for name in parameters},
+            {name: owned[name] for name in buffers},
+            source.names_of_trainable(),
+            self.config,
+            clip=options.utils.grad_norm_clip,
+            max_norm=options.utils.max_grad_norm,
+            device=self._device,
+            given_options=options.session_options,
+            deterministic=options.debug.deterministic_compute,
+            provider_options=options.provider_options,
+            mem_limit=options.device.mem_limit,
+            seed=self._seed,
+        )
+
+    def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
+        """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
+        self.precision.name_input(graph)
+        if graph.training and len(session.graphs(True)) == 1:
+            save_graphs(
+                self.options.debug.graph_save_paths.to_dict(),
+                graph,
+                session,
+                self.config,
+                accumulate=self.window.size > 1,
+                check_finite=self.precision.checks_finite,
+            )

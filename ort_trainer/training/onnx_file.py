@@ -1,0 +1,36 @@
+"""Writes what a training loop has learnt as an ONNX model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..graph.onnx_file import save_model
+from .loop import TrainingLoop
+
+__all__ = ["save_onnx"]
+
+
+def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+    """Writes the evaluation graph with the current weights; see ``ORTTrainer.save_as_onnx``.
+
+    Args:
+        loop: Has begun.
+        path: Where to write.
+        names: The described outputs that the file has.
+
+    Raises:
+        TypeError, ValueError: If the path is none.
+        FileNotFoundError: If the folder does not exist.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
+    if not os.fspath(path):
+        raise ValueError("path must not be empty")
+    session = loop.session
+    assert session is not None
+    graph = loop.prepare(loop.graphs.blank_batch(), False, loop.fetches(())).runner.graph
+    if list(names) != [spec.name for spec in graph.outputs]:
+        graph = graph.pruned(names)
+    save_model(graph, session.parameters, session.buffers, loop.source.trainable, Path(path))

@@ -1,0 +1,90 @@
+"""Reads and replaces single parameters and gradients of a training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import shown
+from ..ownership import owned_dtype
+from ..runtime import StepSession
+from ..sources import BORROWED
+from .batch import to_tensor
+from .loop import TrainingLoop
+
+__all__ = ["get_gradient", "get_parameter", "set_gradient", "set_parameter"]
+
+
+def get_parameter(loop: TrainingLoop, name: str) -> torch.Tensor:
+    """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""
+    canonical = _canonical(loop, name)
+    if loop.session is not None:
+        return loop.session.parameters[canonical].cpu().clone()
+    waiting = {} if loop.pending is None else loop.pending.tensors
+    with BORROWED:
+        value = waiting.get(canonical, loop.source.parameters[canonical]).detach()
+        return value.to("cpu", owned_dtype(value.dtype), copy=True)
+
+
+def set_parameter(loop: TrainingLoop, name: str, value: Any) -> None:
+    """Replaces the value of a parameter; see ``ORTTrainer.set_parameter``."""
+    canonical = _canonical(loop, name)
+    current = _session(loop, "set_parameter").parameters[canonical]
+    current.copy_(_like(current, name, value))
+
+
+def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
+    """Returns a copy of a gradient of the window so far; see ``ORTTrainer.get_gradient``."""
+    canonical = _canonical(loop, name)
+    gradients = {} if loop.session is None else loop.session.present_gradients()
+    if canonical not in gradients:
+        return None
+    return gradients[canonical].cpu() / loop.window.divisor
+
+
+def set_gradient(loop: TrainingLoop, name: str, value: Any) -> None:
+    """Replaces a gradient of the window so far; see ``ORTTrainer.set_gradient``."""
+    canonical = _canonical(loop, name)
+    if canonical not in loop.source.trainable:
+        raise ValueError(f"{name!r} is not trained, so it has no gradient")
+    session = _session(loop, "set_gradient")
+    if not loop.window.micro_batches:
+        raise RuntimeError(
+            "set_gradient works inside an accumulation window, after its first micro-batch and before the update: now "
+            "there are no gradients"
+        )
+    checked = _like(session.parameters[canonical], name, value)
+    session.restore_gradients({**session.present_gradients(), canonical: checked * loop.window.divisor})
+
+
+def _canonical(loop: TrainingLoop, name: str) -> str:
+    """Returns the first name of a parameter."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given")
+    canonical, parameters = loop.source.canonical, loop.source.parameters
+    if canonical.get(name) not in parameters:
+        names = sorted(own for own, first in canonical.items() if first in parameters)
+        raise ValueError(f"{name!r} is no parameter of the model; it has {names}")
+    return canonical[name]
+
+
+def _session(loop: TrainingLoop, method: str) -> StepSession:
+    if loop.session is None:
+        raise RuntimeError(
+            f"training has not begun: call prepare(), train_step() or eval_step() before {method}(), or change the "
+            "model itself"
+        )
+    return loop.session
+
+
+def _like(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+    """Returns a tensor or array on the device of a parameter, after a check of its shape and dtype."""
+    given = to_tensor(name, value)
+    given = given.to(owned_dtype(given.dtype))
+    if given.shape != current.shape or given.dtype != current.dtype:
+        raise ValueError(
+            f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "
+            f"{given.dtype} were given"
+        )
+    return given.to(current.device)

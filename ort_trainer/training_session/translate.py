@@ -1,0 +1,232 @@
+"""What :class:`~ort_trainer.TrainingParameters` mean in the words of the trainer: its optimizer and its options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import shown
+from ..optim import OptimizerConfig
+from ..optim.rules import CONFIGS
+from ..options import ORTTrainerOptions
+from ..runtime.engine import SessionOptions, available_providers
+from ..sources.onnx import OnnxModel
+from ..trainer import ORTTrainer
+from ..training.precision import FedScale
+from .parameters import TrainingParameters
+
+__all__ = [
+    "check_initial_state",
+    "check_rate_name",
+    "feed_of",
+    "frozen_of",
+    "number_of",
+    "optimizer_of",
+    "options_of",
+    "providers_of",
+]
+
+
+def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Returns the device that a list of providers means, and the options of each."""
+    if isinstance(providers, str):
+        raise TypeError(f"providers must be a list of names, but {providers!r} was given")
+    given = available_providers() if providers is None else list(providers)
+    wrong = [
+        entry for entry in given if not isinstance(entry, str) and not (isinstance(entry, tuple) and len(entry) == 2)
+    ]
+    if wrong:
+        raise TypeError(f"providers must be names or pairs (name, options), but {wrong} were given")
+    entries = [(entry, {}) if isinstance(entry, str) else entry for entry in given]
+    if provider_options is not None:
+        if any(options for _, options in entries):
+            raise ValueError("provider_options must not be given when providers has options of its own")
+        if len(provider_options) != len(entries):
+            raise ValueError(f"there are {len(entries)} providers, but {len(provider_options)} provider_options")
+        entries = [(name, options) for (name, _), options in zip(entries, provider_options, strict=True)]
+    settings = {name: dict(options) for name, options in entries}
+    if providers is None:
+        settings = {}
+    cuda = settings.get("CUDAExecutionProvider")
+    if cuda is None:
+        return "cpu" if providers is not None else "", settings
+    return f"cuda:{cuda.get('device_id', 0)}", settings
+
+
+def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
+    """Returns the weights that are not trained."""
+    named = {
+        "weights_to_train": parameters.weights_to_train,
+        "weights_not_to_train": parameters.weights_not_to_train,
+        "optimizer_attributes_map": set(parameters.optimizer_attributes_map),
+        "optimizer_int_attributes_map": set(parameters.optimizer_int_attributes_map),
+    }
+    for what, names in named.items():
+        unknown = sorted(names - set(model.parameters))
+        if unknown:
+            raise ValueError(
+                f"{what} names {unknown}, which are no weights of the model: it has {list(model.parameters)}"
+            )
+    trained = set(parameters.weights_to_train or model.parameters) - parameters.weights_not_to_train
+    for operator, inputs in parameters.immutable_weights.items():
+        plain = isinstance(inputs, Mapping) and all(
+            isinstance(position, int) and isinstance(number, (int, float)) for position, number in inputs.items()
+        )
+        if not plain:
+            raise TypeError(
+                f"immutable_weights[{operator!r}] must be a dict of positions and numbers, but is {inputs!r}"
+            )
+    for node in model.proto.graph.node:
+        for position, number in parameters.immutable_weights.get(node.op_type, {}).items():
+            name = node.input[position] if position < len(node.input) else ""
+            if name in trained and bool((model.parameters[name] == number).all()):
+                trained.discard(name)
+    return [name for name in model.parameters if name not in trained]
+
+
+def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerConfig:
+    """Returns the optimizer, with a parameter group for each weight that has attributes.
+
+    Without an optimizer it is SGD, whose update is never run.
+
+    Raises:
+        TypeError, ValueError: If its name or its attributes are wrong.
+    """
+    name = parameters.training_optimizer_name
+    if name not in ("", *CONFIGS):
+        raise ValueError(f"training_optimizer_name must be one of {sorted(CONFIGS)} or empty, but {name!r} was given")
+    for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
+        for weight, found in getattr(parameters, what).items():
+            if not isinstance(found, Mapping):
+                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {shown(found)}")
+    groups: list[dict[str, Any]] = []
+    for weight in model.parameters:
+        attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))
+        for key, value in parameters.optimizer_int_attributes_map.get(weight, {}).items():
+            attributes[key] = bool(value) if key == "do_bias_correction" else value
+        if attributes:
+            groups.append({"params": [weight], **attributes})
+    if not name and groups:
+        raise ValueError(f"a session without optimizer has no attributes, but the maps have {groups}")
+    return CONFIGS[name or "SGDOptimizer"](params=groups)
+
+
+def options_of(
+    parameters: TrainingParameters,
+    model: OnnxModel,
+    device: str,
+    provider_options: Mapping[str, Any],
+    sess_options: SessionOptions | None,
+) -> ORTTrainerOptions:
+    """Returns the parameters as options of a trainer, which refuses what it can't do."""
+    p = parameters
+    if p.use_fp16_moments:
+        raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
+    if p.loss_scale and not p.use_mixed_precision:
+        raise ValueError("loss_scale has no effect without use_mixed_precision: leave it at 0")
+    if p.loss_scale < 0:
+        raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
+    return ORTTrainerOptions(
+        {
+            "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
+            "device": {"id": device} if device else {},
+            "distributed": {
+                "world_rank": p.world_rank,
+                "world_size": p.world_size,
+                "data_parallel_size": p.data_parallel_size,
+                "horizontal_parallel_size": p.horizontal_parallel_size,
+                "pipeline_parallel": {
+                    "pipeline_parallel_size": p.pipeline_parallel_size,
+                    "num_pipeline_micro_batches": p.num_pipeline_micro_batches,
+                    "pipeline_cut_info_string": p.pipeline_cut_info_string,
+                    "sliced_schema": p.sliced_schema,
+                    "sliced_axes": p.sliced_axes,
+                    "sliced_tensor_names": p.sliced_tensor_names,
+                },
+                "allreduce_post_accumulation": p.allreduce_post_accumulation,
+                "deepspeed_zero_optimization": {"stage": p.deepspeed_zero_stage},
+                "enable_adasum": p.enable_adasum,
+            },
+            "mixed_precision": {
+                "enabled": p.use_mixed_precision,
+                "loss_scaler": FedScale(p.loss_scale or 1.0) if p.use_mixed_precision else None,
+            },
+            "graph_transformer": {
+                "attn_dropout_recompute": p.attn_dropout_recompute,
+                "gelu_recompute": p.gelu_recompute,
+                "transformer_layer_recompute": p.transformer_layer_recompute,
+                "number_recompute_layers": p.number_recompute_layers,
+                "propagate_cast_ops_config": {
+                    "level": p.propagate_cast_ops_level,
+                    "allow": p.propagate_cast_ops_allow,
+                },
+            },
+            "utils": {
+                "frozen_weights": frozen_of(p, model),
+                "grad_norm_clip": p.enable_grad_norm_clip,
+                "memory_efficient_gradient": p.use_memory_efficient_gradient,
+            },
+            "debug": {
+                "graph_save_paths": {
+                    "model_after_graph_transforms_path": p.model_after_graph_transforms_path,
+                    "model_with_gradient_graph_path": p.model_with_gradient_graph_path,
+                    "model_with_training_graph_path": p.model_with_training_graph_path,
+                }
+            },
+            "provider_options": provider_options,
+            "session_options": sess_options,
+        }
+    )
+
+
+def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
+    """Checks that the learning rate has an input name that is not taken.
+
+    Raises:
+        ValueError: If not.
+    """
+    name = parameters.lr_params_feed_name
+    if parameters.training_optimizer_name and (not name or name in taken):
+        raise ValueError(
+            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
+        )
+
+
+def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
+    """Checks names in the optimizer's initial state against those that there are.
+
+    Raises:
+        ValueError: If one is unknown, or there is no optimizer.
+    """
+    if not parameters.training_optimizer_name:
+        raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
+    known = trainer.state_dict()["optimizer"]
+    for name, entries in parameters.optimizer_initial_state.items():
+        unknown = sorted(set(entries) - set(known.get(name, ())))
+        if name not in known or unknown:
+            raise ValueError(
+                f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
+                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
+            )
+
+
+def feed_of(given: Any) -> Mapping[str, Any]:
+    """Returns the inputs of a run, after a check that they are a dict."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
+    return given
+
+
+def number_of(name: str, value: torch.Tensor) -> float:
+    """Returns the learning rate or the loss scale that was fed."""
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ValueError(
+            f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"
+        )
+    number = float(value.item())
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"input {name!r} must be a finite number, at least 0, but {number} was given")
+    return number
