@@ -4,6 +4,7 @@ from . import amp, optim
 from .errors import CheckpointError, ExportError
 from .optim.step_info import TrainStepInfo
 from .options import ORTTrainerOptions
+from .sources.torch import register_operator
 from .trainer import ORTTrainer
 from .training_session import TrainingParameters, TrainingSession
 
@@ -17,5 +18,6 @@ __all__ = [
     "TrainingSession",
     "amp",
     "optim",
+    "register_operator",
 ]
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ import torch
 from onnxruntime.capi import _pybind_state
 
 from ort_trainer.sources.torch import export  # noqa: F401
-from ort_trainer.sources.torch.operators.decompositions import decomposition_table
+from ort_trainer.sources.torch.decompositions import decomposition_table
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # as many workers run as there are cores

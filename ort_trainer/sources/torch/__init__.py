@@ -4,6 +4,7 @@ from .builder import GraphBuilder
 from .describe import describe, name_sample
 from .model_checks import check_model
 from .model_watch import ModelWatch
+from .operators import register_operator
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "check_signature",
     "describe",
     "name_sample",
+    "register_operator",
 ]

@@ -30,12 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ExportError
 from ...options import InputDescription
+from .autograd_watch import watch_autograd
+from .checkpoint_marks import marked_checkpoints
+from .composites import exportable_functions, replace_composites
+from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
-from .operators.composites import exportable_functions, replace_composites
-from .operators.decompositions import decomposition_table
-from .operators.view_ops import squeezed_sizes
-from .patches import marked_checkpoints, right_recurrence, watch_autograd
-from .size_one import watch_size_one
+from .size_one import squeezed_sizes, watch_size_one
 from .source_lines import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable
@@ -97,7 +97,6 @@ def capture(
     with contextlib.ExitStack() as stack:
         # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(right_recurrence())
         stack.enter_context(exportable_functions())
         stack.enter_context(autocast)
         with watch_autograd() as custom_backward, watch_size_one() as special, marked_checkpoints():

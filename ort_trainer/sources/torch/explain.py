@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, P
 
 from .source_lines import source_line, source_line_of_error
 
-__all__ = ["explain", "unsupported_input"]
+__all__ = ["explain", "unsupported_input", "way_out"]
 
 _BY_VALUES = "depends on the values of tensors, which a graph does not know"
 
@@ -36,6 +37,16 @@ def explain(error: Exception, exporter: str, model: str) -> str:
     return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
 
 
+def way_out(nodes: Iterable[torch.fx.Node]) -> str:
+    """Returns what a user can do about operators that can't be translated."""
+    nodes = list(nodes)
+    # A composite is one of an operator of the model, as it is before differentiation takes it apart.
+    captured = [sources[-1].target for node in nodes if (sources := node.meta.get("from_node"))]
+    names = dict.fromkeys(name for name in captured if name.count(".") == 2)
+    operators = " and ".join(names or dict.fromkeys(str(node.target) for node in nodes))
+    return f"ort_trainer.register_operator can teach it: a composite of {operators}, for one (docs/contributing.md)"
+
+
 def unsupported_input(what: Any, graph: torch.fx.Graph) -> str:
     """Returns what is wrong with an input of a graph that is neither data nor state.
 
@@ -44,7 +55,8 @@ def unsupported_input(what: Any, graph: torch.fx.Graph) -> str:
         graph: The graph.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
-        return f"{node.args[1]} has no ONNX translation, as it does more than compute: {source_line(node)}"
+        what = f"{node.args[1]} has no ONNX translation, as it does more than compute"
+        return f"{what}: {source_line(node)}\n{way_out([node])}"
     if hasattr(what, "base_of"):
         name = getattr(what.base_of, "target", None)
         changed = "a tensor" if name is None else repr(str(name).removeprefix("model."))

@@ -18,7 +18,9 @@ from unittest import mock
 import sympy
 import torch
 
-__all__ = ["watch_size_one"]
+__all__ = ["squeezed_sizes", "watch_size_one"]
+
+aten = torch.ops.aten
 
 _TORCH = str(Path(torch.__file__).parent)
 # The models' side of torch: batch norm in training, for one, refuses a single value per channel.
@@ -59,3 +61,16 @@ def watch_size_one() -> Iterator[set[sympy.Symbol]]:
         for name in _COMPARISONS:
             stack.enter_context(mock.patch.object(torch.SymInt, name, watched(name)))
         yield special
+
+
+def squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:
+    """Returns the symbolic sizes of dimensions that a graph squeezes: it is right where they are not 1."""
+    sizes = []
+    for node in graph.find_nodes(op="call_function", target=aten.squeeze.default):
+        sizes += list(node.args[0].meta["val"].shape)
+    for target in (aten.squeeze.dim, aten.squeeze.dims):
+        for node in graph.find_nodes(op="call_function", target=target):
+            dims = node.args[1] if target is aten.squeeze.dims else [node.args[1]]
+            shape = node.args[0].meta["val"].shape
+            sizes += [shape[dim] for dim in dims if len(shape)]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]

@@ -12,9 +12,9 @@ import torch
 from ...graph import TensorSpec
 from ...graph.names import Names
 from ...graph.simplify import convert_opset, simplify
-from .after import lower_after
-from .onnx_registry import translate
+from .operators.execution_order import lower_after
 from .source_lines import drop_source
+from .translate import translate
 
 __all__ = ["to_onnx"]
 

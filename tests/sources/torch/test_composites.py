@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ort_trainer.sources.torch.operators import composites, loss_composites
-from ort_trainer.sources.torch.operators.composites import exportable_functions
-from ort_trainer.sources.torch.operators.math_ops import MATH_DECOMPOSITIONS
-from ort_trainer.sources.torch.operators.view_ops import VIEW_DECOMPOSITIONS
+from ort_trainer.sources.torch.composites import exportable_functions
+from ort_trainer.sources.torch.operators.registry import composites, decompositions, replacements
 
 aten = torch.ops.aten
 
@@ -97,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_composites(name: str) -> None:
     operator, args = CASES[name]
-    compare(composites._COMPOSITES[operator], operator, *args)
+    compare(composites()[operator], operator, *args)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "amax", "prod", "amin"])
@@ -107,7 +105,7 @@ def test_reduction_by_index(reduce: str, include_self: bool) -> None:
         (aten.index_reduce.default, (torch.randn(4, 6), 0, torch.tensor([0, 2, 0]), torch.randn(3, 6))),
         (aten.scatter_reduce.two, (torch.randn(4, 6), 1, INDEX, torch.randn(4, 3))),
     ):
-        ours = composites._COMPOSITES[operator](*args, reduce, include_self=include_self)
+        ours = composites()[operator](*args, reduce, include_self=include_self)
         torch.testing.assert_close(ours, operator(*args, reduce, include_self=include_self))
 
 
@@ -118,7 +116,7 @@ def test_embedding_bag(mode: int, padding_idx: int | None, include_last: bool) -
     starts = torch.tensor([0, 2, 2, 7]) if include_last else STARTS
     weights = torch.randn(7) if mode == 0 else None
     args = (torch.randn(5, 3), TOKENS, starts, False, mode, False, weights, include_last, padding_idx)
-    compare(composites._embedding_bag, aten.embedding_bag.padding_idx, *args, outputs=1)
+    compare(composites()[aten.embedding_bag.padding_idx], aten.embedding_bag.padding_idx, *args, outputs=1)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -154,9 +152,8 @@ def test_ctc_loss_of_what_can_not_be_aligned(zero_infinity: bool) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_gaussian_likelihood(full: bool) -> None:
     for variance in (torch.rand(4, 3) + 0.1, torch.rand(4, 1) + 0.1, torch.rand(4) + 0.1, torch.zeros(4, 3)):
-        compare(
-            loss_composites.gaussian_nll_loss, F.gaussian_nll_loss, torch.randn(4, 3), torch.randn(4, 3), variance, full
-        )
+        ours = replacements()[F, "gaussian_nll_loss"]
+        compare(ours, F.gaussian_nll_loss, torch.randn(4, 3), torch.randn(4, 3), variance, full)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +173,7 @@ def test_gaussian_likelihood(full: bool) -> None:
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
 def test_math(operator: Any, args: tuple[Any, ...]) -> None:
-    ours, theirs = tensors_of(MATH_DECOMPOSITIONS[operator](*args)), tensors_of(operator(*args))
+    ours, theirs = tensors_of(decompositions()[operator](*args)), tensors_of(operator(*args))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-4)
 
@@ -201,4 +198,4 @@ MATRIX = torch.randn(2, 3, 4)
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
 def test_views(operator: Any, args: tuple[Any, ...]) -> None:
-    torch.testing.assert_close(VIEW_DECOMPOSITIONS[operator](*args), operator(*args))
+    torch.testing.assert_close(decompositions()[operator](*args), operator(*args))

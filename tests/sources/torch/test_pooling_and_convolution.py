@@ -7,14 +7,13 @@ import itertools
 import pytest
 import torch
 
-from ort_trainer.sources.torch.operators.convolution_ops import CONVOLUTION_DECOMPOSITIONS
-from ort_trainer.sources.torch.operators.pooling_ops import POOLING_DECOMPOSITIONS
+from ort_trainer.sources.torch.operators.registry import decompositions
 
 aten = torch.ops.aten
 
 
 def compare(operator, *args) -> None:
-    ours = (CONVOLUTION_DECOMPOSITIONS | POOLING_DECOMPOSITIONS)[operator](*args)
+    ours = decompositions()[operator](*args)
     theirs = operator(*args)
     for a, b in zip(*(((x,) if isinstance(x, torch.Tensor) else x) for x in (ours, theirs)), strict=True):
         assert (a is None) == (b is None)

@@ -7,16 +7,20 @@ wrong for large ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import torch
 
-__all__ = ["DIVISION_DECOMPOSITIONS"]
+from .registry import Value, decomposition, op, translation
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+
 Operand = torch.Tensor | float
+
+
 # What ONNX Runtime divides, compares and subtracts on all providers.
 _DIVISIBLE = (torch.int32, torch.int64)
 
@@ -66,6 +70,7 @@ def _floored(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.where(second == 0, quotient, rounded)
 
 
+@decomposition(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(first: Operand, second: Operand, *, rounding_mode: str | None) -> torch.Tensor:
     if rounding_mode is None:
         return torch.true_divide(first, second)  # type: ignore[arg-type]
@@ -73,10 +78,12 @@ def _div_mode(first: Operand, second: Operand, *, rounding_mode: str | None) -> 
     return (_floored(a, b) if rounding_mode == "floor" else _truncated(a, b)).to(dtype)
 
 
+@decomposition(aten.floor_divide.default, aten.floor_divide.Scalar)
 def _floor_divide(first: Operand, second: Operand) -> torch.Tensor:
     return _div_mode(first, second, rounding_mode="floor")
 
 
+@decomposition(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def _remainder(first: Operand, second: Operand) -> torch.Tensor:
     """The remainder with the sign of the divisor."""
     a, b, dtype = _operands(first, second, rounded=True)
@@ -86,6 +93,7 @@ def _remainder(first: Operand, second: Operand) -> torch.Tensor:
     return result
 
 
+@decomposition(aten.fmod.Tensor, aten.fmod.Scalar)
 def _fmod(first: Operand, second: Operand) -> Any:
     """ONNX has it, but for 16-bit floats and numbers."""
     a, b, dtype = _operands(first, second, rounded=True)
@@ -95,14 +103,13 @@ def _fmod(first: Operand, second: Operand) -> Any:
     return aten.fmod.Tensor(a, b).to(dtype)
 
 
-DIVISION_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.div.Tensor_mode: _div_mode,
-    aten.div.Scalar_mode: _div_mode,
-    aten.floor_divide.default: _floor_divide,
-    aten.floor_divide.Scalar: _floor_divide,
-    aten.remainder.Tensor: _remainder,
-    aten.remainder.Scalar: _remainder,
-    aten.remainder.Scalar_Tensor: _remainder,
-    aten.fmod.Tensor: _fmod,
-    aten.fmod.Scalar: _fmod,
-}
+@translation(prims.div.default)
+def _divide(first: Value, second: Value) -> Value:
+    """Division of floats, or of integers towards zero."""
+    return op.Div(first, second)
+
+
+@translation(operator.floordiv)
+def _floordiv(first: Value, second: Value) -> Value:
+    """Integer division that rounds down, as Python's does; ONNX's rounds towards zero."""
+    return op.Div(op.Sub(first, op.Mod(first, second)), second)

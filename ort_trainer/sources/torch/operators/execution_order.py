@@ -1,4 +1,4 @@
-"""``after``: an operator that hands a tensor on unchanged, but only when other tensors have been computed.
+"""``after``, an operator of our own: it hands a tensor on unchanged, but only when others have been computed.
 
 ONNX has none, so it becomes a Reshape to the tensor's own shape, where the shape has empty slices of the other tensors
 in it. Nothing is copied. Optimizers that know shapes would see through that, so the operator is written as one of a
@@ -7,16 +7,17 @@ domain of ours, and lowered when the graph has been simplified; what ONNX Runtim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 import torch
-from onnxscript.onnx_types import TensorType
-from onnxscript.values import Op, Opset
 
-__all__ = ["AFTER", "lower_after", "translate_after"]
+from .registry import Value, translation
+
+__all__ = ["AFTER", "lower_after"]
 
 _DOMAIN = "ort_trainer"
 _library: Any = torch.library.Library(_DOMAIN, "DEF")  # type: ignore[no-untyped-call]
@@ -39,13 +40,19 @@ _SCHEMA = onnx.defs.OpSchema(
     type_constraints=[("T", _ANY, ""), ("U", _ANY, "")],
     attributes=[onnx.defs.OpSchema.Attribute("rank", onnx.defs.OpSchema.AttrType.INT, required=True)],
 )
-_after: Any = Op(Opset(_DOMAIN, 1), "After", _SCHEMA)
 
 
-def translate_after(value: TensorType, others: Sequence[TensorType]) -> TensorType:
+@functools.cache
+def _after() -> Any:
+    from onnxscript.values import Op, Opset
+
+    return Op(Opset(_DOMAIN, 1), "After", _SCHEMA)
+
+
+@translation(AFTER)
+def _translate_after(value: Value, others: Sequence[Value]) -> Value:
     """Writes the operator as it is, with the rank of the value."""
-    result: TensorType = _after(value, *others, rank=len(value.shape))  # type: ignore[arg-type]
-    return result
+    return _after()(value, *others, rank=len(value.shape))
 
 
 def lower_after(model: ir.Model) -> None:

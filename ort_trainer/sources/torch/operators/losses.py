@@ -1,19 +1,19 @@
-"""Losses that PyTorch's exporter or its decompositions get wrong, made of simple operators before differentiation."""
+"""Losses that PyTorch's exporter or its decompositions get wrong."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["LOSS_COMPOSITES", "ctc_loss", "gaussian_nll_loss"]
+from .registry import composite, decomposition, replacement
 
 aten = torch.ops.aten
 
 
+@composite(aten.multilabel_margin_loss.default)
 def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     """The labels of a sample end at the first -1. (Torch 2.13's own decomposition counts what follows as class 0.)"""
     single = input.dim() < 2
@@ -29,11 +29,7 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     return _reduced(loss, reduction)
 
 
-def _positive(value: torch.Tensor) -> torch.Tensor:
-    """Returns what is more than zero, which neither zero nor NaN is, and zero elsewhere."""
-    return torch.where(value > 0, value, 0.0)
-
-
+@composite(aten.multi_margin_loss.default)
 def _multi_margin_loss(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -54,11 +50,39 @@ def _multi_margin_loss(
     return _reduced(loss[0] if single and reduction == 0 else loss, reduction)
 
 
+def _positive(value: torch.Tensor) -> torch.Tensor:
+    """Returns what is more than zero, which neither zero nor NaN is, and zero elsewhere."""
+    return torch.where(value > 0, value, 0.0)
+
+
 def _reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
-def gaussian_nll_loss(
+@decomposition(aten.soft_margin_loss_backward.default)
+def _soft_margin_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int
+) -> torch.Tensor:
+    """PyTorch's formula: NaN where the exponential overflows to infinity."""
+    growth = (-target * input).exp()
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    return share * (-target * growth / (growth + 1))
+
+
+@decomposition(aten.smooth_l1_loss_backward.default)
+def _smooth_l1_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    """What is neither beyond beta nor beyond its negative is divided by it, NaN included."""
+    share = grad_output / input.numel() if reduction == 1 else grad_output
+    x = input - target
+    inner = x / beta if beta else x
+    slope = torch.where(x <= -beta, -1.0, torch.where(x >= beta, 1.0, inner))
+    return share * (slope if beta else torch.where(x == 0, 0.0, slope))
+
+
+@replacement(F, "gaussian_nll_loss")
+def _gaussian_nll_loss(
     input: torch.Tensor,
     target: torch.Tensor,
     var: torch.Tensor | float,
@@ -81,7 +105,8 @@ def gaussian_nll_loss(
 _LOG_ZERO = -1e30
 
 
-def ctc_loss(
+@replacement(torch, "ctc_loss")
+def _ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
     input_lengths: torch.Tensor | Sequence[int],
@@ -140,9 +165,3 @@ def ctc_loss(
     if reduction == 1:
         return (loss / lengths.clamp(min=1)).mean()
     return loss.sum() if reduction == 2 else loss[0] if single else loss
-
-
-LOSS_COMPOSITES: dict[Any, Callable[..., Any]] = {
-    aten.multi_margin_loss.default: _multi_margin_loss,
-    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
-}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -27,7 +26,8 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...errors import ExportError
-from .operators.translations import TRANSLATIONS
+from .explain import way_out
+from .operators.registry import Operator, revision, translations
 from .quiet import quiet
 from .source_lines import source_line
 from .zero_dimensional import lift_zero_dimensional
@@ -35,22 +35,28 @@ from .zero_dimensional import lift_zero_dimensional
 __all__ = ["has_translation", "translate"]
 
 
-# torch.onnx translates them into what no ONNX Runtime loads.
-_UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default)
-
-
 @functools.cache
-def _registry() -> _registration.ONNXRegistry:
+def _torchlib() -> _registration.ONNXRegistry:
     with quiet():
-        registry = _registration.ONNXRegistry.from_torchlib()
-        for operator, function in TRANSLATIONS.items():
+        return _registration.ONNXRegistry.from_torchlib()
+
+
+@functools.lru_cache(maxsize=1)
+def _registry(revision: int) -> _registration.ONNXRegistry:
+    """Returns torch.onnx's translations, with those of our table before them."""
+    registry = _registration.ONNXRegistry()
+    registry.functions = {target: [*known] for target, known in _torchlib().functions.items()}
+    for operator, function in translations().items():
+        if function is not None:
             registry.register_op(operator, function)
-        return registry
+    return registry
 
 
-def has_translation(operator: Any) -> bool:
-    """Returns whether torch.onnx translates an ATen operator."""
-    return operator not in _UNUSABLE and bool(_registry().is_registered(operator))
+def has_translation(operator: Operator) -> bool:
+    """Returns whether there is a translation of an operator."""
+    if translations().get(operator, operator) is None:
+        return False
+    return bool(_registry(revision()).is_registered(operator))
 
 
 def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
@@ -101,7 +107,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
             module_call_graph=[ModuleCallEntry("", call)],
         )
         try:
-            return _core._exported_program_to_onnx_program(program, registry=_registry()).model
+            return _core._exported_program_to_onnx_program(program, registry=_registry(revision())).model
         except Exception as error:
             raise ExportError(_explain(error, module.graph)) from error
 
@@ -122,18 +128,20 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {source_line(node)}"
+            where = f"{source_line(node)}\n{way_out([node])}"
+            return f"the graph can't be translated to ONNX: {node.target} failed ({why}): {where}"
     return f"the graph can't be translated to ONNX: {type(error).__name__}: {error}: {error.__cause__}"
 
 
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
-    unknown: dict[str, str] = {}
+    unknown: dict[str, torch.fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
-            unknown.setdefault(str(node.target), source_line(node))
+            unknown.setdefault(str(node.target), node)
     if unknown:
-        lines = [f"{operator} has no ONNX translation: {line}" for operator, line in unknown.items()]
-        raise ExportError("the graph can't be translated to ONNX:\n  " + "\n  ".join(lines))
+        lines = [f"{operator} has no ONNX translation: {source_line(node)}" for operator, node in unknown.items()]
+        lines = ["the graph can't be translated to ONNX:", *lines]
+        raise ExportError("\n  ".join(lines) + "\n" + way_out(unknown.values()))
 
 
 def _tensors_for_scalars(graph: torch.fx.Graph) -> None:

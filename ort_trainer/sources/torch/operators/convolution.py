@@ -1,18 +1,18 @@
-"""The backward pass of convolutions, written in operators that ONNX has."""
+"""Convolutions and their backward pass, written in operators that ONNX has."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["CONVOLUTION_DECOMPOSITIONS", "windows"]
+from .registry import Size, decomposition
+
+__all__ = ["windows"]
 
 aten = torch.ops.aten
-Size = Any
-"""An int, or a symbolic one."""
 
 
 # Measured on two cores: a larger kernel is faster as a convolution (7 x 7 by a factor of 3), 3 x 3 as a product.
@@ -45,6 +45,77 @@ def _pad(value: torch.Tensor, padding: Sequence[int], fill: float = 0.0) -> torc
         value, [p for size in reversed(padding) for p in (size, size)], fill
     )
     return padded
+
+
+@decomposition(aten.convolution_backward.default)
+def _convolution_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
+    dims = grad_output.dim() - 2
+    stride, padding, dilation = _each_dimension(dims, stride, padding, dilation)
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        if transposed:
+            grad_input = aten.convolution.default(
+                grad_output, weight, None, stride, padding, dilation, False, [0] * dims, groups
+            )
+            for axis in range(dims):
+                if output_padding[axis] >= stride[axis]:  # so much of it holds a whole step more
+                    grad_input = aten.slice.Tensor(grad_input, 2 + axis, 0, input.shape[2 + axis], 1)
+        else:
+            grad_input = _convolution_input_gradient(grad_output, input, weight, stride, padding, dilation, groups)
+    if output_mask[1]:
+        image, response = (grad_output, input) if transposed else (input, grad_output)
+        grad_weight = _convolution_weight_gradient(image, response, weight, stride, padding, dilation, groups)
+    if output_mask[2]:
+        grad_bias = grad_output.sum([0, *range(2, dims + 2)])
+    return grad_input, grad_weight, grad_bias
+
+
+def _each_dimension(dims: int, *settings: Sequence[int]) -> list[list[int]]:
+    """Returns settings with one number for each dimension, where one may stand for all."""
+    return [[*values] * dims if len(values) == 1 else [*values] for values in settings]
+
+
+def _convolution_input_gradient(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Returns the transposed convolution of the gradient, cut or padded to the input's size.
+
+    A strided kernel may miss the last rows of its input: their gradient is zero. How many there are is an output
+    padding of the transposed convolution, which must be a number; with symbolic sizes it is padding after it.
+    """
+    dims = len(stride)
+    full: torch.Tensor = aten.convolution.default(
+        grad_output, weight, None, stride, [0] * dims, dilation, True, [0] * dims, groups
+    )
+    for axis in range(dims):
+        size = input.shape[2 + axis]
+        if stride[axis] > 1:
+            # At most stride - 1 rows are missed, so this much padding is enough for the slice below.
+            pads = [0] * (2 * dims)
+            pads[2 * (dims - 1 - axis) + 1] = stride[axis] - 1
+            full = aten.constant_pad_nd.default(full, pads, 0.0)
+        if stride[axis] > 1 or padding[axis]:
+            full = aten.slice.Tensor(full, 2 + axis, padding[axis], padding[axis] + size, 1)
+    return full
 
 
 def _convolution_weight_gradient(
@@ -110,76 +181,7 @@ def _weight_gradient_by_convolution(
     return full.transpose(0, 1).reshape(weight.shape)
 
 
-def _each_dimension(dims: int, *settings: Sequence[int]) -> list[list[int]]:
-    """Returns settings with one number for each dimension, where one may stand for all."""
-    return [[*values] * dims if len(values) == 1 else [*values] for values in settings]
-
-
-def convolution_backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
-    dims = grad_output.dim() - 2
-    stride, padding, dilation = _each_dimension(dims, stride, padding, dilation)
-    grad_input = grad_weight = grad_bias = None
-    if output_mask[0]:
-        if transposed:
-            grad_input = aten.convolution.default(
-                grad_output, weight, None, stride, padding, dilation, False, [0] * dims, groups
-            )
-            for axis in range(dims):
-                if output_padding[axis] >= stride[axis]:  # so much of it holds a whole step more
-                    grad_input = aten.slice.Tensor(grad_input, 2 + axis, 0, input.shape[2 + axis], 1)
-        else:
-            grad_input = _convolution_input_gradient(grad_output, input, weight, stride, padding, dilation, groups)
-    if output_mask[1]:
-        image, response = (grad_output, input) if transposed else (input, grad_output)
-        grad_weight = _convolution_weight_gradient(image, response, weight, stride, padding, dilation, groups)
-    if output_mask[2]:
-        grad_bias = grad_output.sum([0, *range(2, dims + 2)])
-    return grad_input, grad_weight, grad_bias
-
-
-def _convolution_input_gradient(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
-    """Returns the transposed convolution of the gradient, cut or padded to the input's size.
-
-    A strided kernel may miss the last rows of its input: their gradient is zero. How many there are is an output
-    padding of the transposed convolution, which must be a number; with symbolic sizes it is padding after it.
-    """
-    dims = len(stride)
-    full: torch.Tensor = aten.convolution.default(
-        grad_output, weight, None, stride, [0] * dims, dilation, True, [0] * dims, groups
-    )
-    for axis in range(dims):
-        size = input.shape[2 + axis]
-        if stride[axis] > 1:
-            # At most stride - 1 rows are missed, so this much padding is enough for the slice below.
-            pads = [0] * (2 * dims)
-            pads[2 * (dims - 1 - axis) + 1] = stride[axis] - 1
-            full = aten.constant_pad_nd.default(full, pads, 0.0)
-        if stride[axis] > 1 or padding[axis]:
-            full = aten.slice.Tensor(full, 2 + axis, padding[axis], padding[axis] + size, 1)
-    return full
-
-
+@decomposition(aten.convolution.default)
 def _convolution(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -209,9 +211,3 @@ def _convolution(
     for axis in range(dims):
         full = aten.slice.Tensor(full, 2 + axis, padding[axis], padding[axis] + sizes[axis], 1)
     return full if bias is None else full + bias.reshape(-1, *[1] * dims)
-
-
-CONVOLUTION_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: convolution_backward,
-}

@@ -1,0 +1,119 @@
+"""Functions of single elements, where torch.onnx lacks them or differs at infinities, NaN and zeros."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from .registry import Value, decomposition, op, translation
+
+__all__ = ["with_zero_gradient"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def with_zero_gradient(value: torch.Tensor, constant_in: torch.Tensor) -> torch.Tensor:
+    """Returns the value with a gradient of zero for what it is constant in: weight decay asks whether there is one."""
+    never = torch.zeros((), dtype=torch.bool, device=value.device)
+    return torch.where(never, constant_in.sum().to(value.dtype), value)
+
+
+@translation(aten.sqrt.default)
+def _square_root(value: Value) -> Value:
+    """The square root; ONNX Runtime has NaN for infinity, and loses the sign of a zero."""
+    special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.Equal(value, op.CastLike(float("inf"), value)))
+    return op.Div(value, op.Sqrt(op.Where(special, op.CastLike(1.0, value), value)))
+
+
+@translation(aten.rsqrt.default)
+def _reciprocal_square_root(value: Value) -> Value:
+    """One by the square root."""
+    return op.Reciprocal(_square_root(value))
+
+
+@translation(prims.hypot.default)
+def _hypot(first: Value, second: Value) -> Value:
+    """The hypotenuse, scaled so that squares of large numbers do not overflow."""
+    first, second = op.Abs(first), op.Abs(second)
+    larger = op.Max(first, second)
+    scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
+    infinity = op.CastLike(float("inf"), larger)
+    infinite = op.Or(op.Equal(first, infinity), op.Equal(second, infinity))
+    first, second = op.Div(first, scale), op.Div(second, scale)
+    length = op.Mul(scale, op.Sqrt(op.Add(op.Mul(first, first), op.Mul(second, second))))
+    return op.Where(infinite, infinity, length)
+
+
+@translation(aten.clamp.default)
+def _clamp(value: Value, low: Any = None, high: Any = None) -> Value:
+    """A value within two limits; if they contradict each other, the upper one counts."""
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return op.Clip(value, _like(low, value), _like(high, value))
+    value = value if low is None else _clamp_min(value, low)
+    return value if high is None else _clamp_max(value, high)
+
+
+@translation(aten.clamp_min.default)
+def _clamp_min(value: Value, low: Any) -> Value:
+    """The larger one: a Clip without an upper limit makes the largest finite number of infinity."""
+    return op.Max(value, _like(low, value))
+
+
+@translation(aten.clamp_max.default)
+def _clamp_max(value: Value, high: Any) -> Value:
+    """The smaller one, likewise."""
+    return op.Min(value, _like(high, value))
+
+
+def _like(number: Any, value: Value) -> Value:
+    return op.Constant(value=ir.tensor(number, dtype=value.dtype)) if isinstance(number, (int, float)) else number
+
+
+@translation(aten.sign.default, aten.sgn.default)
+def _sign(value: Value) -> Value:
+    """The sign; NaN has none in PyTorch."""
+    if not value.dtype.is_floating_point():
+        return op.Sign(value)
+    return op.Where(op.IsNaN(value), op.CastLike(0.0, value), op.Sign(value))
+
+
+@decomposition(aten.signbit.default)
+def _signbit(input: torch.Tensor) -> torch.Tensor:
+    """One by a negative zero is negative: ONNX has no other way to tell."""
+    if not input.is_floating_point():
+        return input < 0
+    return torch.where(input == 0, 1 / input, input) < 0
+
+
+@decomposition(aten.copysign.Tensor, aten.copysign.Scalar)
+def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+    if not isinstance(other, torch.Tensor):
+        other = torch.full((), float(other), device=input.device)
+    size = input.abs() if input.is_floating_point() else input.abs().to(torch.get_default_dtype())
+    return torch.where(_signbit(other), -size, size)
+
+
+@decomposition(aten.angle.default)
+def _angle(input: torch.Tensor) -> torch.Tensor:
+    """Of a real number; NaN has none."""
+    angle = torch.where(input < 0, math.pi, 0.0)
+    return torch.where(input.isnan(), math.nan, angle) if input.is_floating_point() else angle
+
+
+@decomposition(aten.atan2.default)
+def _atan2(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The angle of a point, by the arc tangent of a number up to 1; zeros have signs, and infinities are equal."""
+    dtype = torch.result_type(input, other)
+    y, x = (value.to(dtype if dtype.is_floating_point else torch.float32) for value in (input, other))
+    height, width = y.abs(), x.abs()
+    low, high = torch.minimum(height, width), torch.maximum(height, width)
+    ratio = torch.where(low == high, (low > 0).to(low.dtype), low / high)
+    angle = ratio.atan()
+    angle = torch.where(height > width, math.pi / 2 - angle, angle)
+    angle = torch.where(_signbit(x), math.pi - angle, angle)
+    angle = torch.where(_signbit(y), -angle, angle)
+    return torch.where(high.isnan(), high, angle)

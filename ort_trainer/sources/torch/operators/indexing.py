@@ -1,0 +1,175 @@
+"""Reading and writing by index, where torch.onnx or ONNX Runtime differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .registry import composite, decomposition
+
+aten = torch.ops.aten
+
+
+@composite(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+def _embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Sums (mode 0), means (1) or maxima (2) of bags of rows; the bags are runs of ``indices``."""
+    if scale_grad_by_freq:
+        return aten.embedding_bag.padding_idx(  # type: ignore[no-any-return]
+            weight, indices, offsets, True, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+        )
+    starts = offsets[:-1] if include_last_offset else offsets
+    place = torch.arange(indices.shape[0], device=indices.device)
+    bag = (place[:, None] >= starts).sum(1) - 1
+    rows = weight[indices]
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
+    if padding_idx is None:
+        kept = torch.ones_like(indices, dtype=torch.bool)
+    else:
+        kept = indices != padding_idx % weight.shape[0]
+    count = torch.zeros_like(starts).index_add(0, bag, kept.to(starts.dtype))
+    shape = (starts.shape[0], weight.shape[1])
+    if mode == 2:
+        into = bag[:, None].expand(rows.shape)
+        considered = torch.where(kept[:, None], rows, -math.inf).detach()
+        best = rows.new_full(shape, -math.inf).scatter_reduce(0, into, considered, "amax")
+        # Of equal rows the first one has the gradient.
+        last = torch.full_like(best, rows.shape[0] - 1)
+        candidates = torch.where(kept[:, None] & (considered == best[bag]), place[:, None].to(rows.dtype), last[0])
+        first = last.scatter_reduce(0, into, candidates, "amin").long()
+        result = torch.where(count[:, None] > 0, rows.gather(0, first), 0.0)
+    else:
+        result = rows.new_zeros(shape).index_add(0, bag, torch.where(kept[:, None], rows, 0.0))
+        result = result / count.clamp(min=1)[:, None] if mode == 1 else result
+    return result, bag, count, count
+
+
+@composite(aten.masked_scatter.default)
+def _masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    input, mask = input.expand(shape), mask.expand(shape)
+    place = (mask.flatten().long().cumsum(0) - 1).clamp(0, source.numel() - 1)
+    return torch.where(mask, source.flatten()[place].reshape(input.shape), input)
+
+
+@composite(aten.take.default)
+def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return input.flatten()[index]
+
+
+@composite(aten.put.default)
+def _put(input: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    flat = input.flatten().index_put((index.flatten(),), source.flatten(), accumulate)
+    return flat.reshape(input.shape)
+
+
+@composite(aten.index_reduce.default)
+def _index_reduce(
+    input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    shape = [1] * input.dim()
+    if shape:
+        shape[dim] = -1
+    spread = index.reshape(shape).expand(source.shape)
+    return _reduce_by_index(input, dim, spread, source, reduce, include_self=include_self)
+
+
+@composite(aten.scatter_reduce.two)
+def _reduce_by_index(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """ONNX has no mean, which torch.onnx takes for an assignment; and fp16 sums are better sums in fp32."""
+    if input.dtype in (torch.float16, torch.bfloat16):
+        wide = _reduce_by_index(input.float(), dim, index, src.float(), reduce, include_self=include_self)
+        return wide.to(input.dtype)
+    if reduce in ("amax", "amin") and input.is_floating_point():
+        return _scatter_extremum(input, dim, index, src, reduce, include_self)
+    if reduce != "mean":
+        return aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)  # type: ignore[no-any-return]
+    total = input.scatter_reduce(dim, index, src, "sum", include_self=include_self)
+    ones = torch.ones_like(input).scatter_reduce(dim, index, torch.ones_like(src), "sum", include_self=include_self)
+    return total / ones
+
+
+def _scatter_extremum(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, include_self: bool
+) -> torch.Tensor:
+    """ONNX Runtime leaves NaN out of a maximum."""
+    best: torch.Tensor = aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)
+    unknown = input.isnan().to(input.dtype)
+    unknown = unknown.scatter_reduce(dim, index, src.isnan().to(input.dtype), "sum", include_self=include_self)
+    return best * torch.where(unknown > 0, math.nan, 1.0)
+
+
+@decomposition(aten.scatter_reduce.two)
+def _scatter_reduce(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """ONNX has no mean, and torch.onnx takes it for an assignment; and it begins a maximum with a finite number.
+
+    (Before differentiation the mean is a composite; this is for a model that is differentiated as it stands.)
+    """
+    if reduce in ("amax", "amin") and not include_self and input.is_floating_point():
+        start = aten.scatter.value(input, dim, index, float("-inf" if reduce == "amax" else "inf"))
+        return aten.scatter_reduce.two(start, dim, index, src, reduce)
+    if reduce != "mean":
+        return NotImplemented
+    total = aten.scatter_reduce.two(input, dim, index, src, "sum", include_self=include_self)
+    ones, each = torch.ones_like(input), torch.ones_like(src)
+    return total / aten.scatter_reduce.two(ones, dim, index, each, "sum", include_self=include_self)
+
+
+@decomposition(aten.scatter_add.default)
+def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Any:
+    """ONNX Runtime's CPU provider has no scatter that adds fp16 values; fp32 is also the better sum."""
+    if input.dtype != torch.float16:
+        return NotImplemented
+    return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
+
+
+@decomposition(aten.index.Tensor)
+def _index(input: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """ONNX wants 64-bit indices."""
+    return aten.index.Tensor(input, _lengthened(indices)) if _has_short(indices) else NotImplemented
+
+
+@decomposition(aten.index_put.default)
+def _index_put(
+    input: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> Any:
+    """The same for an indexed assignment that adds; and ONNX wants 64-bit indices."""
+    if _has_short(indices):
+        return aten.index_put.default(input, _lengthened(indices), values, accumulate)
+    if input.dtype != torch.float16 or not accumulate:
+        return NotImplemented
+    return aten.index_put.default(input.float(), indices, values.float(), True).to(input.dtype)
+
+
+def _has_short(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype == torch.int32 for index in indices)
+
+
+def _lengthened(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [index if index is None or index.dtype != torch.int32 else index.long() for index in indices]
+
+
+@decomposition(aten.select_backward.default)
+def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, index: int) -> torch.Tensor:
+    """Puts a slice into zeros by padding: PyTorch's own way compares every index and then chooses, which is slow."""
+    dim = dim % len(input_sizes)
+    index = index + input_sizes[dim] if index < 0 else index
+    pads = [0, 0] * (len(input_sizes) - 1 - dim) + [index, input_sizes[dim] - 1 - index]
+    padded: torch.Tensor = aten.constant_pad_nd.default(grad.unsqueeze(dim), pads, 0.0)
+    return padded

@@ -1,0 +1,299 @@
+"""Pooling and its backward pass, where torch.onnx or ONNX Runtime lacks them or differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .convolution import windows
+from .registry import Size, Value, composite, decomposition, op, translation
+from .sorting import keys
+
+aten = torch.ops.aten
+
+
+def _adaptive_max_pool(dims: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def pool(input: torch.Tensor, output_size: Sequence[Size]) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = input.shape[-dims:]
+        counts = [*output_size] * dims if len(output_size) == 1 else list(output_size)
+        values, indices = [], []
+        for position in itertools.product(*(range(int(count)) for count in counts)):
+            starts = [i * size // count for i, size, count in zip(position, sizes, counts, strict=True)]
+            stops = [
+                ((i + 1) * size + count - 1) // count for i, size, count in zip(position, sizes, counts, strict=True)
+            ]
+            window = input
+            for axis in range(dims):
+                window = window.narrow(axis - dims, starts[axis], stops[axis] - starts[axis])
+            best, place = window.flatten(-dims).max(-1)
+            index = torch.zeros_like(place)
+            scale: Size = 1
+            for axis in reversed(range(dims)):
+                width = stops[axis] - starts[axis]
+                index = index + (place % width + starts[axis]) * scale
+                place, scale = place // width, scale * sizes[axis]
+            values.append(best)
+            indices.append(index)
+        shape = [*input.shape[:-dims], *counts]
+        return torch.stack(values, -1).reshape(shape), torch.stack(indices, -1).reshape(shape)
+
+    return pool
+
+
+for _dims, _operator in enumerate((aten.adaptive_max_pool1d, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d), 1):
+    composite(_operator.default)(_adaptive_max_pool(_dims))
+
+
+@composite(aten.adaptive_avg_pool1d.default)
+def _adaptive_avg_pool1d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
+    if list(output_size) == [1]:
+        return input.mean(-1, keepdim=True)
+    return aten.adaptive_avg_pool1d.default(input, output_size)  # type: ignore[no-any-return]
+
+
+@composite(aten.adaptive_avg_pool2d.default)
+def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
+    """PyTorch's own makes views of one pixel by their strides, for the layout with channels last."""
+    if list(output_size) in ([1], [1, 1]):
+        return input.mean((-2, -1), keepdim=True)
+    return aten.adaptive_avg_pool2d.default(input, output_size)  # type: ignore[no-any-return]
+
+
+@composite(aten.adaptive_avg_pool3d.default)
+def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
+    """The mean of a box is a mean of means, axis by axis; a product with a matrix would spread infinities."""
+    counts = [*output_size] * 3 if len(output_size) == 1 else output_size
+    for axis, count in zip((-3, -2, -1), counts, strict=True):
+        size, means = input.shape[axis], []
+        for place in range(int(count)):
+            start, stop = place * size // count, ((place + 1) * size + count - 1) // count
+            means.append(input.narrow(axis, start, stop - start).mean(axis))
+        input = torch.stack(means, axis)
+    return input
+
+
+@decomposition(aten._adaptive_avg_pool2d_backward.default)
+def _adaptive_avg_pool2d_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Gradient of adaptive average pooling, a product with a matrix of averages along each axis."""
+    rows, columns = (_averages(input.shape[axis], grad_output.shape[axis], grad_output) for axis in (-2, -1))
+    result: torch.Tensor = rows.transpose(0, 1) @ grad_output @ columns
+    return result
+
+
+def _averages(size: Size, positions: Size, like: torch.Tensor) -> torch.Tensor:
+    """Returns the matrix (positions, size) that averages adaptively: window i is [i n // p, ceil((i + 1) n / p))."""
+    index = torch.arange(positions, device=like.device)[:, None]
+    start, stop = index * size // positions, ((index + 1) * size + positions - 1) // positions
+    place = torch.arange(size, device=like.device)
+    inside = (place >= start) & (place < stop)
+    averages: torch.Tensor = inside.to(like.dtype) / (stop - start)
+    return averages
+
+
+def _avg_pool(dims: int) -> Callable[..., Any]:
+    def avg_pool(
+        input: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        """Average pooling where ONNX or its runtime differs: a last window cut off by the edge, or an own divisor."""
+        if not ceil_mode and divisor_override is None:
+            return NotImplemented
+        kernel, step, pad = _pool_arguments(dims, kernel_size, stride, padding)
+        size = input.shape[-dims:]
+        # A window beyond the far edge must start inside the input or its padding before it.
+        positions = []
+        for axis in range(dims):
+            reach = size[axis] + 2 * pad[axis] - kernel[axis]
+            count = (reach + (step[axis] - 1 if ceil_mode else 0)) // step[axis] + 1
+            if ceil_mode:
+                count = count - int((count - 1) * step[axis] >= size[axis] + pad[axis])
+            positions.append(count)
+        far = [pad[axis] + kernel[axis] + step[axis] for axis in range(dims)]
+        padded = aten.constant_pad_nd.default(
+            input, [edge for axis in reversed(range(dims)) for edge in (pad[axis], far[axis])], 0.0
+        )
+        flat = padded.reshape(-1, 1, *padded.shape[-dims:])
+        total = torch.stack(windows(flat, kernel, step, [1] * dims, positions)).sum(0)
+        total = total.reshape(*input.shape[:-dims], *positions)
+        return total / _divisor(size, positions, kernel, step, pad, count_include_pad, divisor_override, input)
+
+    return avg_pool
+
+
+def _avg_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
+    def avg_pool_backward(
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> torch.Tensor:
+        """Gradient of average pooling: each output's, divided by what it averaged over, goes to all of them."""
+        kernel, step, pad = _pool_arguments(dims, kernel_size, stride, padding)
+        size, positions = input.shape[-dims:], grad_output.shape[-dims:]
+        share = grad_output / _divisor(
+            size, positions, kernel, step, pad, count_include_pad, divisor_override, grad_output
+        )
+        flat = share.reshape(-1, 1, *positions)
+        ones = torch.ones([1, 1, *kernel], dtype=flat.dtype, device=flat.device)
+        none, one = [0] * dims, [1] * dims
+        full: torch.Tensor = aten.convolution.default(flat, ones, None, step, none, one, True, none, 1)
+        # What the windows miss at the far edge is zero; one stride and kernel more suffices for any rounding mode.
+        edges = [edge for axis in reversed(range(dims)) for edge in (0, step[axis] + kernel[axis])]
+        full = aten.constant_pad_nd.default(full, edges, 0.0)
+        for axis in range(dims):
+            full = aten.slice.Tensor(full, 2 + axis, pad[axis], pad[axis] + size[axis], 1)
+        return full.reshape(input.shape)
+
+    return avg_pool_backward
+
+
+def _pool_arguments(
+    dims: int, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    kernel, step, pad = (
+        [*values] * dims if len(values) == 1 else list(values) for values in (kernel_size, stride, padding)
+    )
+    return kernel, step or kernel, pad
+
+
+def _divisor(
+    size: Sequence[Size],
+    positions: Sequence[Size],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    include_padding: bool,
+    override: int | None,
+    like: torch.Tensor,
+) -> Any:
+    """Returns what each window of an average pooling is divided by: a number, or one for each."""
+    if override is not None:
+        return override
+    dims = len(kernel)
+    divisor: Any = 1
+    for axis in range(dims):
+        counts = _counts(size[axis], positions[axis], kernel[axis], stride[axis], padding[axis], include_padding, like)
+        divisor = divisor * counts.reshape([-1 if other == axis else 1 for other in range(dims)])
+    return divisor
+
+
+def _counts(
+    size: Size, positions: Size, kernel: int, stride: int, padding: int, include_padding: bool, like: torch.Tensor
+) -> torch.Tensor:
+    """Returns over how many elements each window averages along one axis, as a tensor of ``positions`` numbers."""
+    start = torch.arange(positions, device=like.device) * stride - padding
+    stop = (start + kernel).clamp(max=size + padding)
+    if not include_padding:
+        start, stop = start.clamp(min=0), stop.clamp(max=size)
+    return (stop - start).to(like.dtype)
+
+
+decomposition(aten.avg_pool2d.default)(_avg_pool(2))
+decomposition(aten.avg_pool3d.default)(_avg_pool(3))
+decomposition(aten.avg_pool2d_backward.default)(_avg_pool_backward(2))
+decomposition(aten.avg_pool3d_backward.default)(_avg_pool_backward(3))
+
+
+@translation(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def _max_pool_with_indices(
+    value: Value,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Value, Value]:
+    """Max pooling with indices into each channel's plane, as PyTorch counts them.
+
+    ONNX counts through the whole tensor. What torch.onnx does to find the difference, a second pooling of the whole
+    input, costs as much as the pooling itself; the rest of a division by the plane's size does not.
+    """
+    dims = len(kernel_size)
+
+    def each(values: Sequence[int]) -> list[int]:
+        return [*values] * dims if len(values) == 1 else [*values]
+
+    kernel, step, pads, spread = each(kernel_size), each(stride or kernel_size), each(padding), each(dilation)
+    sizes: list[Any] = list(value.shape or ())[-dims:]
+    far = _far_padding(sizes, kernel, step, pads, spread) if ceil_mode else pads
+    alone = len(value.shape) == dims + 1
+    batched = op.Unsqueeze(value, [0]) if alone else value
+    known = value.dtype is not None and value.dtype.is_floating_point()
+    ordered = keys(value) if known else value
+    pooled, flat = op.MaxPool(
+        op.Unsqueeze(ordered, [0]) if alone else ordered,
+        kernel_shape=kernel,
+        strides=step,
+        pads=[*pads, *(far or pads)],
+        dilations=spread,
+        ceil_mode=int(far is None),
+    )
+    if known:
+        pooled = op.Reshape(op.Gather(op.Reshape(batched, [-1]), op.Reshape(flat, [-1]), axis=0), op.Shape(flat))
+    plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
+    indices = op.Mod(flat, plane)
+    if alone:
+        pooled, indices = op.Squeeze(pooled, [0]), op.Squeeze(indices, [0])
+    return pooled, indices
+
+
+def _far_padding(
+    sizes: Sequence[Any], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int] | None:
+    """Returns the padding behind the input that makes windows of those that the edge cuts off, as ceil mode has them.
+
+    ONNX Runtime's own ceil mode has windows that begin behind the input, and contradicts itself about their number.
+    None where only the batch tells the sizes, or where ONNX allows no such padding.
+    """
+    far = []
+    for size, width, step, near, spread in zip(sizes, kernel, stride, padding, dilation, strict=True):
+        if not isinstance(size, int):
+            return None
+        reach = spread * (width - 1) + 1
+        count = -(-(size + 2 * near - reach) // step) + 1
+        if (count - 1) * step >= size + near:
+            count -= 1
+        far.append(max((count - 1) * step + reach - size - near, 0))
+        if far[-1] >= width:
+            return None
+    return far
+
+
+def _max_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
+    def max_pool_backward(
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Gradient of max pooling: each output's gradient goes to the input that was the maximum."""
+        return _scatter_to_maxima(grad_output, input, indices, dims)
+
+    return max_pool_backward
+
+
+def _scatter_to_maxima(
+    grad_output: torch.Tensor, input: torch.Tensor, indices: torch.Tensor, dims: int
+) -> torch.Tensor:
+    flat = torch.zeros_like(input).flatten(-dims)
+    return flat.scatter_add(-1, indices.flatten(-dims), grad_output.flatten(-dims)).reshape(input.shape)
+
+
+decomposition(aten.max_pool2d_with_indices_backward.default)(_max_pool_backward(2))
+decomposition(aten.max_pool3d_with_indices_backward.default)(_max_pool_backward(3))

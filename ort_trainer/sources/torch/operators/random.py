@@ -1,0 +1,138 @@
+"""Operators that draw random numbers, each with what stands for it when the numbers are inputs of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ....errors import ExportError
+from ..random_inputs import Lifter
+from ..source_lines import source_line
+from .registry import keep, random_operator
+
+aten = torch.ops.aten
+
+# It goes with the dropout.
+keep(aten.native_dropout_backward.default)
+
+
+@random_operator(aten.native_dropout.default)
+def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
+    """``native_dropout`` becomes a product with noise that is 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
+    value, probability, *train = cast("tuple[Any, ...]", node.args)
+    kept = 1.0 - probability
+    fake = value.meta["val"]
+    factor = 1.0 / kept if kept > 0 else 0.0
+    active = train[0] is not False if train else True
+    noise = lifter.draw(node, fake, "bernoulli", (kept, factor)) if active and probability else None
+    gets = {user.args[1]: user for user in node.users}
+    with lifter.graph.inserting_before(node):
+        if 0 in gets:
+            result = lifter.call(aten.mul.Tensor, value, noise) if noise is not None else value
+            gets[0].replace_all_uses_with(result)
+        if 1 not in gets:
+            return
+        for user in list(gets[1].users):
+            if user.target is aten.native_dropout_backward.default and noise is not None:
+                with lifter.graph.inserting_before(user):
+                    user.replace_all_uses_with(lifter.call(aten.mul.Tensor, user.args[0], noise))
+        if gets[1].users:
+            if noise is not None:
+                mask_node = lifter.call(aten.ne.Scalar, noise, 0)
+            else:
+                mask_node = lifter.call(aten.ones_like.default, value, dtype=torch.bool)
+            gets[1].replace_all_uses_with(mask_node)
+
+
+def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:
+    def handler(lifter: Lifter, node: torch.fx.Node) -> None:
+        node.replace_all_uses_with(lifter.draw(node, node.meta["val"], kind))
+
+    return handler
+
+
+random_operator(aten.rand.default, aten.rand_like.default)(_replace("uniform"))
+random_operator(aten.randn.default, aten.randn_like.default)(_replace("normal"))
+random_operator(aten.randperm.default)(_replace("permutation"))
+
+
+@random_operator(aten.bernoulli.p)
+def _bernoulli_p(lifter: Lifter, node: torch.fx.Node) -> None:
+    probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    # It stands for bernoulli_(), which fills the tensor that is there, and has lost the order of that one's dimensions.
+    (filled,) = cast("tuple[torch.fx.Node]", node.args[:1])
+    noise = lifter.draw(node, filled.meta["val"], "bernoulli", (float(probability), 1.0))  # type: ignore[arg-type]
+    node.replace_all_uses_with(noise)
+
+
+@random_operator(aten.bernoulli.default)
+def _bernoulli(lifter: Lifter, node: torch.fx.Node) -> None:
+    """Probabilities that are themselves computed: 1 where a uniform number is below them."""
+    (probability,) = node.args[:1]
+    uniform = lifter.draw(node, node.meta["val"], "uniform")
+    with lifter.graph.inserting_before(node):
+        below = lifter.call(aten.lt.Tensor, uniform, probability)
+        node.replace_all_uses_with(lifter.call(aten._to_copy.default, below, dtype=node.meta["val"].dtype))
+
+
+def _integers(first: int) -> Callable[[Lifter, torch.fx.Node], None]:
+    """``first`` is the position of the first bound; a lone bound is the upper one."""
+
+    def handler(lifter: Lifter, node: torch.fx.Node) -> None:
+        given = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
+        low, high = given if len(given) == 2 else (0, given[0])
+        if not isinstance(low, int) or not isinstance(high, int):
+            raise ExportError(
+                f"{node.target} with bounds that are not plain numbers is not supported: {source_line(node)}"
+            )
+        node.replace_all_uses_with(lifter.draw(node, node.meta["val"], "integers", (float(low), float(high))))
+
+    return handler
+
+
+random_operator(aten.randint.default, aten.randint.low)(_integers(0))
+random_operator(aten.randint_like.default, aten.randint_like.low_dtype)(_integers(1))
+
+
+def _or_defaults(given: tuple[Any, ...], defaults: tuple[float, float]) -> tuple[Any, Any]:
+    return (given[0] if given else defaults[0]), (given[1] if len(given) > 1 else defaults[1])
+
+
+@random_operator(aten.normal_functional.default)
+def _normal_functional(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = _or_defaults(node.args[1:3], (0.0, 1.0))
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@random_operator(aten.uniform.default)
+def _uniform(lifter: Lifter, node: torch.fx.Node) -> None:
+    low, high = _or_defaults(node.args[1:3], (0.0, 1.0))
+    _affine(lifter, node, "uniform", high - low, low)
+
+
+@random_operator(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+def _normal_tensors(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = _or_defaults(node.args[:2], (0.0, 1.0))
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@random_operator(aten.normal.float_float)
+def _normal_numbers(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = node.args[:2]
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@random_operator(aten.exponential.default)
+def _exponential(lifter: Lifter, node: torch.fx.Node) -> None:
+    rate = node.args[1] if len(node.args) > 1 else 1.0
+    noise = lifter.draw(node, node.meta["val"], "exponential", (float(rate),))  # type: ignore[arg-type]
+    node.replace_all_uses_with(noise)
+
+
+def _affine(lifter: Lifter, node: torch.fx.Node, kind: str, factor: Any, offset: Any) -> None:
+    noise = lifter.draw(node, node.meta["val"], kind)
+    with lifter.graph.inserting_before(node):
+        scaled = lifter.call(aten.mul.Tensor, noise, factor)
+        node.replace_all_uses_with(lifter.call(aten.add.Tensor, scaled, offset))

@@ -1,0 +1,232 @@
+"""The table of operators: what is done with each operator of PyTorch on its way to ONNX.
+
+There are five kinds of entries, in the order in which they take effect:
+
+- A *replacement* stands for a Python function of torch while the model is captured: one that looks at the values of
+  tensors can't be captured itself.
+- A *composite* stands for an operator before PyTorch differentiates: no gradient is written by hand.
+- A *decomposition* takes an operator apart after PyTorch has differentiated, backward operators as well. Where it
+  returns ``NotImplemented``, the operator stays.
+- A *random operator* is taken out of the graph, and its numbers become an input.
+- A *translation* makes nodes of ONNX of what is left.
+
+The other files of this folder are families of operators; each has the entries of its own, all kinds together. A file
+that is put here is found.
+
+Translations are written with ``op``. onnxscript, which it stands for, takes a second to import; behind this name it is
+imported when the first graph is translated, while the other kinds are needed for every capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = [
+    "Operator",
+    "Size",
+    "Value",
+    "composite",
+    "composites",
+    "decomposition",
+    "decompositions",
+    "keep",
+    "op",
+    "random_operator",
+    "random_operators",
+    "register_operator",
+    "replacement",
+    "replacements",
+    "revision",
+    "translation",
+    "translations",
+    "untranslated",
+]
+
+Operator = Any
+"""An overload such as ``torch.ops.aten.add.Tensor``, or a function of Python on symbolic sizes."""
+Size = Any
+"""An int, or a symbolic one."""
+Value = Any
+"""A tensor in a translation: a value of the ONNX graph."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any] | None)
+
+
+class _Opset:
+    """The operators of ONNX, as functions that add a node to the graph that is being translated."""
+
+    def __getattr__(self, name: str) -> Any:
+        from onnxscript import opset18
+
+        return getattr(opset18, name)
+
+
+op: Any = _Opset()
+
+
+class _Table:
+    """Operator -> function, of one kind; what a user registers goes before what the package has."""
+
+    def __init__(self) -> None:
+        self.own: dict[Operator, Callable[..., Any] | None] = {}
+        self.user: dict[Operator, Callable[..., Any] | None] = {}
+
+    def add(self, *operators: Operator) -> Callable[[_Function], _Function]:
+        """Decorates a function of the package; None says that there is none."""
+
+        def register(function: _Function) -> _Function:
+            for operator in operators:
+                if operator in self.own:
+                    raise ValueError(f"{operator} is in the table twice: as {self.own[operator]} and as {function}")
+                self.own[operator] = function
+            return function
+
+        return register
+
+    def all(self) -> dict[Operator, Callable[..., Any] | None]:
+        _find_families()
+        return {**self.own, **self.user}
+
+
+_TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
+_random_operators = _Table()
+_replacements: dict[tuple[ModuleType, str], Any] = {}
+_revision = 0
+
+
+def composite(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate."""
+    return _composites.add(*operators)
+
+
+def decomposition(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function of the operators' arguments, made of operators with a translation."""
+    return _decompositions.add(*operators)
+
+
+def keep(*operators: Operator) -> None:
+    """Keeps operators whole that PyTorch itself would take apart: what is made of them would be worse."""
+    _decompositions.add(*operators)(None)
+
+
+def random_operator(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function of a ``Lifter`` and a node, which puts inputs of the graph in the node's place."""
+    keep(*operators)
+    return _random_operators.add(*operators)
+
+
+def translation(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function that makes nodes of ONNX with ``op``: tensors are values there, numbers are numbers."""
+    return _translations.add(*operators)
+
+
+def untranslated(*operators: Operator) -> None:
+    """Says that what torch.onnx makes of operators is of no use."""
+    _translations.add(*operators)(None)
+
+
+def replacement(module: ModuleType, name: str) -> Callable[[_Function], _Function]:
+    """Registers what stands for a function of torch while a model is captured."""
+
+    def register(function: _Function) -> _Function:
+        _replacements[module, name] = function
+        return function
+
+    return register
+
+
+def register_operator(
+    operator: Operator,
+    *,
+    composite: Callable[..., Any] | None = None,
+    decomposition: Callable[..., Any] | None = None,
+    translation: Callable[..., Any] | None = None,
+) -> None:
+    """Tells how an operator of PyTorch becomes ONNX, for all models of this process that are exported from now on.
+
+    It comes before what this package, PyTorch or torch.onnx does with the operator; a later call with the same kind
+    replaces it. All functions have the operator's own arguments.
+
+    Args:
+        operator: An overload: ``torch.ops.aten.linalg_det.default``, or one of your own library.
+        composite: Takes its place before PyTorch differentiates the model: tensors in, tensors out, made of operators
+            that PyTorch can differentiate. The way to choose where there is a choice.
+        decomposition: Takes its place after differentiation: the way for backward operators, or for what is not
+            differentiated. It may return ``NotImplemented``, for the operator to stay.
+        translation: Makes ONNX of it, written with ``onnxscript.opset18``.
+
+    Raises:
+        TypeError: If the operator is no overload, or something is not callable.
+        ValueError: If there is nothing to register.
+
+    Example:
+        >>> def determinant(matrix):
+        ...     a, b, c = matrix.unbind(-1)
+        ...     return (a * torch.linalg.cross(b, c)).sum(-1)  # of 3 x 3 matrices
+        >>> register_operator(torch.ops.aten.linalg_det.default, composite=determinant)
+    """
+    global _revision
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        overloads = operator.overloads()  # type: ignore[no-untyped-call]
+        known = ", ".join(f"torch.ops.{operator}.{overload}" for overload in overloads)
+        raise TypeError(f"operator must be one overload of {operator}: {known}")
+    if not isinstance(operator, torch._ops.OpOverload):
+        raise TypeError(f"operator must be an overload, such as torch.ops.aten.add.Tensor, but is {operator!r}")
+    given = {"composite": composite, "decomposition": decomposition, "translation": translation}
+    for kind, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{kind} must be a function of the arguments of {operator}, but is {function!r}")
+    if all(function is None for function in given.values()):
+        raise ValueError(f"nothing is registered for {operator}: give composite=, decomposition= or translation=")
+    last = max(place for place, function in enumerate(given.values()) if function is not None)
+    for place, (table, function) in enumerate(zip(_TABLES, given.values(), strict=True)):
+        if function is not None:
+            table.user[operator] = function
+        elif place < last:
+            table.user.setdefault(operator, None)  # what the package or PyTorch does earlier would come before it
+    _revision += 1
+
+
+def composites() -> Mapping[Operator, Callable[..., Any] | None]:
+    """Returns the composites."""
+    return _composites.all()
+
+
+def decompositions() -> Mapping[Operator, Callable[..., Any] | None]:
+    """Returns the decompositions; None for what is kept whole."""
+    return _decompositions.all()
+
+
+def translations() -> Mapping[Operator, Callable[..., Any] | None]:
+    """Returns the translations; None for what has none, although torch.onnx has one."""
+    return _translations.all()
+
+
+def random_operators() -> Mapping[Operator, Callable[..., Any]]:
+    """Returns what stands for random operators."""
+    return {operator: function for operator, function in _random_operators.all().items() if function is not None}
+
+
+def replacements() -> Mapping[tuple[ModuleType, str], Callable[..., Any]]:
+    """Returns the functions that are replaced while a model is captured: module and name -> replacement."""
+    _find_families()
+    return _replacements
+
+
+def revision() -> int:
+    """Returns a number that changes with every call of ``register_operator``, for what is derived from the table."""
+    return _revision
+
+
+@functools.cache
+def _find_families() -> None:
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")

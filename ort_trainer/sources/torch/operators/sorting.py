@@ -1,0 +1,142 @@
+"""Sorting, medians and what else asks for an order, in which PyTorch takes NaN for the greatest of all numbers.
+
+ONNX Runtime skips NaN in a maximum, a sort with NaN in it is in no order at all, and a maximum in a window begins with
+the lowest finite number, which is more than negative infinity. The kernels look at keys instead: infinity stands for
+NaN, and the largest finite numbers for infinities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from .registry import Size, Value, composite, op, translation
+
+__all__ = ["keys"]
+
+aten = torch.ops.aten
+
+
+_FINITE = {
+    # One less than the largest, so that its negative is more than the lowest.
+    ir.DataType.FLOAT: float(np.nextafter(np.finfo(np.float32).max, np.float32(0))),
+    ir.DataType.DOUBLE: float(np.nextafter(np.finfo(np.float64).max, 0.0)),
+}
+
+
+# What no kernel orders, and what stands for it.
+_WIDER = {
+    ir.DataType.BOOL: ir.DataType.INT32,
+    ir.DataType.INT8: ir.DataType.INT32,
+    ir.DataType.UINT8: ir.DataType.INT32,
+    ir.DataType.INT16: ir.DataType.INT32,
+    ir.DataType.FLOAT16: ir.DataType.FLOAT,
+    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
+}
+
+
+def keys(value: Value, nan_is_greatest: bool = True) -> Value:
+    """Returns numbers of the same order without NaN, which is the greatest or the smallest."""
+    kind = value.dtype
+    if kind in _WIDER:
+        kind = _WIDER[kind]
+        value = op.Cast(value, to=kind)
+    if kind not in _FINITE:
+        return value
+    largest, infinity = (op.Constant(value=ir.tensor(number, dtype=kind)) for number in (_FINITE[kind], float("inf")))
+    finite = op.Clip(value, op.Neg(largest), largest)
+    return op.Where(op.IsNaN(value), infinity if nan_is_greatest else op.Neg(infinity), finite)
+
+
+@translation(aten.sort.default)
+def _sort(value: Value, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Value, Value]:
+    """ONNX's order is stable."""
+    if len(value.shape) == 0:
+        return op.Identity(value), op.Constant(value_int=0)
+    size = op.Reshape(op.Gather(op.Shape(value), dim, axis=0), [1])
+    return _first(value, size, dim, descending)
+
+
+@translation(aten.sort.stable)
+def _sort_stable(
+    value: Value, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[Value, Value]:
+    return _sort(value, dim, descending)
+
+
+@translation(aten.topk.default)
+def _topk(value: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Value, Value]:
+    if len(value.shape) == 0:
+        return op.Identity(value), op.Constant(value_int=0)
+    return _first(value, op.Constant(value_ints=[k]) if isinstance(k, int) else op.Reshape(k, [1]), dim, largest)
+
+
+def _first(value: Value, count: Value, dim: int, largest: bool) -> tuple[Value, Value]:
+    ordered = keys(value)
+    values, indices = op.TopK(ordered, count, axis=dim, largest=int(largest), sorted=1)
+    if ordered is value:
+        return values, indices
+    return op.GatherElements(value, indices, axis=dim), indices
+
+
+def _kth(
+    input: torch.Tensor, places: Callable[[torch.Tensor, Size], Any], dim: int, keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the elements at some places of the order; NaN comes last."""
+    row = input if input.dim() else input.unsqueeze(0)
+    indices = torch.sort(row, dim=dim, stable=True).indices
+    chosen = indices.gather(dim, places(row, row.shape[dim]))
+    values = row.gather(dim, chosen)
+    if keepdim and input.dim():
+        return values, chosen
+    return values.squeeze(dim), chosen.squeeze(dim)
+
+
+@composite(aten.kthvalue.default)
+def _kthvalue(input: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        return torch.full_like(row.narrow(dim, 0, 1), k - 1, dtype=torch.long)
+
+    return _kth(input, places, dim, keepdim)
+
+
+@composite(aten.median.dim)
+def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """If there is a NaN, it is the median, and the last in the order."""
+
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        middle = torch.full_like(row.narrow(dim, 0, 1), (size - 1) // 2, dtype=torch.long)
+        return torch.where(row.isnan().any(dim, keepdim=True), size - row.isnan().sum(dim, keepdim=True), middle)
+
+    return _kth(input, places, dim, keepdim)
+
+
+@composite(aten.nanmedian.dim)
+def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(row: torch.Tensor, size: Size) -> torch.Tensor:
+        known: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
+        return ((known - 1) // 2).clamp(min=0)
+
+    return _kth(input, places, dim, keepdim)
+
+
+def _whole_median(along: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    def median(input: torch.Tensor) -> torch.Tensor:
+        """All elements that equal the median share its gradient."""
+        value = along(input.detach().flatten(), 0)[0]
+        if not input.is_floating_point():
+            return value
+        same = (input == value) | (input.isnan() & value.isnan())
+        shared = torch.where(same, input, 0.0).sum() / same.sum()
+        return torch.where(value.isnan(), shared, torch.where(same, input, -math.inf).amax())
+
+    return median
+
+
+composite(aten.median.default)(_whole_median(_median_dim))
+composite(aten.nanmedian.default)(_whole_median(_nanmedian_dim))

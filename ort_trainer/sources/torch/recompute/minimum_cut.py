@@ -1,0 +1,79 @@
+"""Chooses by itself what is recomputed: elementwise operations, where that saves the most memory."""
+
+from __future__ import annotations
+
+import math
+
+import networkx  # type: ignore[import-untyped]
+import torch
+
+from ..symbols import hint
+from .joint_graph import PASSED, JointGraph, Node, Region, ancestors, has_tensors, is_tensor
+
+__all__ = ["cheap_regions"]
+
+aten = torch.ops.aten
+
+
+_NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
+
+
+def cheap_regions(graph: JointGraph) -> list[Region]:
+    """Returns what is best recomputed by elementwise operations: a minimum cut chooses the values to keep.
+
+    Every value is an edge as heavy as its bytes. The edges lead from the values that are no elementwise results to the
+    backward pass, and what the lightest cut goes through is kept.
+    """
+    flow = networkx.DiGraph()
+    endless = math.inf
+    for node in graph.candidates:
+        # Of an operator with several results, each is kept or not.
+        weight = _bytes(node) if is_tensor(node) else endless
+        flow.add_edge((node, "in"), (node, "out"), capacity=weight)
+        if not _is_cheap(node):
+            flow.add_edge("source", (node, "in"), capacity=endless)
+        for given in node.all_input_nodes:
+            if has_tensors(given) and given.op == "call_function":
+                flow.add_edge((given, "out"), (node, "in"), capacity=endless)
+    read = graph.read_by_backward(graph.candidates)
+    for node in read:
+        flow.add_edge((node, "out"), "sink", capacity=endless)
+    if not read or "source" not in flow:
+        return []
+    _, (_, behind) = networkx.minimum_cut(flow, "source", "sink")
+    recomputed = {node for node in graph.candidates if (node, "in") in behind}
+    needed = ancestors(read & recomputed, recomputed)
+    # What is computed from the weights alone is merged again, as nothing tells the copy apart.
+    return [region for region in _connected(needed, graph) if _reads_activations(region.nodes, graph)]
+
+
+def _is_cheap(node: Node) -> bool:
+    if node.target in PASSED or node.target in _NORMS:
+        return True
+    if getattr(node.target, "__name__", "") == "getitem":
+        return node.all_input_nodes[0].target in _NORMS
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta["val"]
+    parts = [value] if isinstance(value, torch.Tensor) else [part for part in value if part is not None]
+    return sum(part.element_size() * math.prod(hint(size) for size in part.shape) for part in parts)
+
+
+def _reads_activations(nodes: set[Node], graph: JointGraph) -> bool:
+    given = {source for node in nodes for source in node.all_input_nodes} - nodes
+    return any(is_tensor(source) and source not in graph.free for source in given)
+
+
+def _connected(nodes: set[Node], graph: JointGraph) -> list[Region]:
+    """Returns the connected parts of a set of nodes."""
+    region_of: dict[Node, Region] = {}
+    for node in sorted(nodes, key=graph.position.__getitem__):
+        region = region_of[node] = Region({node})
+        for given in node.all_input_nodes:
+            other = region_of.get(given)
+            if other is not None and other is not region:
+                region.nodes |= other.nodes
+                region_of.update(dict.fromkeys(other.nodes, region))
+    return list({id(region): region for region in region_of.values()}.values())

@@ -1,0 +1,31 @@
+"""A step, captured: the graph before its translation to ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ort_trainer.options import ModelDescription
+from ort_trainer.sources.torch import ExportedStep
+from ort_trainer.sources.torch.borrow import borrowed
+from ort_trainer.sources.torch.capture import Capture, capture
+from ort_trainer.sources.torch.step_module import StepModule
+
+
+def captured(
+    model: nn.Module,
+    shapes: dict[str, Sequence[int | str]],
+    *sample: torch.Tensor,
+    training: bool = True,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Capture:
+    """Captures a model whose first output is the loss."""
+    desc = {"inputs": [(name, list(shape)) for name, shape in shapes.items()], "outputs": [("loss", [], True)]}
+    trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    step = ExportedStep(model, ModelDescription(desc), loss_fn, trainable)
+    module = StepModule(step)
+    with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
+        return capture(module, step.description.inputs, sample, step.autocast_for(sample))
