@@ -51,7 +51,7 @@ def runner(
 
 
 def test_state_is_bound_once_and_its_memory_is_the_callers() -> None:
-    run, weight = runner([helper.make_node("Mul", ["x", "w"], ["y"])], {"y": ((N, F32)})
+    run, weight = runner([helper.make_node("Mul", ["x", "w"], ["y"])], {"y": (N, F32)})
     x = torch.ones(3, 2)
     plan = run.plan({"x": x.shape}, ["y"])
     first = run.run(plan, {"x": x})["y"]
@@ -65,7 +65,7 @@ def test_state_is_bound_once_and_its_memory_is_the_callers() -> None:
 
 def test_outputs_of_unknown_shape_and_in_the_order_that_was_asked_for() -> None:
     nodes = [helper.make_node("Mul", ["x", "w"], ["y"]), helper.make_node("NonZero", ["x"], ["found"])]
-    run, _ = runner(nodes, {"y": ((N, F32), "found": (None, torch.int64)})
+    run, _ = runner(nodes, {"y": (N, F32), "found": (None, torch.int64)})
     x = torch.tensor([[0.0, 1.0], [0.0, 0.0], [4.0, 5.0]])
     plan = run.plan({"x": x.shape}, ["found", "y"])
     results = run.run(plan, {"x": x})
@@ -77,7 +77,7 @@ def test_outputs_of_unknown_shape_and_in_the_order_that_was_asked_for() -> None:
 
 def test_destinations_are_written_in_place_and_known_by_their_key() -> None:
     nodes = [helper.make_node("Mul", ["x", "w"], ["y"]), helper.make_node("Neg", ["w"], ["g"])]
-    run, weight = runner(nodes, {"y": ((N, F32), "g": ((2,), F32)})
+    run, weight = runner(nodes, {"y": (N, F32), "g": ((2,), F32)})
     plan = run.plan({"x": (1, 2)}, ["y"])
     gradient, other = torch.zeros(2), torch.zeros(2)
     run.run(plan, {"x": torch.ones(1, 2)}, destination_key="fresh", destinations={"g": gradient})
@@ -98,7 +98,7 @@ def test_the_loss_scale_is_bound_anew_where_it_is_another_tensor() -> None:
 
 def test_random_inputs_come_from_the_generator() -> None:
     random = (RandomInput("r", "uniform", F32, N),)
-    run, _ = runner([helper.make_node("Add", ["x", "r"], ["y"])], {"y": ((N, F32)}, random)
+    run, _ = runner([helper.make_node("Add", ["x", "r"], ["y"])], {"y": (N, F32)}, random)
     x = torch.zeros(4, 2)
     plan = run.plan({"x": x.shape}, ["y"])
     generator = torch.Generator().manual_seed(7)
@@ -109,7 +109,7 @@ def test_random_inputs_come_from_the_generator() -> None:
 
 
 def test_a_dtype_that_can_not_be_shared_is_named() -> None:
-    run, _ = runner([helper.make_node("Mul", ["x", "w"], ["y"])], {"y": ((N, F32)})
+    run, _ = runner([helper.make_node("Mul", ["x", "w"], ["y"])], {"y": (N, F32)})
     plan = run.plan({"x": (1, 2)}, ["y"])
     with pytest.raises(TypeError, match="'x' has dtype torch.complex64, which can't be shared with ONNX Runtime"):
         run.run(plan, {"x": torch.zeros(1, 2, dtype=torch.complex64)})
