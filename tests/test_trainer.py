@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -409,13 +410,18 @@ def test_extra_postprocess() -> None:
 
 
 def test_opset() -> None:
-    trainer = mlp_trainer({"_internal_use": {"onnx_opset_version": maximum_opset()}})
-    expected = mlp_trainer().train_step(X, Y)
-    torch.manual_seed(0)
-    trainer.train_step(X, Y)
-    graph = trainer.session.graphs(True)[0]
-    assert graph.model.opset_imports[""] == maximum_opset()
-    assert expected[0].shape == ()
+    model = MLP()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    options = {"_internal_use": {"onnx_opset_version": maximum_opset()}, "utils": {"grad_norm_clip": False}}
+    trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+    for _ in range(3):
+        expected = F.cross_entropy(reference(X), Y)
+        torch.testing.assert_close(trainer.train_step(X, Y)[0], expected.detach())
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert trainer.session.graphs(True)[0].model.opset_imports[""] == maximum_opset()
     if maximum_opset() < 23:
         with pytest.raises(
             ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX go up to"
