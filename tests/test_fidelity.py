@@ -9,6 +9,8 @@ from .fidelity.catalogue import SECTIONS
 from .fidelity.compare import compare
 from .fidelity.graphs import kept_graphs
 
+pytestmark = pytest.mark.engine
+
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 

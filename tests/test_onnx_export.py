@@ -16,6 +16,8 @@ from ort_trainer.graph.onnx_file import save_model
 
 from .helpers import mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -18,6 +18,8 @@ from ort_trainer.runtime.engine import maximum_opset
 
 from .helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 X, Y = mlp_batches(1)[0]
 
 

@@ -13,6 +13,8 @@ import ort_trainer
 from ort_trainer import amp, compat, optim
 from ort_trainer.compat import older_api
 
+pytestmark = pytest.mark.engine
+
 HAS_TRAINING = importlib.util.find_spec("onnxruntime.training") is not None
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.engine
+
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).resolve().parent.parent.parent
 

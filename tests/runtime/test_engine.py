@@ -5,6 +5,8 @@ import torch
 
 from ort_trainer.runtime import engine
 
+pytestmark = pytest.mark.engine
+
 
 def test_maximum_opset_is_what_the_runtime_loads() -> None:
     import onnx

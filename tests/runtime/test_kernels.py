@@ -11,6 +11,8 @@ from ort_trainer.runtime import engine
 from ort_trainer.runtime.engine import make_session, session_options
 from ort_trainer.runtime.kernels import fit_to_kernels
 
+pytestmark = pytest.mark.engine
+
 
 def model_of(text: str) -> ir.Model:
     return ir.from_proto(onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> {text}'))

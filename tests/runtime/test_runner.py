@@ -12,6 +12,8 @@ from ort_trainer.graph import RandomInput, TensorSpec, TrainingGraph
 from ort_trainer.runtime.engine import providers_for, session_options
 from ort_trainer.runtime.runner import GraphRunner
 
+pytestmark = pytest.mark.engine
+
 F32 = torch.float32
 N = ("dim('n')", 2)
 

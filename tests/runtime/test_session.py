@@ -14,6 +14,8 @@ from ort_trainer.sources.torch import ExportedStep, GraphBuilder
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
 
+pytestmark = pytest.mark.engine
+
 X, Y = mlp_batches(1)[0]
 
 

@@ -16,6 +16,8 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 
 from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 FIRST = ["fc1.weight", "fc1.bias"]
 KEYS = (
     "after_graph_transforms",

@@ -17,6 +17,8 @@ from ort_trainer import ExportError, ORTTrainer, optim
 from ..fidelity.layer_cases import Apply
 from ..helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 
 def test_masks_are_those_that_pytorch_draws() -> None:
     assert_same_training(

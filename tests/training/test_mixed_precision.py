@@ -14,6 +14,8 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 
 from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 
 def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
     return {"mixed_precision": {"enabled": True, "loss_scaler": scaler}, **options}

@@ -17,6 +17,8 @@ from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from ..helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
 
+pytestmark = pytest.mark.engine
+
 # Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
 # errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
 CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-4)

@@ -17,6 +17,8 @@ from ort_trainer import ExportError, TrainingParameters, TrainingSession
 
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 needs_builder = pytest.mark.needs_gradient_builder
 RATE = "Learning_Rate"
 

@@ -21,6 +21,8 @@ from ort_trainer.sources.onnx import GradientNode, register_gradient
 
 from ...helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
+pytestmark = pytest.mark.engine
+
 needs_builder = pytest.mark.needs_gradient_builder
 NO_CLIPPING: dict[str, Any] = {"utils": {"grad_norm_clip": False}}
 

@@ -10,6 +10,8 @@ import torch
 
 from .against_pytorch import Call, Comparison, assert_same
 
+pytestmark = pytest.mark.engine
+
 FLOATS = torch.tensor([3.3000002, 3.7, 1.0, -1.0, 0.3, 0.0, -0.0, -0.3, 5.0, -5.0, 1e10, math.inf, -math.inf, math.nan])
 DIVISORS = torch.tensor([0.1, -0.1, 0.3, 2.0, -2.0, 0.0, -0.0, math.inf, -math.inf, 3.0])[:, None]
 INTEGERS = torch.tensor([7, -7, 6, -6, 0, 1, -1, 2**31 - 1, -(2**31), 123456789])

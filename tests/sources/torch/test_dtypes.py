@@ -16,6 +16,8 @@ from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from ...helpers import assert_same_training
 
+pytestmark = pytest.mark.engine
+
 Operator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ANY: dict[str, Operator] = {
     "add": lambda a, b: a + b,

@@ -18,6 +18,8 @@ from ort_trainer.errors import ExportError
 
 from .against_pytorch import Call, Comparison, difference
 
+pytestmark = pytest.mark.engine
+
 INF, NAN = math.inf, math.nan
 EDGES = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.0, -1.0, 2.0, 2.0, -2.5])
 # Without NaN in the first row, and with all of a row lowest in the second.

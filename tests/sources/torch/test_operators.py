@@ -13,6 +13,8 @@ from ort_trainer import ORTTrainer, optim
 
 from ...helpers import assert_close
 
+pytestmark = pytest.mark.engine
+
 
 class Functional(nn.Module):
     """A learned scale before a function, so that its backward operator runs."""

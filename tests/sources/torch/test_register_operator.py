@@ -21,6 +21,8 @@ from ort_trainer.sources.torch.operators import registry
 
 from ...helpers import assert_close
 
+pytestmark = pytest.mark.engine
+
 aten = torch.ops.aten
 PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
 
