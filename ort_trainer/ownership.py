@@ -87,7 +87,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
         return True
-    # Columns of one matrix lie between each other without touching: mark the elements of one, and look for the other's.
+    # Columns of one matrix interleave without overlapping: mark the elements of one, and look for the other's.
     marks = torch.zeros(max(stop, other_stop) // first.element_size(), dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
@@ -104,5 +104,5 @@ def _check(group: list[str], tensors: Named) -> None:
         raise ValueError(
             f"{group} are different tensors in the same memory, {what}, which a graph can't be given: a change of one "
             "would not reach the other. Make them one Parameter and compute with a view of it in forward(), such as "
-            "F.linear(x, self.encoder.weight.t()); or give each a memory of its own with .clone()"
+            "F.linear(x, self.encoder.weight.t()); or give each its own memory with .clone()"
         )

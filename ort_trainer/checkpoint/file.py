@@ -70,7 +70,7 @@ def save_checkpoint_file(
 
 
 def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that lie in one piece of memory, as views of one tensor of the user's would."""
+    """safetensors refuses tensors that share memory, as views of one tensor of the user's would."""
     storages: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -81,7 +81,7 @@ def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a checkpoint: one of ours, or an HDF5 file of the legacy ``ORTTrainer``, told by its first bytes.
+    """Reads a checkpoint: one of ours, or an HDF5 file of the legacy ``ORTTrainer``, recognized by its first bytes.
 
     Args:
         file: A path, or an open binary file.

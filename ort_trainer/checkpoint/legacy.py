@@ -151,7 +151,7 @@ def _leaves(
 
 
 def _check_kind(array: np.ndarray[Any, Any], path: tuple[str, ...], name: str) -> None:
-    """Raises where a value is of another kind than the place where it lies wants."""
+    """Raises where a value is not of the kind that belongs in its place."""
     where = "/".join(path)
     numeric = path[0] in ("model", "optimizer", "partition_info", "train_step_info")
     if (numeric or path[-1] in _NUMERIC_OPTIONS) and array.dtype.kind not in "biuf":

@@ -23,7 +23,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
     Args:
         value: Dicts with str keys, lists and tuples, numbers, strings, bools, None, tensors and arrays.
         path: Where the value stands, for names and errors.
-        tensors: Receives the tensors by a name of their own.
+        tensors: Receives the tensors by new names.
         seen: id of a tensor -> its name, so that one that stands in several places is stored once.
 
     Raises:

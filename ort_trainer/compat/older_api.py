@@ -1,7 +1,7 @@
 """``onnxruntime.capi.ort_trainer``: the API before ``ORTTrainerOptions``, on top of :class:`ort_trainer.ORTTrainer`.
 
 What differs from today's trainer: everything is an argument of the constructor, the learning rate and the loss scale
-are inputs of each step unless the trainer is told where to get them, and the state dict is flat.
+are inputs of each step unless the constructor says where to get them, and the state dict is flat.
 """
 
 from __future__ import annotations

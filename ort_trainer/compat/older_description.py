@@ -99,7 +99,7 @@ def generate_sample(desc: IODescription, device: str | torch.device | None = Non
     """Returns a random tensor that fits a description; dimensions with a name have the size 1.
 
     Args:
-        desc: With ``num_classes``, values are integers below it; else they are drawn from a normal distribution.
+        desc: With ``num_classes``, values are integers below it; else they are sampled from a normal distribution.
         device: Where it is to be.
     """
     size = [entry if isinstance(entry, int) else 1 for entry in desc.shape_]

@@ -22,7 +22,7 @@ __all__ = ["PropagateCastOpsStrategy", "install", "uninstall"]
 
 
 class PropagateCastOpsStrategy(IntEnum):
-    """Strategies of cast propagation, for an ONNX Runtime that has no such enum of its own."""
+    """Strategies of cast propagation, for an ONNX Runtime that has no such enum."""
 
     NONE = 0
     INSERT_AND_REDUCE = 1

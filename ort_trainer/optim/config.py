@@ -77,7 +77,7 @@ class OptimizerConfig:
     def learning_rates(self) -> list[float]:
         """The learning rate of every parameter group, and last that of the default group, :attr:`lr`.
 
-        A group without an ``lr`` of its own has the config's. Assign a list of the same length to change them all
+        A group without its own ``lr`` uses the config's. Assign a list of the same length to change them all
         between steps; a group follows :attr:`lr` until it is assigned another value.
         """
         return [*(group.get("lr", self._lr) for group in self._params), self._lr]
@@ -99,7 +99,7 @@ class OptimizerConfig:
 
     @property
     def has_group_rates(self) -> bool:
-        """Whether any parameter group has a learning rate of its own."""
+        """Whether any parameter group has its own learning rate."""
         return any("lr" in group for group in self._params)
 
     @property

@@ -49,7 +49,7 @@ class LRScheduler:
 
         Returns:
             A list with one rate for all parameters; or with one rate per parameter group of the config in their order,
-            and last the one for all parameters that are in no group. Where a group has an ``lr`` of its own, one rate
+            and last the one for all parameters that are in no group. Where a group has its own ``lr``, one rate
             for all would override it and is refused. A bare number is one rate for all; arrays and tensors are lists.
         """
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
@@ -65,7 +65,7 @@ class LRScheduler:
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON values only. Override it where a subclass has state of its own."""
+        """Returns what a checkpoint keeps: JSON values only. Override it where a subclass has more state."""
         return {"last_lr": [float(lr) for lr in self.get_last_lr()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

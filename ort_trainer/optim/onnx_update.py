@@ -247,6 +247,6 @@ class _Writer:
 
 
 def _type(value: ir.Value) -> ir.TensorType:
-    """Returns a type of its own: a type object that two values share would be changed for both."""
+    """Returns a separate type: a type object that two values share would be changed for both."""
     assert value.dtype is not None
     return ir.TensorType(value.dtype)

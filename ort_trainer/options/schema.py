@@ -20,7 +20,7 @@ __all__ = ["SchemaValidator", "flatten_errors", "load_schema"]
 def load_schema(name: str) -> dict[str, Any]:
     """Returns the schema ``name`` (a file of ``schemas/`` without its ending) as a new dict.
 
-    In an installed wheel the files lie inside the package, in a checkout beside it.
+    In an installed wheel the files are inside the package, in a checkout beside it.
     """
     packaged = importlib.resources.files("ort_trainer") / "schemas" / f"{name}.json"
     if packaged.is_file():

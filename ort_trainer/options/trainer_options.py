@@ -103,7 +103,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _describe(document: Mapping[str, Any], path: str) -> str:
-    """Returns the text that tells what was given at a dotted path, or nothing where nothing was."""
+    """Returns a phrase that says what was given at a dotted path, or nothing where nothing was."""
     value: Any = document
     for key in path.split("."):
         if isinstance(value, Mapping) and key in value:

@@ -44,7 +44,7 @@ def installed_flavours() -> tuple[str, ...]:
 
 
 def warn_about_mixed_flavours() -> None:
-    """Warns when two distributions of ONNX Runtime lie over each other."""
+    """Warns when two distributions of ONNX Runtime overwrite each other."""
     clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
     if len(clashing) > 1:
         warnings.warn(
@@ -58,7 +58,7 @@ def warn_about_mixed_flavours() -> None:
 def maximum_opset() -> int:
     """Returns the newest ONNX operator set that the installed ONNX Runtime implements.
 
-    ONNX Runtime has no call that tells, but each of its releases is built with one release of ONNX: the release
+    ONNX Runtime has no call for this, but each of its releases is built with one release of ONNX: the release
     notes of both give the pairs below. Newer runtimes take at least what the last pair says.
     """
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
@@ -207,7 +207,7 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         session = InferenceSession(model, options, providers)
     except _NotImplemented:
         return None
-    except Exception as error:  # that ONNX does not allow a type has no class of its own
+    except Exception as error:  # that ONNX does not allow a type has no separate exception class
         return None if "Type Error" in str(error) else ()
     names = (output.type.removeprefix("tensor(").removesuffix(")") for output in session.get_outputs())
     return tuple(onnx.TensorProto.DataType.Value(name.upper()) for name in names)
@@ -240,7 +240,7 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
-    """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, with memory of its own."""
+    """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
     if array.dtype == bool or not array.size:  # of these it can't make any
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)

@@ -152,8 +152,8 @@ class GraphRunner:
             name = self.graph.loss_scale.name
             binding.bind_input(name, *self._describe(name, loss_scale))
             known.loss_scale = loss_scale
-        drawn = [_draw(spec, shape, self._device, generator) for spec, shape in plan.random]
-        for (spec, _), value in zip(plan.random, drawn, strict=True):
+        sampled = [_sample(spec, shape, self._device, generator) for spec, shape in plan.random]
+        for (spec, _), value in zip(plan.random, sampled, strict=True):
             binding.bind_input(spec.name, *self._describe(spec.name, value))
         results: dict[str, torch.Tensor] = {}
         for output in plan.outputs:
@@ -211,10 +211,10 @@ def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, 
     return None if shape is None else tuple(evaluate(size, sizes) for size in shape)
 
 
-def _draw(
+def _sample(
     spec: RandomInput, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Returns new random numbers, contiguous and of a type that can be bound, drawn as PyTorch itself would."""
+    """Returns new random numbers, contiguous and of a type that can be bound, sampled as PyTorch would."""
     if spec.kind == "permutation":
         return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
     order = spec.order or tuple(range(len(shape)))

@@ -41,7 +41,7 @@ class ModelSource(ABC):
         inputs: Names of its inputs.
         canonical: Every name of a parameter or buffer -> the first name of the same tensor.
         saved: What is in a state dict, tied names included, in order.
-        transient: What is not.
+        non_persistent: What is not.
         trainable: Canonical names of the parameters to train.
     """
 
@@ -50,7 +50,7 @@ class ModelSource(ABC):
     inputs: Sequence[str]
     canonical: Mapping[str, str]
     saved: Named
-    transient: Named
+    non_persistent: Named
     trainable: list[str]
 
     @property

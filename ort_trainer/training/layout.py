@@ -34,7 +34,7 @@ class Layout:
 
     Attributes:
         tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
-        transient: Name -> buffer that ``model.state_dict()`` leaves out.
+        non_persistent: Name -> buffer that ``model.state_dict()`` leaves out.
         canonical: Name -> the first name of the same tensor.
         trainable: Canonical names of the parameters that are trained.
         rule: The optimizer's.
@@ -44,7 +44,7 @@ class Layout:
     """
 
     tensors: Mapping[str, torch.Tensor]
-    transient: Mapping[str, torch.Tensor]
+    non_persistent: Mapping[str, torch.Tensor]
     canonical: Mapping[str, str]
     trainable: Sequence[str]
     rule: Rule
@@ -60,7 +60,7 @@ class Layout:
         hyper = {name: config.hyper_parameters(config.group_of(*names)) for name, names in aliases.items()}
         return cls(
             tensors=source.saved,
-            transient=source.transient,
+            non_persistent=source.non_persistent,
             canonical=source.canonical,
             trainable=source.trainable,
             rule=rule,

@@ -79,7 +79,7 @@ class ScaledPrecision(Precision):
         return self.scaler.loss_scale
 
     def name_input(self, graph: TrainingGraph) -> None:
-        """Tells the scaler the name of the graph's input."""
+        """Gives the scaler the name of the graph's input."""
         if graph.loss_scale is not None:
             self.scaler.input_name = graph.loss_scale.name
 

@@ -85,7 +85,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         _warn_missing("model")
     if "transient_buffers" in state_dict:
         buffers = _mapping(state_dict, "transient_buffers", "state_dict")
-        _read_tensors(buffers, layout.transient, layout, strict, "state_dict[transient_buffers]", restored)
+        _read_tensors(buffers, layout.non_persistent, layout, strict, "state_dict[transient_buffers]", restored)
     if "optimizer" in state_dict:
         _read_optimizer(state_dict, layout, strict, restored)
     else:
@@ -127,7 +127,7 @@ def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, An
 
 
 def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
-    """Raises RuntimeError if keys differ, and ``strict`` is True; it tells all that are missing and unexpected."""
+    """Raises RuntimeError if keys differ, and ``strict`` is True; it lists all missing and unexpected ones."""
     if not strict:
         return
     expected, found = list(expected), list(found)
@@ -161,14 +161,14 @@ def _fitting(value: Any, like: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _compare_top(state_dict: Mapping[str, Any], layout: Layout, strict: bool) -> None:
-    """Tells what the state has beside what is known, and what it lacks that no other message is about."""
+    """Reports keys that are unknown, and missing keys that no other message reports."""
     compare_keys((), [key for key in state_dict if key not in (*_LEGACY_KEYS, *_NEW_KEYS)], strict, "state_dict")
     if isinstance(state_dict.get("trainer_options"), Mapping):
         options = list(state_dict["trainer_options"])
         expected = TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in TRAINER_OPTIONS]
         compare_keys(expected, options, strict, "state_dict[trainer_options]")
     if any(key in state_dict for key in ("window", "random")):
-        for key in ("window", "random", *(["transient_buffers"] if layout.transient else [])):
+        for key in ("window", "random", *(["transient_buffers"] if layout.non_persistent else [])):
             if key not in state_dict:
                 _warn_missing(key)
 

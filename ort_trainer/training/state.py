@@ -57,8 +57,8 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         "window": loop.window.state_dict(),
         "random": array(session.generator.get_state()),
     }
-    if layout.transient:
-        state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.transient}
+    if layout.non_persistent:
+        state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
     if include_optimizer:
         state["optimizer"] = _collect_optimizer(session, layout, array)
         state["gradients"] = {name: array(value) for name, value in session.present_gradients().items()}

@@ -45,7 +45,7 @@ def claim(thing: object, user: object, option: str) -> None:
     if other is not None and other is not user:
         raise ValueError(
             f"{option}: this {type(thing).__name__} is used by another trainer, and would be changed by both: give "
-            "each trainer one of its own, or let the other trainer go first (del trainer)"
+            "each trainer its own, or delete the other trainer first (del trainer)"
         )
     key = id(thing)
 

@@ -195,7 +195,7 @@ def check_binding(
         graph: What is to be run.
         batch: The inputs.
         gradients: Parameter name -> gradient, which ``<name>_grad`` is of.
-        all_finite: Name of the output that tells whether gradients were finite.
+        all_finite: Name of the output that says whether gradients were finite.
 
     Raises:
         TypeError, ValueError: If memory does not fit.

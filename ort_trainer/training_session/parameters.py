@@ -1,4 +1,4 @@
-"""``TrainingParameters``: what a :class:`~ort_trainer.TrainingSession` is told."""
+"""``TrainingParameters``: the settings of a :class:`~ort_trainer.TrainingSession`."""
 
 from __future__ import annotations
 

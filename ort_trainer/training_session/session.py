@@ -116,7 +116,7 @@ class TrainingSession:
         """Does what :meth:`run` does, with bound inputs and outputs."""
         if not isinstance(iobinding, IOBinding):
             raise TypeError(
-                f"a training session runs with a binding of its own, from io_binding(), but a "
+                f"a training session runs with a binding from its io_binding(), but a "
                 f"{type(iobinding).__name__} was given"
             )
         if not iobinding.output_names:

@@ -43,7 +43,7 @@ def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, 
     entries = [(entry, {}) if isinstance(entry, str) else entry for entry in given]
     if provider_options is not None:
         if any(options for _, options in entries):
-            raise ValueError("provider_options must not be given when providers has options of its own")
+            raise ValueError("provider_options must not be given when providers already has options")
         if len(provider_options) != len(entries):
             raise ValueError(f"there are {len(entries)} providers, but {len(provider_options)} provider_options")
         entries = [(name, options) for (name, _), options in zip(entries, provider_options, strict=True)]
@@ -191,7 +191,7 @@ def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> Non
     name = parameters.lr_params_feed_name
     if parameters.training_optimizer_name and (not name or name in taken):
         raise ValueError(
-            f"lr_params_feed_name {name!r} must be a name of its own, and {list(taken)} are taken: choose another"
+            f"lr_params_feed_name {name!r} must be a new name, and {list(taken)} are taken: choose another"
         )
 
 

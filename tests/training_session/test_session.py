@@ -352,8 +352,8 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
             ValueError,
             "a session without optimizer has no attributes",
         ),
-        ({"lr_params_feed_name": "x"}, ValueError, "lr_params_feed_name 'x' must be a name of its own"),
-        ({"lr_params_feed_name": ""}, ValueError, "lr_params_feed_name '' must be a name of its own"),
+        ({"lr_params_feed_name": "x"}, ValueError, "lr_params_feed_name 'x' must be a new name"),
+        ({"lr_params_feed_name": ""}, ValueError, "lr_params_feed_name '' must be a new name"),
         ({"immutable_weights": {"Add": {"a": "b"}}}, TypeError, "must be a dict of positions and numbers"),
         ({"optimizer_attributes_map": {"fc1.bias": 3}}, TypeError, "must be a dict of attributes, but is 3"),
         ({"optimizer_initial_state": {"w": {}}}, ValueError, "set_optimizer_initial_state has 'w'"),
@@ -410,7 +410,7 @@ def test_refused_arguments(path: Path) -> None:
         session.run(["loss"], {"x": x.numpy(), RATE: np.ones(1, np.float32)})
     with pytest.raises(TypeError, match=r"unknown inputs \['z'\]"):
         session.run(["loss"], {**feed(x, y, **{RATE: 0.1}), "z": np.ones(1)})
-    with pytest.raises(TypeError, match="a training session runs with a binding of its own"):
+    with pytest.raises(TypeError, match="a training session runs with a binding from its io_binding"):
         session.run_with_iobinding(3)  # type: ignore[arg-type]
     for rate, message in ((np.nan, "finite number, at least 0, but nan"), (-1.0, "but -1.0 was given")):
         with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..config import OptimizerConfig
 
-# By name for type checkers and completion; whatever else lies here is found below.
+# By name for type checkers and completion; anything else in this folder is found below.
 from .adam import AdamConfig, AdamWConfig
 from .lamb import LambConfig
 from .lion import LionConfig

@@ -71,7 +71,7 @@ class LambConfig(AdaptiveConfig):
 
 
 class _Lamb(Rule):
-    """Tensor by tensor, as each has a trust ratio of its own."""
+    """Tensor by tensor, as each has its own trust ratio."""
 
     name = "LambOptimizer"
     slots = (MOMENT_1, MOMENT_2)

@@ -74,7 +74,7 @@ class _SGD(Rule):
     def update(self, batch: ParameterBatch) -> None:
         momentum, decay = batch.hyper.get("momentum", 0.0), batch.hyper.get("weight_decay", 0.0)
         if not momentum and not decay and not isinstance(batch.divisor, torch.Tensor):
-            # The divisor goes into the rate, without a pass of its own over the gradients.
+            # The divisor goes into the rate, without a separate pass over the gradients.
             torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr / batch.divisor)
             return
         batch.divide()

@@ -39,7 +39,7 @@ class OnnxSource(ModelSource):
         self.inputs = self._model.inputs
         check_names(list(self.parameters), optim_config, options)
         self.saved = {**self.parameters, **self.buffers}
-        self.transient = {}
+        self.non_persistent = {}
         self.canonical = {name: name for name in self.saved}
         frozen = {*options.utils.frozen_weights, *self._model.frozen}
         self.trainable = [name for name in self.parameters if name not in frozen]

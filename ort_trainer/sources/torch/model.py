@@ -55,7 +55,7 @@ class TorchSource(ModelSource):
         saved = [name for name in model.state_dict() if name in tensors]
         saved += [name for name in named if name not in saved]
         self.saved = {name: tensors[name] for name in saved}
-        self.transient = {name: value for name, value in tensors.items() if name not in self.saved}
+        self.non_persistent = {name: value for name, value in tensors.items() if name not in self.saved}
 
     @property
     def parameters(self) -> Named:
