@@ -81,7 +81,7 @@ class ModelDescription:
 
     Raises:
         TypeError: If it is not a dict.
-        ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and lists everything that is.
+        ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and lists all of it.
     """
 
     def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False) -> None:
