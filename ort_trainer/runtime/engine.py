@@ -66,6 +66,13 @@ def maximum_opset() -> int:
     return min(newest, onnx.defs.onnx_opset_version())
 
 
+@functools.cache
+def engine_identity() -> str:
+    """Returns a text that differs wherever the kernels of the installed ONNX Runtime may differ."""
+    providers = onnxruntime.get_available_providers()
+    return f"{onnxruntime.__version__} {installed_flavours()} {providers} {onnxruntime.get_build_info()}"
+
+
 def available_providers() -> list[str]:
     """Returns the names of the execution providers of the installed ONNX Runtime."""
     return list(onnxruntime.get_available_providers())
