@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import onnx_ir as ir
 
@@ -25,13 +26,16 @@ __all__ = ["assemble"]
 _LOSS_SCALE = "__loss_scale_input_name"
 
 
-def assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGraph:
+def assemble(
+    step: ExportedStep, found: Capture, training: bool, stage: Callable[[str], None] = lambda _: None
+) -> TrainingGraph:
     """Gives every input and result of a captured step its name, and translates it to ONNX.
 
     Args:
         step: What is exported.
         found: The captured step; it is used up.
         training: Whether it has the backward pass.
+        stage: Called with the name of each stage as it begins.
 
     Raises:
         ExportError: If it can't be translated, or the outputs are not as described.
@@ -68,7 +72,7 @@ def assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGrap
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
         for node, entry in batch
     )
-    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified)
+    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
     widen_interface(model)
     _fit(model, found.outputs[0].meta["val"].device.type)
     set_shapes(model, [*specs, *outputs])

@@ -12,10 +12,11 @@ import torch
 
 from ...graph import TrainingGraph
 from ...graph.postprocess import postprocessed
-from ..export_cache import ExportCache, export_cache
+from ..export_cache import export_cache
 from .borrow import borrowed
 from .export import Export, export
 from .isolation import can_isolate, run_in_child
+from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
 
 __all__ = ["GraphBuilder"]
@@ -55,8 +56,14 @@ class GraphBuilder:
         """
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
-        answer = run_in_child(lambda: self._export(batch, training, cache).to_bytes()) if can_isolate() else None
-        found = self._export(batch, training, cache) if answer is None else Export.from_bytes(answer)
+        with showing_progress(type(self.step.model).__name__) as progress:
+
+            def made() -> Export:
+                return export(self.step, batch, training, cache, progress.stage)
+
+            draw = progress.draw if progress.shown else None
+            answer = run_in_child(lambda: made().to_bytes(), draw) if can_isolate() else None
+            found = made() if answer is None else Export.from_bytes(answer)
         graph = TrainingGraph.from_bytes(found.graph)
         self._log_export(found, graph, time.perf_counter() - start)
         for symbol, size in graph.fixed.items():
@@ -67,9 +74,6 @@ class GraphBuilder:
         if not self.contrib_ops:
             _refuse_contrib_ops(graph)
         return graph
-
-    def _export(self, batch: Mapping[str, torch.Tensor], training: bool, cache: ExportCache | None) -> Export:
-        return export(self.step, batch, training, cache)
 
     def _log_export(self, found: Export, graph: TrainingGraph, seconds: float) -> None:
         for remark in found.remarks:

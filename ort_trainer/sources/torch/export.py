@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +77,11 @@ class Export:
 
 
 def export(
-    step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool, cache: ExportCache | None = None
+    step: ExportedStep,
+    batch: Mapping[str, torch.Tensor],
+    training: bool,
+    cache: ExportCache | None,
+    stage: Callable[[str], None],
 ) -> Export:
     """Exports a step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
 
@@ -86,23 +90,30 @@ def export(
         batch: A sample of every input.
         training: Whether to export the joint forward and backward graph, or the one for evaluation.
         cache: Where exports are kept, or None.
+        stage: Called with the name of each stage as it begins.
 
     Raises:
         ExportError: If the model can't be exported or its outputs are not as described.
     """
     with quiet():
-        return _Exporter(step, batch, training, cache).run()
+        return _Exporter(step, batch, training, cache, stage).run()
 
 
 class _Exporter:
     """One export."""
 
     def __init__(
-        self, step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool, cache: ExportCache | None
+        self,
+        step: ExportedStep,
+        batch: Mapping[str, torch.Tensor],
+        training: bool,
+        cache: ExportCache | None,
+        stage: Callable[[str], None],
     ) -> None:
         self._step = step
         self._training = training
         self._cache = cache
+        self._stage = stage
         self._inputs = step.description.inputs
         self._sample = [batch[entry.name] for entry in self._inputs]
         self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
@@ -139,6 +150,7 @@ class _Exporter:
         while True:
             stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
             autocast = self._step.autocast_for(self._sample)
+            self._stage("capture")
             try:
                 program = capture_program(self._module, self._inputs, stand_in, autocast)
                 known = self._known(program)
@@ -187,6 +199,7 @@ class _Exporter:
         return None
 
     def _differentiate(self, program: Program) -> Capture:
+        self._stage("differentiate")
         from .capture import differentiate  # takes seconds, which a graph that is known does not need
 
         return differentiate(program, self._module, self._inputs, self._step.autocast_for(self._sample))
@@ -194,7 +207,7 @@ class _Exporter:
     def _assembled(self, found: Capture) -> Export:
         from .assemble import assemble  # takes seconds and 100 MB, likewise
 
-        graph = assemble(self._step, found, self._training)
+        graph = assemble(self._step, found, self._training, self._stage)
         reasons = {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
         return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons)
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import onnx_ir as ir
 import torch
+from onnxscript.values import TracedOnnxFunction
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -41,7 +44,8 @@ _UNUSABLE = (torch.ops.aten._linalg_det.default, torch.ops.aten._fft_c2r.default
 
 @functools.cache
 def _registry() -> _registration.ONNXRegistry:
-    with quiet():
+    # For each of its 500 functions the registry asks for a domain, and would parse their sources to tell.
+    with quiet(), mock.patch.object(TracedOnnxFunction, "function_ir", SimpleNamespace(domain="")):
         registry = _registration.ONNXRegistry.from_torchlib()
         for operator, function in TRANSLATIONS.items():
             registry.register_op(operator, function)
