@@ -79,6 +79,9 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
 def _environment() -> Iterator[str]:
     """Yields what works on the program, and the settings of PyTorch that it looks at."""
     yield from _versions()
+    if _hash_of_sources() != _SOURCES_AT_IMPORT:
+        raise NoFingerprint("the source of ort_trainer has been changed while it runs")
+    yield f"sources {_SOURCES_AT_IMPORT}"
     yield f"engine {engine_identity()}"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise NoFingerprint("a mode of PyTorch is active, such as torch.set_default_device()")
@@ -87,13 +90,20 @@ def _environment() -> Iterator[str]:
     yield f"backends {torch.get_float32_matmul_precision()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-@functools.cache
-def _versions() -> tuple[str, ...]:
+def _hash_of_sources() -> str:
     sources = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         content = path.read_bytes()
         sources.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
-    found = [f"sources {sources.hexdigest()}", f"python {platform.python_version()} {platform.machine()}"]
+    return sources.hexdigest()
+
+
+_SOURCES_AT_IMPORT = _hash_of_sources()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    found = [f"python {platform.python_version()} {platform.machine()}"]
     found.append(f"torch {torch.__version__} {torch.version.git_version}")
     for name in _LIBRARIES:
         try:

@@ -146,16 +146,25 @@ def test_whatever_changes_the_graph_changes_the_key() -> None:
     assert not same
 
 
-@pytest.mark.parametrize("setting", ["defaults", "engine", "sources"])
+@pytest.mark.parametrize("setting", ["defaults", "engine", "versions", "sources"])
 def test_what_works_on_the_program_counts(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
     if setting == "defaults":
         monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     elif setting == "engine":
         monkeypatch.setattr(fingerprint, "engine_identity", lambda: "another one")
+    elif setting == "versions":
+        monkeypatch.setattr(fingerprint, "_versions", lambda: ("another torch",))
     else:
-        monkeypatch.setattr(fingerprint, "_versions", lambda: ("another package",))
+        monkeypatch.setattr(fingerprint, "_SOURCES_AT_IMPORT", "other code")
+        monkeypatch.setattr(fingerprint, "_hash_of_sources", lambda: "other code")
     assert key() != before
+
+
+def test_a_package_that_is_edited_while_it_runs_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_hash_of_sources", lambda: "other code")
+    with pytest.raises(NoFingerprint, match="the source of ort_trainer has been changed while it runs"):
+        key()
 
 
 def test_tensors_that_share_memory_count() -> None:
