@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
@@ -14,10 +15,12 @@ from ...graph import TrainingGraph
 from ...graph.postprocess import postprocessed
 from ..export_cache import export_cache
 from .borrow import borrowed
-from .export import Export, export
 from .isolation import can_isolate, run_in_child
 from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
+
+if TYPE_CHECKING:
+    from .export import Export
 
 __all__ = ["GraphBuilder"]
 
@@ -54,6 +57,8 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs are not as described.
         """
+        from .export import Export, export  # what it imports is no concern of a user who only imports the package
+
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         with showing_progress(type(self.step.model).__name__) as progress:

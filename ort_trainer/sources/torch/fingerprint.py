@@ -19,7 +19,6 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -28,6 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.engine import engine_identity
+from ..export_cache import SOURCES_AT_IMPORT, hash_of_sources
 from .program import Program, names_in_model
 from .step_module import ExportedStep, StepModule, canonical_names
 from .symbols import is_choice_of_library
@@ -38,7 +38,6 @@ __all__ = ["NoFingerprint", "fingerprint"]
 # written somewhere else, perhaps in the user's script.
 _NAMESPACES = frozenset({"aten", "prim", "prims"})
 _LIBRARIES = ("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "onnxruntime-training", "networkx", "numpy")
-_PACKAGE = Path(__file__).parents[2]
 # Of what torch.export notes at a node, what later stages read, beside the value itself.
 _METADATA = ("nn_module_stack", "torch_fn", "custom")
 
@@ -79,26 +78,17 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
 def _environment() -> Iterator[str]:
     """Yields what works on the program, and the settings of PyTorch that it looks at."""
     yield from _versions()
-    if _hash_of_sources() != _SOURCES_AT_IMPORT:
+    if hash_of_sources() != SOURCES_AT_IMPORT:
         raise NoFingerprint("the source of ort_trainer has been changed while it runs")
-    yield f"sources {_SOURCES_AT_IMPORT}"
+    yield f"sources {SOURCES_AT_IMPORT}"
     yield f"engine {engine_identity()}"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise NoFingerprint("a mode of PyTorch is active, such as torch.set_default_device()")
     yield f"defaults {torch.get_default_dtype()} {torch.are_deterministic_algorithms_enabled()}"
     yield f"backends {torch._C._has_mkldnn} {torch._C._get_mkldnn_enabled()}"
+    for config in (torch._functorch.config, torch.fx.experimental._config):  # what differs from the defaults
+        yield f"{config.__name__} {config.codegen_config()}"
     yield f"backends {torch.get_float32_matmul_precision()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _hash_of_sources() -> str:
-    sources = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        content = path.read_bytes()
-        sources.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
-    return sources.hexdigest()
-
-
-_SOURCES_AT_IMPORT = _hash_of_sources()
 
 
 @functools.cache

@@ -146,23 +146,27 @@ def test_whatever_changes_the_graph_changes_the_key() -> None:
     assert not same
 
 
-@pytest.mark.parametrize("setting", ["defaults", "engine", "versions", "sources"])
+@pytest.mark.parametrize("setting", ["defaults", "config", "engine", "versions", "sources"])
 def test_what_works_on_the_program_counts(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
     if setting == "defaults":
         monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    elif setting == "config":
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            assert key() != before
+        return
     elif setting == "engine":
         monkeypatch.setattr(fingerprint, "engine_identity", lambda: "another one")
     elif setting == "versions":
         monkeypatch.setattr(fingerprint, "_versions", lambda: ("another torch",))
     else:
-        monkeypatch.setattr(fingerprint, "_SOURCES_AT_IMPORT", "other code")
-        monkeypatch.setattr(fingerprint, "_hash_of_sources", lambda: "other code")
+        monkeypatch.setattr(fingerprint, "SOURCES_AT_IMPORT", "other code")
+        monkeypatch.setattr(fingerprint, "hash_of_sources", lambda: "other code")
     assert key() != before
 
 
 def test_a_package_that_is_edited_while_it_runs_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_hash_of_sources", lambda: "other code")
+    monkeypatch.setattr(fingerprint, "hash_of_sources", lambda: "other code")
     with pytest.raises(NoFingerprint, match="the source of ort_trainer has been changed while it runs"):
         key()
 
