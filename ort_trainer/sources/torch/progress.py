@@ -56,6 +56,7 @@ class Progress:
     def close(self) -> None:
         """Takes the line away."""
         if self._pipe is not None:
+            self.draw()  # for a terminal that keeps what is overwritten, such as a log of it
             self._stream.write(_TO_LINE_START + _CLEAR_TO_LINE_END)
             self._stream.flush()
             for end in self._pipe:
