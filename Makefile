@@ -12,6 +12,9 @@ FIRST_ONLY := test_examples.py test_package.py test_bad_input.py sources/torch/t
 	training/test_batch.py options checkpoint $(addprefix compat/test_,older_api.py names.py options.py checkpoint.py)
 FIRST_ONLY := $(FIRST_ONLY:%=tests/%)
 
+# The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
+test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
+
 .PHONY: setup setup-stock demo test lint format bench fidelity operators docs clean
 
 # The stamp depends on what is installed, so that a changed constraint installs again.

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 from onnxruntime.capi import _pybind_state
 
-from ort_trainer.sources.torch import export  # noqa: F401
+from ort_trainer.sources.torch import assemble  # noqa: F401
 from ort_trainer.sources.torch.decompositions import decomposition_table
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # as many workers run as there are cores
+
+# Nothing of the user's own cache is used or changed. `make test` names a folder that stays, so that only the first run
+# exports everything; without it there is one for this run, which all its workers share.
+if "ORT_TRAINER_CACHE" not in os.environ:
+    os.environ["ORT_TRAINER_CACHE"] = tempfile.mkdtemp(prefix="ort_trainer_exports_")
+    atexit.register(shutil.rmtree, os.environ["ORT_TRAINER_CACHE"], ignore_errors=True)
 
 # Exports run in forked children: what is imported and built here, none of them has to do again.
 decomposition_table()

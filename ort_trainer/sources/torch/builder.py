@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
 
 from ...graph import TrainingGraph
 from ...graph.postprocess import postprocessed
+from ..export_cache import export_cache
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
+from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
+
+if TYPE_CHECKING:
+    from .export import Export
 
 __all__ = ["GraphBuilder"]
 
@@ -31,11 +36,13 @@ class GraphBuilder:
         step: What to export.
         postprocess: The user's own pass over the ONNX model, or None.
         contrib_ops: Whether that may add operators that are not standard ONNX.
+        cached: Whether exports are kept on disk, and looked for there.
     """
 
     step: ExportedStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
     contrib_ops: bool = True
+    cached: bool = True
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
@@ -50,14 +57,22 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs are not as described.
         """
+        from .export import Export, export  # what it imports is no concern of a user who only imports the package
+
         start = time.perf_counter()
-        answer = run_in_child(lambda: _encode(*self._export(batch, training))) if can_isolate() else None
-        graph, reasons = self._export(batch, training) if answer is None else _decode(answer)
-        kind = "training" if training else "evaluation"
-        seconds = time.perf_counter() - start
-        _log.info("exported the %s graph in %.1f s: %d nodes", kind, seconds, len(graph.model.graph))
+        cache = export_cache() if self.cached else None
+        with showing_progress(type(self.step.model).__name__) as progress:
+
+            def made() -> Export:
+                return export(self.step, batch, training, cache, progress.stage)
+
+            draw = progress.draw if progress.shown else None
+            answer = run_in_child(lambda: made().to_bytes(), draw) if can_isolate() else None
+            found = made() if answer is None else Export.from_bytes(answer)
+        graph = TrainingGraph.from_bytes(found.graph)
+        self._log_export(found, graph, time.perf_counter() - start)
         for symbol, size in graph.fixed.items():
-            where = reasons.get(symbol, "")
+            where = found.reasons.get(symbol, "")
             _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
         if self.postprocess is not None:
             graph = postprocessed(graph, self.postprocess)
@@ -65,10 +80,15 @@ class GraphBuilder:
             _refuse_contrib_ops(graph)
         return graph
 
-    def _export(self, batch: Mapping[str, torch.Tensor], training: bool) -> tuple[TrainingGraph, dict[str, str]]:
-        from .export import export  # the exporter's own imports take seconds and 100 MB
-
-        return export(self.step, batch, training)
+    def _log_export(self, found: Export, graph: TrainingGraph, seconds: float) -> None:
+        for remark in found.remarks:
+            _log.info("%s", remark)
+        kind, nodes = "training" if graph.training else "evaluation", len(graph.model.graph)
+        if found.found:
+            _log.info("took the %s graph from the cache in %.1f s: %d nodes, %s", kind, seconds, nodes, found.kept)
+        else:
+            where = f", kept in {found.kept}" if found.kept else ""
+            _log.info("exported the %s graph in %.1f s: %d nodes%s", kind, seconds, nodes, where)
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns what PyTorch itself computes in evaluation mode, with the model's own weights."""
@@ -86,13 +106,3 @@ def _refuse_contrib_ops(graph: TrainingGraph) -> None:
             f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(found)}, which is not standard "
             "ONNX: leave them out of _internal_use.extra_postprocess, or set it to True"
         )
-
-
-def _encode(graph: TrainingGraph, reasons: Mapping[str, str]) -> bytes:
-    text = json.dumps(reasons).encode()
-    return len(text).to_bytes(8, "little") + text + graph.to_bytes()
-
-
-def _decode(data: bytes) -> tuple[TrainingGraph, dict[str, str]]:
-    end = 8 + int.from_bytes(data[:8], "little")
-    return TrainingGraph.from_bytes(data[end:]), json.loads(data[8:end])

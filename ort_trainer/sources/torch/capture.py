@@ -1,4 +1,4 @@
-"""Captures a step as one flat graph of ATen operators: PyTorch's own forward pass, backward pass and buffer updates.
+"""Differentiates a captured step into one flat graph of ATen operators: forward pass, backward pass, buffer updates.
 
 ``aot_export_joint_with_descriptors`` is a private function of PyTorch. It is called here only, and the torch
 version that the package depends on is bounded because of it.
@@ -7,8 +7,6 @@ version that the package depends on is bounded because of it.
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,21 +24,19 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ExportError
 from ...options import InputDescription
-from .autograd_watch import watch_autograd
-from .checkpoint_marks import marked_checkpoints
-from .composites import exportable_functions, replace_composites
+from .composites import replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
-from .size_one import squeezed_sizes, watch_size_one
+from .program import Program, capturing, names_in_model
+from .size_one import squeezed_sizes
 from .source_lines import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "differentiate"]
 
 
 @dataclass
@@ -70,45 +66,27 @@ class Capture:
     symbols: SymbolTable
 
 
-def capture(
-    module: StepModule,
-    inputs: Sequence[InputDescription],
-    sample: Sequence[torch.Tensor],
-    autocast: torch.autocast,
+def differentiate(
+    program: Program, module: StepModule, inputs: Sequence[InputDescription], autocast: torch.autocast
 ) -> Capture:
-    """Captures a step.
+    """Differentiates a captured step, which is used up.
 
     If any parameter requires grad, the graph has the backward pass; otherwise it is the forward pass alone.
 
     Args:
-        module: The step, already in the mode and with the trainable parameters that the graph is for.
+        program: What was captured.
+        module: The step, in the mode and with the trainable parameters that it was captured with.
         inputs: Descriptions of the batch.
-        sample: A batch; sizes of symbolic dimensions must be at least 2.
         autocast: The policy of mixed precision, enabled or not.
 
     Raises:
-        ExportError: If PyTorch can't export the model.
+        ExportError: If PyTorch can't differentiate the model.
     """
-    _refuse_hooks(module)
-    dims = tuple(
-        {axis: torch.export.Dim.AUTO for axis, size in enumerate(entry.shape) if isinstance(size, str)}
-        for entry in inputs
-    )
+    special = set(program.special)
+    exported = program.exported.module(check_guards=False)
+    assert isinstance(exported, torch.fx.GraphModule)
     with contextlib.ExitStack() as stack:
-        # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(exportable_functions())
-        stack.enter_context(autocast)
-        with watch_autograd() as custom_backward, watch_size_one() as special, marked_checkpoints():
-            program = _export(module, tuple(sample), dims)
-        _refuse_changed_constants(program)
-        # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
-        names = program.graph_signature.user_inputs
-        placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        fakes = tuple(placeholders[str(name)].meta["val"] for name in names)
-        fake_mode = fakes[0].fake_mode
-        exported = program.module(check_guards=False)
-        assert isinstance(exported, torch.fx.GraphModule)
+        stack.enter_context(capturing(autocast))
         # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
@@ -117,40 +95,18 @@ def capture(
                 replace_composites(part)
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
-        core = module if custom_backward else exported
-        stack.enter_context(fake_mode)
-        joint = _differentiate(stack, core, fakes, module)
-        symbols = SymbolTable(fake_mode.shape_env, inputs, [fake.shape for fake in fakes], special)
+        core = module if program.as_it_stands else exported
+        stack.enter_context(program.fake_mode)
+        joint = _differentiate(stack, core, program, module)
+        shapes = [fake.shape for fake in program.inputs]
+        symbols = SymbolTable(program.fake_mode.shape_env, inputs, shapes, special)
     _drop_assertions(joint)
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
-    result = _sort(joint, _names_in_model(module), {**tensors, **program.constants}, symbols)
+    constants = program.exported.constants
+    result = _sort(joint, names_in_model(module), {**tensors, **constants}, symbols)
     _refuse_captured_parameters(result.constants.values(), module.model)
     return result
-
-
-def _refuse_hooks(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
-    for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
-
-
-def _names_in_model(module: StepModule) -> dict[str, str]:
-    """Returns the names of the step's tensors that are the model's, each with its name there.
-
-    What a loss function holds beside them is no part of the model: it is constant.
-    """
-    model, step = (
-        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
-        for m in (module.model, module)
-    )
-    own: dict[int, str] = {}
-    for name, tensor in model:
-        own.setdefault(id(tensor), f"model.{name}")
-    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
 
 
 def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
@@ -166,48 +122,13 @@ def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Mod
             )
 
 
-def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
-    """Raises if the model changes a tensor in place that is neither parameter nor buffer: its change would be lost."""
-    kept = program.graph_signature.inputs_to_lifted_tensor_constants
-    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
-    for node in (node for part in parts for node in part.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            base = value
-            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
-                base = base.args[0] if base.target.is_view else None
-            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
-                name = str(kept[base.name])
-                name = name.removeprefix("model.")
-                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
-                raise ExportError(
-                    f"forward() changes {what} in place, a plain tensor, so that the change would be lost: make it a "
-                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
-                )
-
-
-def _export(
-    module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
-) -> torch.export.ExportedProgram:
-    try:
-        # Before it raises, it prints the graph as far as it came.
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
-        sys.stderr.write(said.getvalue())
-        return program
-    except ExportError:
-        raise
-    except Exception as error:
-        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
-
-
 def _differentiate(
-    stack: contextlib.ExitStack, core: nn.Module, fakes: tuple[torch.Tensor, ...], module: StepModule
+    stack: contextlib.ExitStack, core: nn.Module, program: Program, module: StepModule
 ) -> torch.fx.GraphModule:
     try:
-        with tracing(TracingContext(fakes[0].fake_mode)):  # type: ignore[attr-defined]
-            joint = aot_export_joint_with_descriptors(stack, core, fakes, decompositions=decomposition_table())
+        with tracing(TracingContext(program.fake_mode)):
+            table = decomposition_table()
+            joint = aot_export_joint_with_descriptors(stack, core, program.inputs, decompositions=table)
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module
     except ExportError:

@@ -1,195 +1,226 @@
-"""Exports a model: capture, names, translation. It pulls in the whole exporter, so it is imported when it is used."""
+"""Exports a step, or finds that the same one has been exported before: capture, look-up, differentiation, translation.
+
+Whatever only a real export needs is imported when there is one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 import torch
 
 from ...errors import ExportError
-from ...graph import Dim, TensorSpec, TrainingGraph
 from ...graph.dims import holds, symbols_of
-from ...graph.names import Names
-from ...options import ModelDescription
-from ...runtime.bfloat16 import widen_interface
-from ...runtime.kernels import fit_to_kernels
+from ..export_cache import ExportCache
 from .borrow import borrowed
-from .capture import Capture, capture
+from .fingerprint import NoFingerprint, fingerprint
 from .kept_state import refuse_kept_tensors
+from .program import Program, capture_program
 from .quiet import quiet
-from .random_inputs import lift_random_numbers
-from .recompute import apply_recompute
-from .source_lines import drop_source, forward_line, onnx_source_line
-from .step_module import ExportedStep, StepModule, canonical_names
-from .to_onnx import set_shapes, to_onnx
+from .source_lines import forward_line
+from .step_module import ExportedStep, StepModule
 
-__all__ = ["export"]
+if TYPE_CHECKING:
+    from .capture import Capture
 
-_LOSS_SCALE = "__loss_scale_input_name"
+__all__ = ["Export", "export"]
+
 # Where a sample has size 1 in a symbolic dimension; unlike most sizes that a model has itself.
 _STAND_IN_SIZE = 7
 
 
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """An exported graph, and what is said about it.
+
+    Attributes:
+        graph: The bytes of a :class:`~ort_trainer.graph.TrainingGraph`.
+        guards: Conditions on the symbolic sizes under which it is the right one.
+        fixed: Symbol -> the only size that it has for it.
+        reasons: The same symbols with the places where the model fixes them.
+        kept: Where the graph was found, or is kept from now on; empty if nowhere.
+        found: Whether it was found rather than made.
+        remarks: What there is to say about the cache.
+    """
+
+    graph: bytes
+    guards: tuple[str, ...]
+    fixed: Mapping[str, int]
+    reasons: Mapping[str, str]
+    kept: str = ""
+    found: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def accepts(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the graph is right for these sizes of all symbolic dimensions."""
+        return all(sizes.get(symbol) == size for symbol, size in self.fixed.items()) and not _violated(
+            self.guards, sizes
+        )
+
+    def to_bytes(self) -> bytes:
+        """Returns all of it as bytes."""
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "graph"}
+        text = json.dumps(head).encode()
+        return len(text).to_bytes(8, "little") + text + self.graph
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Export:
+        """Returns what :meth:`to_bytes` wrote."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        head = json.loads(data[8:end])
+        lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
+        return cls(graph=data[end:], **{**head, **lists})
+
+
 def export(
-    step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool
-) -> tuple[TrainingGraph, dict[str, str]]:
+    step: ExportedStep,
+    batch: Mapping[str, torch.Tensor],
+    training: bool,
+    cache: ExportCache | None,
+    stage: Callable[[str], None],
+) -> Export:
     """Exports a step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
 
     Args:
         step: What to export.
         batch: A sample of every input.
         training: Whether to export the joint forward and backward graph, or the one for evaluation.
-
-    Returns:
-        The graph, and for every symbolic dimension that the model fixes the place where it does so.
+        cache: Where exports are kept, or None.
+        stage: Called with the name of each stage as it begins.
 
     Raises:
         ExportError: If the model can't be exported or its outputs are not as described.
     """
     with quiet():
-        found = _capture(step, [batch[entry.name] for entry in step.description.inputs], training)
-        if training and not found.gradients:
+        return _Exporter(step, batch, training, cache, stage).run()
+
+
+class _Exporter:
+    """One export."""
+
+    def __init__(
+        self,
+        step: ExportedStep,
+        batch: Mapping[str, torch.Tensor],
+        training: bool,
+        cache: ExportCache | None,
+        stage: Callable[[str], None],
+    ) -> None:
+        self._step = step
+        self._training = training
+        self._cache = cache
+        self._stage = stage
+        self._inputs = step.description.inputs
+        self._sample = [batch[entry.name] for entry in self._inputs]
+        self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
+        self._module = StepModule(step)
+        self._keys: list[str] = []
+        self._remarks: list[str] = []
+
+    def run(self) -> Export:
+        step = self._step
+        trainable = {f"model.{name}" for name in step.trainable} if self._training else set()
+        with borrowed(self._module, trainable, self._training, step.modes if self._training else None):
+            found = self._capture()
+            with step.autocast_for(self._sample):
+                refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
+        if isinstance(found, Export):
+            return found
+        if self._training and not found.gradients:
             raise ExportError(
                 "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
             )
-        graph = _assemble(step, found, training)
-    return graph, {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
+        return self._kept(self._assembled(found))
 
+    def _capture(self) -> Export | Capture:
+        """Captures the step with stand-ins where a symbolic dimension of the sample has size 1.
 
-def _capture(step: ExportedStep, sample: Sequence[torch.Tensor], training: bool) -> Capture:
-    """Captures the step with stand-ins where a symbolic dimension of the sample has size 1.
+        The exporter takes a size of 1 for a constant. Where the model itself depends on such a size, the capture is
+        repeated with the sample's own.
 
-    The exporter takes a size of 1 for a constant. Where the model itself depends on such a size, the capture is
-    repeated with the sample's own.
-    """
-    inputs = step.description.inputs
-    sizes = step.description.sizes({e.name: tuple(value.shape) for e, value in zip(inputs, sample, strict=True)})
-    enlarged = {symbol for symbol, size in sizes.items() if size == 1}
-    trainable = {f"model.{name}" for name in step.trainable} if training else set()
-    module = StepModule(step)
-    with borrowed(module, trainable, training, step.modes if training else None):
+        Returns:
+            The graph where it is known, or else the differentiated step.
+        """
+        enlarged = {symbol for symbol, size in self._sizes.items() if size == 1}
         while True:
-            stand_in = [_enlarge(e.shape, value, enlarged) for e, value in zip(inputs, sample, strict=True)]
+            stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
+            autocast = self._step.autocast_for(self._sample)
+            self._stage("capture")
             try:
-                found = capture(module, inputs, stand_in, step.autocast_for(sample))
+                program = capture_program(self._module, self._inputs, stand_in, autocast)
+                known = self._known(program)
+                if known is not None:
+                    return known
+                found = self._differentiate(program)
             except ExportError:
                 if not enlarged:
                     raise
                 enlarged = set()
                 continue
-            wrong = enlarged & (set(found.symbols.fixed) | _violated(found, sizes))
+            conditions, _ = found.symbols.guards()
+            wrong = enlarged & (set(found.symbols.fixed) | _violated(conditions, self._sizes))
             if not wrong:
-                with step.autocast_for(sample):
-                    refuse_kept_tensors(module, module.run, sample, module.left)
                 return found
             enlarged -= wrong
 
+    def _known(self, program: Program) -> Export | None:
+        """Returns the graph that is kept for a captured step, where there is one that takes the sample's sizes.
 
-def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGraph:
-    canonical = canonical_names(step.model)
-    description = step.description
-    names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
-    outputs = _outputs(step.description, found)
-    random = lift_random_numbers(found.module.graph, found.symbols) if training else {}
-    random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
-    if training:
-        apply_recompute(step.recompute, found, random, step.model)
-    state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
-    state_names = {name: names.unique(name) for name in state.values()}
-    # A gradient without elements changes nothing, and has no memory that could be bound.
-    gradients = {canonical[_own(name)]: node for name, node in found.gradients.items() if node.meta["val"].numel()}
-    gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
-    updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
-    update_names = {name: names.unique(f"{name}.updated") for name in updates}
-    batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
+        A graph is right for all sizes that its guards accept, so the first key knows nothing of the sample's. The
+        second one does: under it is what was made because the first graph was not right.
+        """
+        self._keys, self._remarks = [], []
+        if self._cache is None:
+            return None
+        try:
+            key = fingerprint(program, self._module, self._step, self._training)
+        except NoFingerprint as reason:
+            self._remarks.append(f"this export can't be kept: {reason}")
+            return None
+        sizes = "-".join(str(size) for _, size in sorted(self._sizes.items()))
+        self._keys = [key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"]
+        for number, key in enumerate(self._keys):
+            data, remark = self._cache.load(key)
+            if remark:
+                self._remarks.append(remark)
+            if data is None:
+                self._keys = self._keys[number:]
+                return None
+            known = Export.from_bytes(data)
+            if known.accepts(self._sizes):
+                path = str(self._cache.path(key))
+                return dataclasses.replace(known, kept=path, found=True, remarks=tuple(self._remarks))
+        self._keys = self._keys[-1:]
+        return None
 
-    inputs = [(node, state_names[name]) for node, name in state.items()]
-    inputs += [(node, entry.name) for node, entry in batch]
-    inputs += [(node, spec.name) for node, spec in random.items()]
-    loss_scale = None
-    if found.tangent is not None:
-        fake = found.tangent.meta["val"]
-        loss_scale = TensorSpec(_LOSS_SCALE, fake.dtype, tuple(int(size) for size in fake.shape))
-        inputs.append((found.tangent, _LOSS_SCALE))
-    results = list(zip(found.outputs, description.output_names, strict=True))
-    results += [(node, gradient_names[name]) for name, node in gradients.items()]
-    results += [(node, update_names[name]) for name, node in updates.items()]
-    specs = tuple(
-        TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
-        for node, entry in batch
-    )
-    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified)
-    widen_interface(model)
-    _fit(model, found.outputs[0].meta["val"].device.type)
-    set_shapes(model, [*specs, *outputs])
-    guards, frozen = found.symbols.guards()
-    return TrainingGraph(
-        model=model,
-        training=training,
-        inputs=specs,
-        outputs=outputs,
-        loss=description.loss.name,
-        state=state_names,
-        gradients=gradient_names,
-        buffer_updates=update_names,
-        loss_scale=loss_scale,
-        random=tuple(random.values()),
-        guards=tuple(guards),
-        fixed={**frozen, **found.symbols.fixed},
-    )
+    def _differentiate(self, program: Program) -> Capture:
+        self._stage("differentiate")
+        from .capture import differentiate  # takes seconds, which a graph that is known does not need
 
+        return differentiate(program, self._module, self._inputs, self._step.autocast_for(self._sample))
 
-def _fit(model: ir.Model, device: str) -> None:
-    """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
-    missing = fit_to_kernels(model, device, onnx_source_line)
-    if missing:
-        raise ExportError(
-            "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
-            "before.\n  " + "\n  ".join(missing)
+    def _assembled(self, found: Capture) -> Export:
+        from .assemble import assemble  # takes seconds and 100 MB, likewise
+
+        graph = assemble(self._step, found, self._training, self._stage)
+        reasons = {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
+        return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons)
+
+    def _kept(self, made: Export) -> Export:
+        if self._cache is None or not self._keys:
+            return dataclasses.replace(made, remarks=tuple(self._remarks))
+        key = self._keys[0]
+        remark = self._cache.store(key, made.to_bytes())
+        if remark and remark not in self._remarks:
+            self._remarks.append(remark)
+        return dataclasses.replace(
+            made, kept="" if remark else str(self._cache.path(key)), remarks=tuple(self._remarks)
         )
-    drop_source(model)
-
-
-def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:
-    """Returns what the outputs are, after a look at whether they are as described."""
-    specs = []
-    for entry, node in zip(description.outputs, found.outputs, strict=True):
-        fake = node.meta["val"]
-        if description.inferred:
-            shape = found.symbols.shape(fake)
-            specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
-            continue
-        if fake.dim() != len(entry.shape) and not (entry.is_loss and fake.numel() == 1):
-            raise ExportError(
-                f"output {entry.name!r} has {fake.dim()} dimensions, shape {list(fake.shape)}, but model_desc says "
-                f"{len(entry.shape)}: {list(entry.shape)}"
-            )
-        for axis, (size, described) in enumerate(zip(fake.shape, entry.shape, strict=False)):
-            if isinstance(size, int) and isinstance(described, int) and size != described:
-                raise ExportError(
-                    f"output {entry.name!r} has size {size} in dimension {axis}, but model_desc says {described}: "
-                    f"{list(entry.shape)}"
-                )
-        specs.append(TensorSpec(entry.name, fake.dtype, found.symbols.shape(fake), entry.shape))
-    return tuple(specs)
-
-
-def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Returns a shape as a model description would have it: sizes, and names of dimensions."""
-    if shape is None:
-        return default
-    plain = {f"dim({symbol!r})": symbol for size in shape for symbol in symbols_of(size)}
-    return tuple(
-        size if isinstance(size, int) else plain.get(size, name) for size, name in zip(shape, default, strict=False)
-    )
-
-
-def _own(name: str) -> str:
-    """Returns a name within the user's model from one within the step module."""
-    return name.removeprefix("model.")
 
 
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:
@@ -197,7 +228,6 @@ def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collectio
     return value.repeat(repeats) if any(count > 1 for count in repeats) else value
 
 
-def _violated(found: Capture, sizes: Mapping[str, int]) -> set[str]:
+def _violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
     """Returns the symbols of all conditions that do not hold for these sizes."""
-    conditions, _ = found.symbols.guards()
-    return {symbol for guard in conditions if not holds(guard, sizes) for symbol in symbols_of(guard)}
+    return {symbol for guard in guards if not holds(guard, sizes) for symbol in symbols_of(guard)}

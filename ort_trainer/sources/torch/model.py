@@ -110,7 +110,12 @@ class TorchSource(ModelSource):
             simplified=internal.enable_internal_postprocess,
             recompute=_recompute_options(self._options),
         )
-        return GraphBuilder(step, internal.extra_postprocess, internal.enable_onnx_contrib_ops)
+        return GraphBuilder(
+            step,
+            internal.extra_postprocess,
+            internal.enable_onnx_contrib_ops,
+            cached=self._options.utils.cache_exports,
+        )
 
 
 def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:

@@ -14,11 +14,15 @@ from torch.utils._sympy.printers import PythonPrinter
 from ...graph import Dim, evaluate
 from ...options import InputDescription
 
-__all__ = ["SymbolTable", "hint"]
-
+__all__ = ["SymbolTable", "hint", "is_choice_of_library"]
 
 # PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
+
+
+def is_choice_of_library(guard: Any) -> bool:
+    """Returns whether a condition on sizes was asked for to choose a library, which changes no numbers."""
+    return _CHOICE_OF_LIBRARY.search(str(guard.sloc)) is not None
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -83,7 +87,7 @@ class SymbolTable:
         conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
         frozen: dict[str, int] = {}
         for guard in self._shape_env.guards:
-            if _CHOICE_OF_LIBRARY.search(str(guard.sloc)):
+            if is_choice_of_library(guard):
                 continue
             condition = self._print(guard.expr)
             if condition is None:

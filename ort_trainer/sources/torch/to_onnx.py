@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -28,6 +28,7 @@ def to_onnx(
     constants: Mapping[torch.fx.Node, torch.Tensor],
     opset: int,
     thoroughly: bool = True,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> ir.Model:
     """Translates a captured graph.
 
@@ -39,10 +40,12 @@ def to_onnx(
         constants: Placeholders that become constants of the model.
         opset: ONNX operator set.
         thoroughly: Whether to make the model smaller.
+        stage: Called with the name of each stage as it begins.
 
     Returns:
         The model; its nodes still know the lines of the user's code that they come from.
     """
+    stage("translate")
     placeholders = module.graph.find_nodes(op="placeholder")
     model = translate(module, [node for node, _ in results])
     operators = {node.name: str(node.meta.get("original_aten", node.target)) for node in module.graph.nodes}
@@ -55,6 +58,7 @@ def to_onnx(
             model.graph.register_initializer(values[node])
     # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
     common_passes.OutputFixPass()(model)
+    stage("simplify")
     simplify(model, thoroughly)
     lower_after(model)
     convert_opset(model, opset)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
+from unittest import mock
 
 import onnx_ir as ir
 import torch
+from onnxscript.values import TracedOnnxFunction
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -37,7 +40,8 @@ __all__ = ["has_translation", "translate"]
 
 @functools.cache
 def _torchlib() -> _registration.ONNXRegistry:
-    with quiet():
+    # For each of its 500 functions the registry asks for a domain, and would parse their sources to find it.
+    with quiet(), mock.patch.object(TracedOnnxFunction, "function_ir", SimpleNamespace(domain="")):
         return _registration.ONNXRegistry.from_torchlib()
 
 

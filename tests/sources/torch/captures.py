@@ -11,7 +11,8 @@ from torch import nn
 from ort_trainer.options import ModelDescription
 from ort_trainer.sources.torch import ExportedStep
 from ort_trainer.sources.torch.borrow import borrowed
-from ort_trainer.sources.torch.capture import Capture, capture
+from ort_trainer.sources.torch.capture import Capture, differentiate
+from ort_trainer.sources.torch.program import capture_program
 from ort_trainer.sources.torch.step_module import StepModule
 
 
@@ -28,4 +29,6 @@ def captured(
     step = ExportedStep(model, ModelDescription(desc), loss_fn, trainable)
     module = StepModule(step)
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
-        return capture(module, step.description.inputs, sample, step.autocast_for(sample))
+        inputs = step.description.inputs
+        program = capture_program(module, inputs, sample, step.autocast_for(sample))
+        return differentiate(program, module, inputs, step.autocast_for(sample))

@@ -58,5 +58,5 @@ def test_export_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.train_step(x, y)[0].shape == expected[0].shape
     with monkeypatch.context() as patch:
         patch.setattr("ort_trainer.sources.torch.builder.can_isolate", lambda: True)
-        patch.setattr("ort_trainer.sources.torch.builder.run_in_child", lambda _: None)
+        patch.setattr("ort_trainer.sources.torch.builder.run_in_child", lambda *_: None)
         mlp_trainer().train_step(x, y)  # a child that failed: the export runs here

@@ -1,0 +1,143 @@
+"""Makes the training graph of a captured step: names, random inputs, recomputation, translation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from ...errors import ExportError
+from ...graph import Dim, TensorSpec, TrainingGraph
+from ...graph.dims import symbols_of
+from ...graph.names import Names
+from ...options import ModelDescription
+from ...runtime.bfloat16 import widen_interface
+from ...runtime.kernels import fit_to_kernels
+from .capture import Capture
+from .random_inputs import lift_random_numbers
+from .recompute import apply_recompute
+from .source_lines import drop_source, onnx_source_line
+from .step_module import ExportedStep, canonical_names
+from .to_onnx import set_shapes, to_onnx
+
+__all__ = ["assemble"]
+
+_LOSS_SCALE = "__loss_scale_input_name"
+
+
+def assemble(
+    step: ExportedStep, found: Capture, training: bool, stage: Callable[[str], None] = lambda _: None
+) -> TrainingGraph:
+    """Gives every input and result of a captured step its name, and translates it to ONNX.
+
+    Args:
+        step: What is exported.
+        found: The captured step; it is used up.
+        training: Whether it has the backward pass.
+        stage: Called with the name of each stage as it begins.
+
+    Raises:
+        ExportError: If it can't be translated, or the outputs are not as described.
+    """
+    canonical = canonical_names(step.model)
+    description = step.description
+    names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
+    outputs = _outputs(step.description, found)
+    random = lift_random_numbers(found.module.graph, found.symbols) if training else {}
+    random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
+    if training:
+        apply_recompute(step.recompute, found, random, step.model)
+    state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
+    state_names = {name: names.unique(name) for name in state.values()}
+    # A gradient without elements changes nothing, and has no memory that could be bound.
+    gradients = {canonical[_own(name)]: node for name, node in found.gradients.items() if node.meta["val"].numel()}
+    gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
+    updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
+    update_names = {name: names.unique(f"{name}.updated") for name in updates}
+    batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
+
+    inputs = [(node, state_names[name]) for node, name in state.items()]
+    inputs += [(node, entry.name) for node, entry in batch]
+    inputs += [(node, spec.name) for node, spec in random.items()]
+    loss_scale = None
+    if found.tangent is not None:
+        fake = found.tangent.meta["val"]
+        loss_scale = TensorSpec(_LOSS_SCALE, fake.dtype, tuple(int(size) for size in fake.shape))
+        inputs.append((found.tangent, _LOSS_SCALE))
+    results = list(zip(found.outputs, description.output_names, strict=True))
+    results += [(node, gradient_names[name]) for name, node in gradients.items()]
+    results += [(node, update_names[name]) for name, node in updates.items()]
+    specs = tuple(
+        TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
+        for node, entry in batch
+    )
+    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
+    widen_interface(model)
+    _fit(model, found.outputs[0].meta["val"].device.type)
+    set_shapes(model, [*specs, *outputs])
+    guards, frozen = found.symbols.guards()
+    return TrainingGraph(
+        model=model,
+        training=training,
+        inputs=specs,
+        outputs=outputs,
+        loss=description.loss.name,
+        state=state_names,
+        gradients=gradient_names,
+        buffer_updates=update_names,
+        loss_scale=loss_scale,
+        random=tuple(random.values()),
+        guards=tuple(guards),
+        fixed={**frozen, **found.symbols.fixed},
+    )
+
+
+def _fit(model: ir.Model, device: str) -> None:
+    """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
+    missing = fit_to_kernels(model, device, onnx_source_line)
+    if missing:
+        raise ExportError(
+            "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
+            "before.\n  " + "\n  ".join(missing)
+        )
+    drop_source(model)
+
+
+def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:
+    """Returns what the outputs are, after a look at whether they are as described."""
+    specs = []
+    for entry, node in zip(description.outputs, found.outputs, strict=True):
+        fake = node.meta["val"]
+        if description.inferred:
+            shape = found.symbols.shape(fake)
+            specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
+            continue
+        if fake.dim() != len(entry.shape) and not (entry.is_loss and fake.numel() == 1):
+            raise ExportError(
+                f"output {entry.name!r} has {fake.dim()} dimensions, shape {list(fake.shape)}, but model_desc says "
+                f"{len(entry.shape)}: {list(entry.shape)}"
+            )
+        for axis, (size, described) in enumerate(zip(fake.shape, entry.shape, strict=False)):
+            if isinstance(size, int) and isinstance(described, int) and size != described:
+                raise ExportError(
+                    f"output {entry.name!r} has size {size} in dimension {axis}, but model_desc says {described}: "
+                    f"{list(entry.shape)}"
+                )
+        specs.append(TensorSpec(entry.name, fake.dtype, found.symbols.shape(fake), entry.shape))
+    return tuple(specs)
+
+
+def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns a shape as a model description would have it: sizes, and names of dimensions."""
+    if shape is None:
+        return default
+    plain = {f"dim({symbol!r})": symbol for size in shape for symbol in symbols_of(size)}
+    return tuple(
+        size if isinstance(size, int) else plain.get(size, name) for size, name in zip(shape, default, strict=False)
+    )
+
+
+def _own(name: str) -> str:
+    """Returns a name within the user's model from one within the step module."""
+    return name.removeprefix("model.")

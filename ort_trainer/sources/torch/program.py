@@ -1,0 +1,151 @@
+"""Captures a step as torch.export sees it: the forward pass, with symbolic sizes. Light: no way to ONNX is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...errors import ExportError
+from ...options import InputDescription
+from .autograd_watch import watch_autograd
+from .checkpoint_marks import marked_checkpoints
+from .composites import exportable_functions
+from .explain import explain
+from .size_one import watch_size_one
+from .source_lines import source_line
+from .step_module import StepModule
+
+__all__ = ["Program", "capture_program", "capturing", "names_in_model"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured forward pass.
+
+    Attributes:
+        exported: What torch.export made of the step.
+        inputs: The batch as the exporter traced it, with symbolic sizes.
+        special: Symbols of which the model treats a size of 1 differently.
+        as_it_stands: Whether the model has custom backward passes or hooks, which the exported program lacks, so that
+            the module itself must be differentiated.
+    """
+
+    exported: torch.export.ExportedProgram
+    inputs: tuple[torch.Tensor, ...]
+    special: frozenset[sympy.Symbol]
+    as_it_stands: bool
+
+    @property
+    def fake_mode(self) -> Any:
+        """What traced the inputs; its ``shape_env`` knows the symbolic sizes and the conditions on them."""
+        return self.inputs[0].fake_mode  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def capturing(autocast: torch.autocast) -> Iterator[None]:
+    """Under which a model is captured, and what was captured is differentiated."""
+    # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
+    with sdpa_kernel(SDPBackend.MATH), exportable_functions(), autocast:
+        yield
+
+
+def capture_program(
+    module: StepModule, inputs: Sequence[InputDescription], sample: Sequence[torch.Tensor], autocast: torch.autocast
+) -> Program:
+    """Captures a step.
+
+    Args:
+        module: The step, already in the mode and with the trainable parameters that the graph is for.
+        inputs: Descriptions of the batch.
+        sample: A batch; sizes of symbolic dimensions must be at least 2.
+        autocast: The policy of mixed precision, enabled or not.
+
+    Raises:
+        ExportError: If PyTorch can't export the model.
+    """
+    _refuse_hooks(module)
+    dims = tuple(
+        {axis: torch.export.Dim.AUTO for axis, size in enumerate(entry.shape) if isinstance(size, str)}
+        for entry in inputs
+    )
+    with (
+        capturing(autocast),
+        watch_autograd() as custom_backward,
+        watch_size_one() as special,
+        marked_checkpoints(),
+    ):
+        exported = _export(module, tuple(sample), dims)
+    _refuse_changed_constants(exported)
+    # Exported with symbolic sizes, the program's own fake inputs keep them; the user's module might look at sizes.
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
+    return Program(exported, fakes, frozenset(special), bool(custom_backward))
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which no graph contains")
+
+
+def names_in_model(module: StepModule) -> dict[str, str]:
+    """Returns the names of the step's tensors that are the model's, each with its name there.
+
+    What a loss function holds beside them is no part of the model: it is constant.
+    """
+    model, step = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (module.model, module)
+    )
+    own: dict[int, str] = {}
+    for name, tensor in model:
+        own.setdefault(id(tensor), f"model.{name}")
+    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
+
+
+def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
+    """Raises if the model changes a tensor in place that is neither parameter nor buffer: its change would be lost."""
+    kept = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            base = value
+            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
+                base = base.args[0] if base.target.is_view else None
+            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+                name = str(kept[base.name])
+                name = name.removeprefix("model.")
+                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
+                raise ExportError(
+                    f"forward() changes {what} in place, a plain tensor, so that the change would be lost: make it a "
+                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
+                )
+
+
+def _export(
+    module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
+) -> torch.export.ExportedProgram:
+    try:
+        # Before it raises, it prints the graph as far as it came.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
