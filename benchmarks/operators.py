@@ -89,7 +89,8 @@ class Inspection:
     def _compare(self, calls: Sequence[tuple[int, Any]]) -> None:
         import torch
         from operator_samples import EDGES, edge_values, open_question
-        from tests.frontend.against_pytorch import Comparison, difference
+
+        from tests.sources.torch.against_pytorch import Comparison, difference
 
         comparison = Comparison([call for _, call in calls])
         for edge in ("", *EDGES):
@@ -124,7 +125,7 @@ class Inspection:
 
 
 def _outcome(error: Exception) -> str:
-    from tests.frontend.against_pytorch import NotComparable
+    from tests.sources.torch.against_pytorch import NotComparable
 
     if isinstance(error, NotComparable):
         return SKIPPED
