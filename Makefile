@@ -3,12 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The newest stock onnxruntime, which takes the place of onnxruntime-training when its folder comes first.
+# The newest stock onnxruntime, which replaces onnxruntime-training when its folder comes first on the path.
 STOCK := .stock
 # Two workers, each on one thread.
 PYTEST := python -m pytest --numprocesses 2 -m "not extra"
-# What does not depend on the engine, or needs the first one: run on the first one only.
-FIRST_ONLY := test_examples.py test_package.py test_bad_input.py sources/torch/test_describe.py \
+# Tests that do not depend on the engine, or need onnxruntime-training: they run once.
+FIRST_ONLY := test_docs.py test_examples.py test_package.py test_bad_input.py sources/torch/test_describe.py \
 	training/test_batch.py options checkpoint $(addprefix compat/test_,older_api.py names.py options.py checkpoint.py)
 FIRST_ONLY := $(FIRST_ONLY:%=tests/%)
 
@@ -17,7 +17,7 @@ test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock demo test lint format bench fidelity operators docs clean
 
-# The stamp depends on what is installed, so that a changed constraint installs again.
+# The stamp depends on what is installed, so that a changed constraint triggers a new installation.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
@@ -45,7 +45,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The second engine runs the graphs of tests/test_fidelity.py that the first one exported, and exports all others.
+# On the second engine, tests/test_fidelity.py reuses the graphs that the first one exported; other tests export again.
 test: lint setup-stock
 	rm -rf build/graphs
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST)
@@ -58,7 +58,7 @@ bench: setup
 fidelity: setup
 	$(BIN)/python benchmarks/fidelity.py
 
-# Where it was ended, it goes on; build/operators.jsonl is what it knows.
+# Continues an interrupted run from build/operators.jsonl.
 operators: setup
 	$(BIN)/python benchmarks/operators.py
 

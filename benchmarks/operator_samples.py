@@ -1,4 +1,4 @@
-"""PyTorch's own samples of its operators, and the same with edge values in the place of some elements."""
+"""PyTorch's test samples of its operators, and the same samples with some elements replaced by edge values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 __all__ = ["EDGES", "OPEN", "RANDOM", "edge_values", "open_question", "operators", "samples"]
 
-# Their results are drawn at random, or are memory that nobody has written.
+# Their results are sampled, or are uninitialized memory.
 RANDOM = {
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "randperm", "uniform", "empty", "empty_like", "empty_permuted",
@@ -45,7 +45,7 @@ EDGES: Mapping[str, list[float]] = {
     "NaN": [*_TIES, float("nan")],
     "negative": [-0.25, -0.75, -1.25, -3.0],
 }
-"""Name of an edge case -> what takes the place of half of the elements; of all of them in the first case."""
+"""Name of an edge case -> the values that replace half of the elements, or all of them in the first case."""
 
 _CONVOLUTION = r"nn\.functional\.conv.*"
 OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
@@ -53,32 +53,36 @@ OPEN: Sequence[tuple[str, Collection[str], bool, str]] = (
     (r"nn\.functional\.(adaptive_)?max_pool.*", {"NaN"}, True, "which of several NaNs in a window is the maximum"),
     (r"max_pool2d_with_indices_backward", {"NaN"}, False, "which of several NaNs in a window is the maximum"),
     (r"(var|std)_mean.*|.*(batch|layer|group|instance)_norm.*", {"infinities"}, False,
-     "PyTorch's mean of infinities is NaN or infinite, by the order of the elements"),
-    (r"nn\.functional\.gelu", {"infinities"}, False, "PyTorch's GELU of infinity is NaN or infinity, by the kernel"),
+     "PyTorch's mean of infinities is NaN or infinite, depending on the order of the elements"),
+    (r"nn\.functional\.gelu", {"infinities"}, False,
+     "PyTorch's GELU of infinity is NaN or infinity, depending on the kernel"),
     (r"nn\.functional\.(hardswish|softshrink)|logit", {"NaN"}, False,
-     "PyTorch's gradient is NaN, zero or neither, by the place of the element"),
+     "PyTorch's gradient is NaN, zero or neither, depending on the position of the element"),
     (r"nn\.functional\.(interpolate|upsample).*linear.*", {"infinities"}, False,
-     "PyTorch leaves out products of zero and infinity, in some of its kernels"),
-    (_CONVOLUTION, {"infinities"}, False, "PyTorch leaves out products of zero and infinity, in some of its kernels"),
+     "PyTorch skips products of zero and infinity, in some of its kernels"),
+    (_CONVOLUTION, {"infinities"}, False, "PyTorch skips products of zero and infinity, in some of its kernels"),
     (r"nn\.functional\.scaled_dot_product_attention", {"infinities", "NaN"}, False,
      "PyTorch's kernels differ in what NaN under the mask does"),
     (r"nn\.functional\.ctc_loss", {"infinities", "NaN"}, True,
      "PyTorch's gradient is NaN in places that the loss does not see"),
-    (r"mvlgamma.*", EDGES, True, "the sign of an infinity at a pole, by the sign of a zero that rounding makes"),
-    (r"nn\.functional\.embedding_bag", {"infinities"}, True, "PyTorch leaves out products of zero and infinity"),
+    (r"mvlgamma.*", EDGES, True, "the sign of an infinity at a pole, which depends on the sign of a rounded zero"),
+    (r"nn\.functional\.embedding_bag", {"infinities"}, True, "PyTorch skips products of zero and infinity"),
     (r"(nn\.functional\.)?grid_samp.*", {"infinities", "NaN"}, False,
-     "at a place that is not finite PyTorch has NaN, zero or the border, and here is NaN"),
-    (r"nn\.functional\.embedding_bag", {"NaN"}, False, "PyTorch lets NaN be the maximum of a bag, by its place"),
+     "at a position that is not finite, PyTorch gives NaN, zero or the border; here it is NaN"),
+    (r"nn\.functional\.embedding_bag", {"NaN"}, False,
+     "whether NaN is the maximum of a bag depends on its position in PyTorch"),
     (r"digamma|special\.polygamma.*|polygamma.*|lgamma", EDGES, True,
      "PyTorch's derivatives at poles are rounding errors"),
-    (r"(nn\.functional\.pdist|cdist)", {"infinities", "NaN"}, False, "PyTorch has several formulas, by the size"),
-    (r"prod|masked\.prod", {"infinities", "NaN"}, True, "PyTorch has two formulas for the gradient, by the values"),
+    (r"(nn\.functional\.pdist|cdist)", {"infinities", "NaN"}, False,
+     "PyTorch has several formulas, depending on the size"),
+    (r"prod|masked\.prod", {"infinities", "NaN"}, True,
+     "PyTorch has two formulas for the gradient, depending on the values"),
 )  # fmt: skip
-"""What PyTorch itself leaves open: operators, edge cases, whether the values are compared nevertheless, and why."""
+"""What PyTorch leaves undefined: operators, edge cases, whether the values are compared anyway, and why."""
 
 
 def open_question(name: str, edge: str) -> tuple[bool, str] | None:
-    """Returns whether an edge case of an operator has values to compare, and what is open about it; None if nothing."""
+    """Returns whether an edge case of an operator has values to compare, and what is undefined; None if nothing is."""
     for operator, edges, with_values, why in OPEN:
         if edge in edges and re.fullmatch(operator, name):
             return with_values, why

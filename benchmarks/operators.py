@@ -1,8 +1,8 @@
-"""Compares PyTorch's own samples of every operator with PyTorch, forward and backward, and writes docs/operators.md.
+"""Compares PyTorch's test samples of every operator with PyTorch, forward and backward, and writes docs/operators.md.
 
-Run it with ``make operators``; it takes about half an hour. Workers put what they find into
-``build/operators.jsonl``, one line an operator, and a run goes on where the last one was ended; ``--fresh`` begins
-anew. ``--only NAME`` prints what is found about some operators and writes nothing. An operator that crashes or hangs a
+Run it with ``make operators``; it takes about half an hour. Workers write their findings to
+``build/operators.jsonl``, one line per operator, and a run continues where the last one stopped; ``--fresh`` starts
+over. ``--only NAME`` prints the findings for some operators and writes nothing. An operator that crashes or hangs a
 worker is one finding, and another worker does the rest.
 """
 

@@ -1,8 +1,8 @@
 """What the options that recompute forward values in the backward pass save in memory and cost in time.
 
-Each setting trains the same transformer encoder in a process of its own. "Memory of a step" is the process' peak over
-the steps less what it held before the first (weights, the loaded graph); the peak is read from /proc, so this runs on
-Linux. Time is that of the processor, all threads together, which a busy machine changes least. The losses must be those
+Each setting trains the same transformer encoder in a separate process. "Memory of a step" is the peak of the process
+over the steps minus what it held before the first (weights, the loaded graph); the peak is read from /proc, so this
+needs Linux. Time is processor time of all threads, which a busy machine affects least. The losses must equal those
 without recomputation.
 
     python benchmarks/recompute.py
@@ -66,7 +66,7 @@ def train(setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     batch = torch.randn(arguments.batch, arguments.length, width), torch.randint(0, 2, (arguments.batch,))
     trainer.prepare(batch)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     losses, times = [], []
     for _ in range(arguments.steps):

@@ -1,4 +1,4 @@
-"""What a step costs beside the engine: the Python part of a step of a model that is one multiplication.
+"""What a step costs outside the engine: the Python part of a step of a model that is one multiplication.
 
 Each optimizer runs in a separate process, in blocks that alternate. The engine's part is measured inside the same
 steps, around its one call, and subtracted; what is left is the trainer, with PyTorch's kernels of the weight update.

@@ -1,7 +1,7 @@
 """Full training steps (forward, backward, AdamW) of ORTTrainer against PyTorch eager and torch.compile.
 
-Each contender runs in a process of its own, for these machines change speed by the minute and two runtimes' thread
-pools disturb each other. The processes take turns: a short block of steps each, over several rounds; while one
+Each contender runs in a separate process, because two runtimes' thread pools disturb each other. The processes take
+turns, because the speed of a shared machine changes: a short block of steps each, over several rounds; while one
 computes, the others sleep on a pipe. Reported are the median step over all blocks, the seconds from the start of the
 contender (imports done, model not yet made) to the end of its first step, and the peak resident memory.
 

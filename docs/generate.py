@@ -1,4 +1,4 @@
-"""Writes docs/options.md and the options of docs/names.md from the schema; --check tells whether they are current."""
+"""Writes docs/options.md and the options of docs/names.md from the schema; --check says whether they are up to date."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ort_trainer.options.schema import load_schema
 HERE = Path(__file__).parent
 HEAD = """# Options
 
-All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key that is
-*one process only* is checked, and refused where it asks for several processes; one with *only the default* is refused
-otherwise. None is ever ignored.
+All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key with the state
+*one process only* is checked, and refused if it asks for several processes; one with *only the default* is refused with
+any other value. None is ignored.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -57,7 +57,7 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
         if "only_default" in rules:
             states[path] = f"works, differs: only the default, `{rules['default']!r}`; {rules['only_default']}"
         elif rules["meta"].get("state"):
-            states[path] = "works, differs: checked, and refused where it asks for several processes"
+            states[path] = "works, differs: checked, and refused if it asks for several processes"
         else:
             states[path] = "works"
     for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:

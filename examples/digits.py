@@ -1,7 +1,7 @@
-"""Trains a small CNN on scikit-learn's handwritten digits with ORTTrainer, and the same in plain PyTorch beside it.
+"""Trains a small CNN on scikit-learn's handwritten digits with ORTTrainer, and the same CNN in plain PyTorch.
 
-Run ``make demo``, or ``python examples/digits.py --out FOLDER``. It writes a checkpoint, an ONNX file that
-onnxruntime then classifies the test set with, and a picture of both loss curves.
+Run ``make demo``, or ``python examples/digits.py --out FOLDER``. It writes a checkpoint, an ONNX file with which
+onnxruntime then classifies the test set, and a plot of both loss curves.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def batches(data: Data, epoch: int) -> Iterator[Data]:
 
 
 def accuracy(logits: torch.Tensor | np.ndarray, labels: torch.Tensor) -> float:
-    """Returns the share of right answers."""
+    """Returns the share of correct answers."""
     return (np.asarray(logits).argmax(1) == labels.numpy()).mean().item()
 
 
 def train_with_ort(
     model: nn.Module, train: Data, test: Data, epochs: int
 ) -> tuple[ORTTrainer, list[float], float, float]:
-    """Returns the trainer, the loss of every step, the test accuracy and the seconds of everything."""
+    """Returns the trainer, the loss of every step, the test accuracy and the total time in seconds."""
     start = time.perf_counter()
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(model, MODEL_DESC, config, loss_fn=F.cross_entropy)
@@ -131,7 +131,7 @@ def main() -> None:
     model = DigitNet()
     twin = copy.deepcopy(model)
 
-    torch.manual_seed(1)  # the same seed before each run: both draw the same dropout masks
+    torch.manual_seed(1)  # the same seed before each run, so that both sample the same dropout masks
     trainer, losses, score, seconds = train_with_ort(model, train, test, arguments.epochs)
     torch.manual_seed(1)
     torch_losses, torch_score, torch_seconds = train_with_pytorch(twin, train, test, arguments.epochs)
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def plot(losses: list[float], torch_losses: list[float], path: Path) -> None:
-    """Draws both loss curves."""
+    """Plots both loss curves."""
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(losses, label="ORTTrainer", linewidth=3, alpha=0.5)
     axes.plot(torch_losses, label="PyTorch", linewidth=1, color="black")

@@ -1,15 +1,15 @@
-"""Trains a small BERT to tell which package of the standard library a docstring or comment comes from.
+"""Trains a small BERT to predict which package of the standard library a docstring or comment comes from.
 
-What a fine-tuning script has: a Hugging Face model, tokenizer and collator, batches of changing length, a warm-up
-schedule, no weight decay on biases and norms, gradient accumulation, an evaluation after each epoch, the best and the
-last checkpoint, and at the end a folder for ``from_pretrained`` and an ONNX file. The model starts from random weights,
-as this needs no download; to start from trained ones, replace the one line that makes it.
+It has what a fine-tuning script needs: a Hugging Face model, tokenizer and collator, batches of varying length, a
+warm-up schedule, no weight decay on biases and norms, gradient accumulation, an evaluation after each epoch, the best
+and the last checkpoint, and at the end a folder for ``from_pretrained`` and an ONNX file. The model starts from random
+weights, so that nothing is downloaded; to start from pretrained ones, replace the one line that makes it.
 
     python examples/finetune_text_classification.py --out out/finetune
     python examples/finetune_text_classification.py --out out/finetune --resume     # after an interruption
     diff examples/finetune_text_classification_pytorch.py examples/finetune_text_classification.py
 
-The last one compares it with the same script in plain PyTorch, which prints the same losses.
+The last command compares it with the same script in plain PyTorch, which prints the same losses.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the training texts")
     parser.add_argument("--batch-size", type=int, default=16, help="texts in a micro-batch")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and the order of the texts")
-    parser.add_argument("--limit", type=int, help="take only so many texts")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
+    parser.add_argument("--limit", type=int, help="use only this many texts")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
     options = parser.parse_args(arguments)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
     python examples/finetune_text_classification_pytorch.py --out out/finetune_pytorch
     diff examples/finetune_text_classification_pytorch.py examples/finetune_text_classification.py
 
-It can't resume: for that, a file would have to hold the moments of the optimizer, the state of the schedule and of the
-random numbers, and gradients that were accumulated. It has no ONNX file either.
+It cannot resume: a checkpoint would need the moments of the optimizer, the state of the schedule and of the random
+numbers, and the accumulated gradients. It does not write an ONNX file either.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the training texts")
     parser.add_argument("--batch-size", type=int, default=16, help="texts in a micro-batch")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and the order of the texts")
-    parser.add_argument("--limit", type=int, help="take only so many texts")
+    parser.add_argument("--limit", type=int, help="use only this many texts")
     options = parser.parse_args(arguments)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Trains a small GPT-2 on the source code of the standard library, and lets it write some Python of its own.
+"""Trains a small GPT-2 on the source code of the standard library, then generates some Python with it.
 
-Weights that are tied (the embedding is the output layer too), a loss inside the model, and only the loss fetched from
-each step, because the logits of a language model are large. The perplexity of files that the model has not seen is
-measured before and after by ORTTrainer, and once more by PyTorch after the weights went back into the model.
+It shows tied weights (the embedding is also the output layer), a loss inside the model, and fetching only the loss from
+each step, because the logits of a language model are large. ORTTrainer measures the perplexity of unseen files before
+and after, and PyTorch measures it again with the trained weights loaded back into the model.
 
     python examples/language_model.py --out out/language_model
 """
@@ -66,7 +66,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         n_embd=128,
         n_layer=2,
         n_head=4,
-        # Nothing is seen twice, so there is nothing to learn by heart.
+        # No dropout, because the run is short.
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -75,7 +75,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what it uses anyway, with a warning that the name of the class does not say so
+    model.loss_type = "ForCausalLM"  # the default, but without this transformers warns about the class name
     return model
 
 
@@ -89,14 +89,14 @@ def perplexity(trainer: ORTTrainer, blocks: torch.Tensor, batch_size: int) -> fl
 
 @torch.no_grad()
 def perplexity_in_pytorch(model: GPT2LMHeadModel, blocks: torch.Tensor, batch_size: int) -> float:
-    """Returns the same of a PyTorch model."""
+    """Returns the perplexity of the blocks with a PyTorch model."""
     model.eval()
     total = sum(model(input_ids=ids, labels=ids).loss.item() * len(ids) for ids in blocks.split(batch_size))
     return math.exp(total / len(blocks))
 
 
 def write(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    """Returns the prompt and what the model makes of it."""
+    """Returns the prompt and the model's continuation."""
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     ids = model.generate(**inputs, max_new_tokens=60, do_sample=True, temperature=0.7)
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--steps", type=int, default=600, help="batches to train with")
     parser.add_argument("--batch-size", type=int, default=8, help=f"blocks of {BLOCK} tokens in a batch")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout, the order of the blocks and samples")
-    parser.add_argument("--limit", type=int, help="take only so many source files")
+    parser.add_argument("--limit", type=int, help="use only this many source files")
     options = parser.parse_args(arguments)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     undecayed = [name for name, parameter in model.named_parameters() if parameter.dim() < 2]  # biases and norms
     config = optim.AdamConfig(params=[{"params": undecayed, "lambda_coef": 0.0}], lr=LEARNING_RATE, lambda_coef=0.01)
     trainer = ORTTrainer(model, "auto", config, options=ORTTrainerOptions({"lr_scheduler": schedule}))
-    # A step then gives back the loss alone; the logits are 8 MB even here, and nobody would read them.
+    # Steps then return only the loss; the logits, which are not used, would be 8 MB even here.
     trainer.train_step_info.fetches = ["loss"]
     before = perplexity(trainer, test, options.batch_size)
     order = torch.Generator().manual_seed(options.seed)

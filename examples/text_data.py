@@ -1,7 +1,7 @@
-"""The data of the text examples: the source code of Python's own standard library, which needs no download.
+"""The data of the text examples: the source code of Python's standard library, so that nothing is downloaded.
 
-For classification, docstrings and comments with the package they come from as label; for the language model, whole
-source files. ``python examples/text_data.py`` prints what there is.
+For classification: docstrings and comments, labelled with the package they come from. For the language model: whole
+source files. ``python examples/text_data.py`` prints a summary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 
-# Packages with many texts that every Python since 3.10 has: distutils is gone, and tkinter is often left out.
+# Packages with many texts that every Python since 3.10 has: distutils was removed, and tkinter is often not installed.
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 VOCABULARY = 4000
 MAXIMUM_TOKENS = 64
@@ -53,10 +53,10 @@ class TextData:
 
 
 def load_text_data(limit: int | None = None) -> TextData:
-    """Returns the classification data; the same at every call, whatever the seed of the training.
+    """Returns the classification data; the same at every call, regardless of the training seed.
 
     Args:
-        limit: How many of the texts to take, for a quick try; None for all.
+        limit: How many of the texts to use, for a quick run; None for all.
     """
     texts = sorted(labelled_texts().items())
     random.Random(0).shuffle(texts)
@@ -64,7 +64,7 @@ def load_text_data(limit: int | None = None) -> TextData:
     held_out = int(len(texts) * TEST_SHARE)
     test, train = texts[:held_out], texts[held_out:]
     tokenizer = train_tokenizer((text for text, _ in train), VOCABULARY)
-    # A text becomes [CLS] text [SEP], as BERT reads it.
+    # BERT expects [CLS] text [SEP].
     ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
     tokenizer.model_max_length = MAXIMUM_TOKENS
@@ -77,7 +77,7 @@ def labelled_texts() -> dict[str, int]:
     for label, package in enumerate(PACKAGES):
         for path in source_files(package):
             for text in _texts(read_source(path)):
-                # Whoever reads "asyncio.Future" has no question left; so the names of all packages go.
+                # "asyncio.Future" would give the answer away, so the names of all packages are removed.
                 text = " ".join(_PACKAGE_NAME.sub(" ", text).split())
                 if len(_WORD.findall(text)) >= 5:
                     labels.setdefault(text, label)
@@ -85,13 +85,13 @@ def labelled_texts() -> dict[str, int]:
 
 
 def source_files(package: str = "") -> list[Path]:
-    """Returns the Python files of a package with all below it, or the single-file modules; without tests."""
+    """Returns the Python files of a package and its subpackages, or the single-file modules; without tests."""
     files = (_LIBRARY / package).rglob("*.py") if package else _LIBRARY.glob("[!_]*.py")
     return sorted(path for path in files if not {"test", "tests"} & set(path.relative_to(_LIBRARY).parts))
 
 
 def read_source(path: Path) -> str:
-    """Returns the text of a Python file, decoded as the file itself says."""
+    """Returns the text of a Python file, decoded with the encoding that it declares."""
     with tokenize.open(path) as file:
         return file.read()
 
@@ -105,8 +105,8 @@ def _texts(source: str) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer, trained on the texts. It marks neither beginnings nor ends."""
-    # Not WordPiece: training that twice gives two vocabularies, and what is resumed or compared needs the same one.
+    """Returns a byte-level BPE tokenizer, trained on the texts. It adds no special tokens."""
+    # Not WordPiece: training it twice gives different vocabularies, and resuming or comparing needs the same one.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -133,7 +133,7 @@ def _tokenized(texts: list[tuple[str, int]], tokenizer: PreTrainedTokenizerFast)
 def train_batches(data: TextData, batch_size: int, seed: int, epoch: int) -> DataLoader[BatchEncoding]:
     """Returns the training batches of an epoch in an order that only seed and epoch determine.
 
-    Each batch is padded to its longest text. A last, smaller batch is left out.
+    Each batch is padded to its longest text. A smaller last batch is dropped.
     """
     order = torch.Generator().manual_seed(1000 * seed + epoch)
     collate = DataCollatorWithPadding(data.tokenizer)
@@ -144,7 +144,7 @@ def train_batches(data: TextData, batch_size: int, seed: int, epoch: int) -> Dat
 
 def held_out_batches(data: TextData, batch_size: int) -> DataLoader[BatchEncoding]:
     """Returns the test batches, all texts."""
-    # A loader without a generator draws from PyTorch's own, and the dropout masks after it would be other ones.
+    # Without a generator, the loader would use PyTorch's global one and change the dropout masks that follow.
     collate = DataCollatorWithPadding(data.tokenizer)
     return DataLoader(data.test, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
 

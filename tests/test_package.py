@@ -1,8 +1,7 @@
-"""The built wheel, in an environment of its own, and the commands of the README."""
+"""The built wheel, in a separate environment."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import venv
@@ -60,29 +59,3 @@ def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "trained"
-
-
-def test_commands_of_the_readme_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = set(re.findall(r"\bmake ([a-z]+)", readme))
-    assert {"demo", "test", "bench"} <= commands <= targets
-    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
-        assert (ROOT / path).exists(), path
-
-
-def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/onnx_models.md")]
-    blocks = re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)
-    assert blocks
-    monkeypatch.chdir(tmp_path)
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    assert (tmp_path / "run.ortckpt").exists() and (tmp_path / "model.onnx").exists()
-
-
-def test_options_table_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

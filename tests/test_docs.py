@@ -1,0 +1,84 @@
+"""README and docs/: their code runs, their links lead somewhere, and their commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from .helpers import MLP, assert_close, mlp_batches
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(without_code(page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_lists_every_page_once() -> None:
+    rows = re.findall(r"^\| \[(docs/[^\]]+)\]\(([^)]+)\) \|", README.read_text(), re.MULTILINE)
+    assert all(text == path for text, path in rows)
+    assert sorted(path for _, path in rows) == sorted(str(page.relative_to(ROOT)) for page in PAGES if page != README)
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = "\n".join(page.read_text() for page in PAGES)
+    # Indented, or between backticks: prose may say that a change makes something.
+    assert {"demo", "test", "bench"} <= set(re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    scripts = set(re.findall(r"(?:^    |`)python ((?:examples|benchmarks)/\w+\.py)", text, re.MULTILINE))
+    assert scripts and all((ROOT / script).exists() for script in scripts)
+
+
+def test_both_sides_of_the_diff_train_the_same() -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", README.read_text(), re.DOTALL)
+    states = {}
+    for side in "-+":
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in ("", " ", side)]
+        torch.manual_seed(0)
+        scope: dict[str, object] = {"Net": MLP, "loader": mlp_batches(5)}
+        exec(compile("\n".join(lines), f"README.md ({side})", "exec"), scope)
+        assert isinstance(scope["model"], nn.Module)
+        states[side] = scope["model"].state_dict()
+    for name, value in states["-"].items():
+        assert_close(states["+"][name], value, 1e-5, name)
+
+
+def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("usage.md", "onnx_models.md"):
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+        assert blocks
+        for block in blocks:
+            exec(compile(block, name, "exec"), {"__name__": "page"})
+    assert (tmp_path / "run.ortckpt").exists() and (tmp_path / "model.onnx").exists()
+
+
+def test_option_tables_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
