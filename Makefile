@@ -6,12 +6,7 @@ BIN := $(VENV)/bin
 # The newest stock onnxruntime, which replaces onnxruntime-training when its folder comes first on the path.
 STOCK := .stock
 # Two workers, each on one thread.
-PYTEST := python -m pytest --numprocesses 2 -m "not extra"
-# Tests that do not depend on the engine, or need onnxruntime-training: they run once.
-FIRST_ONLY := test_docs.py test_examples.py test_package.py test_bad_input.py sources/torch/test_describe.py \
-	training/test_batch.py options checkpoint $(addprefix compat/test_,older_api.py names.py options.py checkpoint.py)
-FIRST_ONLY := $(FIRST_ONLY:%=tests/%)
-
+PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
@@ -45,12 +40,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On the second engine, tests/test_fidelity.py reuses the graphs that the first one exported; other tests export again.
+# The second engine runs the tests that depend on the engine, and for tests/test_fidelity.py the graphs that the first
+# one exported.
 test: lint setup-stock
 	rm -rf build/graphs
-	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST)
-	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) \
-		$(addprefix --ignore ,$(FIRST_ONLY))
+	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
+	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
