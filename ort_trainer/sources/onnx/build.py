@@ -22,21 +22,18 @@ from ..torch import LossFunction
 from .load import OnnxModel
 from .loss import LossExport
 from .nodes import SizeNeededError, dims, dtype_of, named_symbols, shape_of
-from .passes import (
-    AutocastPass,
-    DifferentiatePass,
-    Found,
-    InferShapesPass,
-    LowerPass,
-    MeasureShapesPass,
-    MergeLossPass,
-    RandomNumbersPass,
-    RunningStatisticsPass,
-    ScaleLossPass,
-    SetInterfacePass,
-    SymbolicShapesPass,
-    ToEvaluationPass,
-)
+from .passes.autocast import AutocastPass
+from .passes.differentiate import DifferentiatePass
+from .passes.evaluation import ToEvaluationPass
+from .passes.found import Found
+from .passes.infer_shapes import InferShapesPass, SymbolicShapesPass
+from .passes.lower import LowerPass
+from .passes.measure_shapes import MeasureShapesPass
+from .passes.merge_loss import MergeLossPass
+from .passes.random_numbers import RandomNumbersPass
+from .passes.running_statistics import RunningStatisticsPass
+from .passes.scale_loss import ScaleLossPass
+from .passes.set_interface import SetInterfacePass
 
 __all__ = ["OnnxGraphBuilder", "OnnxStep"]
 

@@ -11,7 +11,7 @@ from ...options import ModelDescription
 from ..torch import LossFunction
 from .load import OnnxModel
 from .nodes import shape_of
-from .passes import InferShapesPass
+from .passes.infer_shapes import InferShapesPass
 
 __all__ = ["check_description", "describe_onnx"]
 

@@ -92,7 +92,11 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
         ExportError: If it is no ONNX model, or one that can't be read.
     """
     model = _read(source)
-    common_passes.InlinePass()(model)
+    ir.passes.Sequential(
+        common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
+        common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common_passes.RemoveUnusedOpsetsPass(),
+    )(model)
     graph = model.graph
     weights = {name for name, value in graph.initializers.items() if value.dtype in _WEIGHT_TYPES}
     norms = [node for node in graph.all_nodes() if node.op_type == "BatchNormalization"]
@@ -154,6 +158,12 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
     model = ir.from_proto(proto)
     ir.external_data.set_base_dir(model.graph, folder)
     return model
+
+
+def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
+    return all(
+        model.opset_imports.get(domain, version) == version for domain, version in function.opset_imports.items()
+    )
 
 
 def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:

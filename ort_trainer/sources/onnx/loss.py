@@ -17,7 +17,10 @@ from ...options import ModelDescription
 from ...runtime.engine import InferenceSession, session_options
 from ..torch import ExportedStep, GraphBuilder, LossFunction
 from .nodes import SizeNeededError, dtype_of, shape_of
-from .passes import DifferentiatePass, Found, LowerPass, ScaleLossPass, serialized
+from .passes.differentiate import DifferentiatePass, serialized
+from .passes.found import Found
+from .passes.lower import LowerPass
+from .passes.scale_loss import ScaleLossPass
 
 __all__ = ["LossExport"]
 

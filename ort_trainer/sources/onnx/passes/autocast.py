@@ -28,7 +28,6 @@ class AutocastPass(ir.passes.InPlacePass):
         self._dtype = dtype
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         rules: dict[str, Rule] = dict.fromkeys(_HALF, self._half)
         return ir.passes.PassResult(model, rewrite(model, rules))
 

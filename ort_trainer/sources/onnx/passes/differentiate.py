@@ -31,7 +31,6 @@ class DifferentiatePass(ir.passes.FunctionalPass):
         self._trained, self._loss, self._found = trained, loss, found
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         differentiated = self._found.scaled_loss
         reachable = self._reachable(model.graph)
         bindings = training_bindings()

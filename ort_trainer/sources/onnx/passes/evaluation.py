@@ -16,7 +16,6 @@ class ToEvaluationPass(ir.passes.InPlacePass):
     """Switches dropout off and batch norm to its running statistics."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         modified = rewrite(model, {"Dropout": keep_all})
         for node in model.graph:
             if node.op_type == "BatchNormalization":

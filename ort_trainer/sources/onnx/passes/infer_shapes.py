@@ -6,6 +6,7 @@ import logging
 
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 
 from ....runtime.engine import infer_symbolic_shapes
 
@@ -21,7 +22,6 @@ class InferShapesPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         _take_over(model, onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True))
         return ir.passes.PassResult(model, modified=True)
 
@@ -30,16 +30,12 @@ class SymbolicShapesPass(ir.passes.InPlacePass):
     """Writes what ONNX Runtime's symbolic shape inference finds into a model; nothing where it fails."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
-        plain = ir.to_proto(model)
-        values = [value for node in model.graph for value in node.outputs]
-        tensors = {v.name: tensor for v in values if (tensor := ir.convenience.get_const_tensor(v)) is not None}
-        for node in plain.graph.node:
-            if node.op_type == "Constant":  # it knows constants as tensors only
-                node.ClearField("attribute")
-                node.attribute.append(ir.to_proto(ir.AttrTensor("value", tensors[node.output[0]])))
+        # It knows no constants but initializers and tensors.
+        plain = common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
+            model.clone()
+        ).model
         try:
-            _take_over(model, infer_symbolic_shapes(plain))
+            _take_over(model, infer_symbolic_shapes(ir.to_proto(plain)))
         except Exception as error:  # its errors have no class of their own
             _log.warning("ONNX Runtime's symbolic shape inference fails: %s", error)
             return ir.passes.PassResult(model, modified=False)

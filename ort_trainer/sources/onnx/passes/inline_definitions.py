@@ -26,7 +26,6 @@ class InlineDefinitionsPass(ir.passes.InPlacePass):
         self._nodes = nodes
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         # Inlining would leave out the attributes that nodes leave at their defaults.
         common_passes.AddDefaultAttributesPass()(model)
         for number, node in enumerate(self._nodes):

@@ -43,7 +43,6 @@ class LowerPass(ir.passes.InPlacePass):
         self._trained, self._found = trained, found
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         opset = model.opset_imports[""]
         loss = next(value for value in model.graph.outputs if value.name == self._found.scaled_loss)
         modified = False

@@ -56,7 +56,6 @@ class MeasureShapesPass(ir.passes.InPlacePass):
         self._description, self._batch, self._state, self._fixed = description, batch, state, fixed
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         description = self._description
         taken = {value.name for value in model.graph.inputs}
         inputs = {entry.name: entry.shape for entry in description.inputs if entry.name in taken}

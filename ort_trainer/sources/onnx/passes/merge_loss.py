@@ -25,7 +25,6 @@ class MergeLossPass(ir.passes.InPlacePass):
         self._export, self._prediction, self._label = export, prediction, label
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         graph = model.graph
         prediction = next(value for value in graph.outputs if value.name == self._prediction)
         exported = self._export(prediction, model.opset_imports[""])

@@ -8,17 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ....graph import RandomInput
-from ..nodes import (
-    Emitter,
-    SizeNeededError,
-    attributes_of,
-    constant_of,
-    dims,
-    dtype_of,
-    operand,
-    refuse,
-    shape_of,
-)
+from ..nodes import Emitter, SizeNeededError, attributes_of, constant_of, dims, dtype_of, operand, refuse, shape_of
 from ..rewrite import Rule, rewrite
 from .evaluation import keep_all
 from .found import Found
@@ -47,7 +37,6 @@ class RandomNumbersPass(ir.passes.InPlacePass):
         self._symbols, self._found, self._check_shapes = symbols, found, check_shapes
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         generators = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
         rules: dict[str, Rule] = {
             **dict.fromkeys(generators, self._random),

@@ -24,7 +24,6 @@ class RunningStatisticsPass(ir.passes.InPlacePass):
         self._buffers, self._found = buffers, found
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         names = Names(ir.convenience.create_value_mapping(model.graph))
         for node in model.graph:
             if node.op_type != "BatchNormalization" or not node.attributes.get_int("training_mode", 0):

@@ -27,7 +27,6 @@ class ScaleLossPass(ir.passes.InPlacePass):
         self._loss, self._found = loss, found
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         graph = model.graph
         loss = next(value for value in graph.outputs if value.name == self._loss)
         if not dtype_of(loss).is_floating_point():

@@ -28,7 +28,6 @@ class SetInterfacePass(ir.passes.InPlacePass):
         self._shapes = shapes
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
         graph = model.graph
         for node in graph:
             for value in node.outputs:

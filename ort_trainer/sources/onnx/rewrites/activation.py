@@ -40,8 +40,4 @@ def _softplus(node: ir.Node, e: Emitter) -> ir.Value:
     return e("Sub", positive, e("Log", e("Sigmoid", size)))
 
 
-def _mish(node: ir.Node, e: Emitter) -> ir.Value:
-    return e("Mul", node.inputs[0], e("Tanh", e("Softplus", node.inputs[0])))
-
-
-RULES = {"Celu": _elu, "Elu": _elu, "Gelu": _gelu, "Mish": _mish, "Selu": _elu, "Softplus": _softplus}
+RULES = {"Celu": _elu, "Elu": _elu, "Gelu": _gelu, "Selu": _elu, "Softplus": _softplus}
