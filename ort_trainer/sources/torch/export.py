@@ -13,8 +13,8 @@ from ...graph import Dim, TensorSpec, TrainingGraph
 from ...graph.dims import holds, symbols_of
 from ...graph.names import Names
 from ...options import ModelDescription
-from ...runtime.bfloat16 import widen_interface
-from ...runtime.kernels import fit_to_kernels
+from ...runtime.bfloat16 import WidenInterfacePass
+from ...runtime.kernels import FitToKernelsPass
 from .borrow import borrowed
 from .capture import Capture, capture
 from .kept_state import refuse_kept_tensors
@@ -122,7 +122,7 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
         for node, entry in batch
     )
     model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified)
-    widen_interface(model)
+    WidenInterfacePass()(model)
     _fit(model, found.outputs[0].meta["val"].device.type)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
@@ -144,7 +144,7 @@ def _assemble(step: ExportedStep, found: Capture, training: bool) -> TrainingGra
 
 def _fit(model: ir.Model, device: str) -> None:
     """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
-    missing = fit_to_kernels(model, device, onnx_source_line)
+    missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
     if missing:
         raise ExportError(
             "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
