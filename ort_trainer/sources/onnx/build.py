@@ -116,7 +116,7 @@ class OnnxGraphBuilder:
         shapes = {value.name: shape_of(value) for value in self.step.model.model.graph.inputs}
         for entry in self.step.description.inputs:
             for described, size in zip(entry.shape, shapes.get(entry.name) or (), strict=False):
-                if isinstance(described, str) and isinstance(size, int):
+                if isinstance(described, str) and isinstance(size, int) and size:
                     if sizes[described] != size:
                         raise ExportError(
                             f"dimension {described!r} of input {entry.name!r} is {sizes[described]}, but the ONNX "
