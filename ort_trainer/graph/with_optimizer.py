@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import onnx_ir.tape
 
+from .emitter import Emitter
 from .names import Names
 from .training_graph import TrainingGraph
 
@@ -110,13 +109,9 @@ class _Writer:
         self._graph = self._model.graph
         self._inputs = {value.name: value for value in self._graph.inputs}
         self._outputs = {value.name: value for value in self._graph.outputs}
-        self._tape = onnx_ir.tape.Tape()
-        self._number = 0
-        self._constants: dict[tuple[Any, ir.DataType], ir.Value] = {}
         self._powers: dict[tuple[int, float], ir.Value] = {}
-        values = [value for node in self._graph.all_nodes() for value in node.outputs]
-        taken = (*values, *self._graph.inputs, *self._graph.initializers.values())
-        self._names = Names([value.name or "" for value in taken])
+        self._names = Names(ir.convenience.create_value_mapping(self._graph))
+        self._emit = Emitter(self._model.opset_imports, self._names, "optimizer")
 
     def write(self) -> ir.Model:
         gradients = self._gradients()
@@ -157,19 +152,15 @@ class _Writer:
         return self._finish(results)
 
     def _finish(self, results: Mapping[str, ir.Value]) -> ir.Model:
-        self._graph.extend(self._tape.nodes)
         gradients = set(self._source.gradients.values())
         kept = [value for value in self._graph.outputs if value.name not in gradients]
         self._graph.outputs.clear()
         self._graph.outputs.extend(kept)
         for name, value in results.items():
-            named = self._tape.op("Identity", [value])
-            named.name = self._names.unique(name)
-            named.type, named.shape = _type(value), value.shape
-            node = named.producer()
-            assert node is not None
-            self._graph.append(node)
+            named = self.op("Identity", value)
+            named.name, named.type, named.shape = self._names.unique(name), _type(value), value.shape
             self._graph.outputs.append(named)
+        self._graph.extend(self._emit.nodes)
         common_passes.RemoveUnusedNodesPass()(self._model)
         return self._model
 
@@ -222,35 +213,17 @@ class _Writer:
         return self._like(self._powers[key], like)
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Returns the result of a node; its type is that of the first input."""
-        result = self._tape.op(op_type, inputs, attributes)
-        result.name = self._names.unique(f"optimizer_{self._number}")
-        self._number += 1
-        logical = op_type in ("And", "Equal", "Greater", "IsInf", "IsNaN", "Not", "Or")
-        like = inputs[1 if op_type == "Where" else 0]
-        result.type = ir.TensorType(ir.DataType.BOOL) if logical else _type(like)
-        return result
+        """Returns the result of a node."""
+        return self._emit(op_type, *inputs, **attributes)
 
     def _cast(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        if value.dtype == dtype:
-            return value
-        assert dtype is not None
-        result = self.op("Cast", value, to=int(dtype))
-        result.type = ir.TensorType(dtype)
-        return result
+        return value if value.dtype == dtype else self.op("Cast", value, to=dtype)
 
     def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
         return self._cast(value, other.dtype)
 
     def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
-        key = (number, dtype)
-        if key not in self._constants:
-            name = self._names.unique(f"optimizer_constant_{len(self._constants)}")
-            tensor = ir.tensor(np.array(number, dtype=dtype.numpy()), name=name)
-            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
-            self._graph.register_initializer(value)
-            self._constants[key] = value
-        return self._constants[key]
+        return self._emit.constant(number, dtype.numpy())
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
         assert dtype is not None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from ...errors import ExportError
+from ...graph.emitter import FINAL, Emitter
 from ...graph.names import Names
 from .gradient import has_user_gradient
-from .nodes import FINAL, Emitter, dtype_of
+from .nodes import dtype_of
 
 __all__ = ["Rule", "rewrite"]
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, dtype_of, operand
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, dtype_of, operand
 from ..rewrite import Rule, rewrite
 
 __all__ = ["AutocastPass"]

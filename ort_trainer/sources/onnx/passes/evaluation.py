@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ..nodes import Emitter, operand
+from ....graph.emitter import Emitter
+from ..nodes import operand
 from ..rewrite import rewrite
 
 __all__ = ["ToEvaluationPass", "keep_all"]

@@ -10,7 +10,7 @@ import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from ..nodes import infer_node
+from ....graph.emitter import infer_node
 
 __all__ = ["InlineDefinitionsPass", "has_definition"]
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
+from ....graph.emitter import infer_node
 from ....graph.names import Names
 from ..gradient import differentiable, gradient_path, has_user_gradient
-from ..nodes import infer_node
 from ..rewrite import Rule, rewrite
 from ..rewrites import RULES
 from ..rewrites.indexing import split

@@ -16,10 +16,11 @@ import onnx_ir as ir
 import torch
 
 from ....graph import evaluate
+from ....graph.emitter import Emitter
 from ....graph.names import Names
 from ....options import ModelDescription
 from ....runtime.engine import InferenceSession, session_options
-from ..nodes import Emitter, shape_of
+from ..nodes import shape_of
 from .differentiate import serialized
 from .evaluation import ToEvaluationPass
 

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ....graph import RandomInput
-from ..nodes import Emitter, SizeNeededError, attributes_of, constant_of, dims, dtype_of, operand, refuse, shape_of
+from ....graph.emitter import Emitter
+from ..nodes import SizeNeededError, attributes_of, constant_of, dims, dtype_of, operand, refuse, shape_of
 from ..rewrite import Rule, rewrite
 from .evaluation import keep_all
 from .found import Found

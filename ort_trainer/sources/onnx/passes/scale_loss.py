@@ -5,8 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ....errors import ExportError
+from ....graph.emitter import Emitter
 from ....graph.names import Names
-from ..nodes import Emitter, dtype_of, shape_of
+from ..nodes import dtype_of, shape_of
 from .found import Found
 
 __all__ = ["ScaleLossPass"]

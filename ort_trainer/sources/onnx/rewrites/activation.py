@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of
 
 __all__ = ["RULES"]
 

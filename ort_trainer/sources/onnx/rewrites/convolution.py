@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, operand, rank_of, refuse, size_of
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, operand, rank_of, refuse, size_of
 
 __all__ = ["RULES"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, refuse
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, refuse
 
 __all__ = ["RULES"]
 

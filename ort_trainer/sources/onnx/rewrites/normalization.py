@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, input_of, operand, rank_of, size_of
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, input_of, operand, rank_of, size_of
 
 __all__ = ["RULES"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, input_of, operand, refuse, size_of
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, input_of, operand, refuse, size_of
 
 __all__ = ["RULES"]
 

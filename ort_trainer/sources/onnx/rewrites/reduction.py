@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from ..nodes import Emitter, attributes_of, constant_of, input_of, operand, rank_of
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, constant_of, input_of, operand, rank_of
 
 __all__ = ["RULES"]
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ....graph.emitter import Emitter
 from ....runtime.engine import InferenceSession
-from ..nodes import Emitter, attributes_of, constant_of, operand, rank_of, refuse, size_of
+from ..nodes import attributes_of, constant_of, operand, rank_of, refuse, size_of
 
 __all__ = ["RULES"]
 
