@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,20 @@ _STOPS: dict[str, set[int] | None] = {
 _ONLY_FIRST = ("Clip", "Pad", "Pow", "SoftmaxCrossEntropyLoss")
 # Of these the gradient builder would ask for a gradient; it is zero.
 _ZERO = ("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign")
+_SQUARE = "square = Mul(I(0), I(0)); "
+_OWN = {
+    **dict.fromkeys(_ZERO, "shape = Shape(I(0)); GI(0) = Expand(zero, shape)"),
+    "Acos": _SQUARE + "a = Sub(one, square); root = Sqrt(a); b = Div(GO(0), root); GI(0) = Neg(b)",
+    "Acosh": _SQUARE + "a = Sub(square, one); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Asin": _SQUARE + "a = Sub(one, square); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Asinh": _SQUARE + "a = Add(one, square); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Atan": _SQUARE + "a = Add(one, square); GI(0) = Div(GO(0), a)",
+    "Atanh": _SQUARE + "a = Sub(one, square); GI(0) = Div(GO(0), a)",
+    "Cosh": "a = Sinh(I(0)); GI(0) = Mul(GO(0), a)",
+    "Sinh": "a = Cosh(I(0)); GI(0) = Mul(GO(0), a)",
+    "Tan": "square = Mul(O(0), O(0)); a = Add(square, one); GI(0) = Mul(GO(0), a)",
+}
+"""Gradients of operators that the gradient builder lacks, in the terms of :class:`GradientNode`."""
 
 
 @dataclass(frozen=True)
@@ -207,38 +222,11 @@ def has_gradient(node: ir.Node, inputs: Sequence[int]) -> bool:
 @functools.cache
 def _register_own() -> None:
     """Registers the gradients of elementary functions that the gradient builder lacks."""
-    zero = [
-        GradientNode("Shape", ["I(0)"], ["shape"]),
-        GradientNode("Constant", [], ["zero"], {"value": constant_like(0.0, "I(0)")}),
-        GradientNode("Expand", ["zero", "shape"], ["GI(0)"]),
-    ]
-    for op_type in _ZERO:
-        _register(op_type, zero)
-    one = GradientNode("Constant", [], ["one"], {"value": constant_like(1.0, "I(0)")})
-    square = GradientNode("Mul", ["I(0)", "I(0)"], ["square"])
-    root = [GradientNode("Sqrt", ["radicand"], ["root"]), GradientNode("Div", ["GO(0)", "root"], ["GI(0)"])]
-    rules = {
-        "Asin": [GradientNode("Sub", ["one", "square"], ["radicand"]), *root],
-        "Asinh": [GradientNode("Add", ["one", "square"], ["radicand"]), *root],
-        "Acosh": [GradientNode("Sub", ["square", "one"], ["radicand"]), *root],
-        "Acos": [
-            GradientNode("Sub", ["one", "square"], ["radicand"]),
-            GradientNode("Sqrt", ["radicand"], ["root"]),
-            GradientNode("Div", ["GO(0)", "root"], ["negative"]),
-            GradientNode("Neg", ["negative"], ["GI(0)"]),
-        ],
-        "Atan": [GradientNode("Add", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
-        "Atanh": [GradientNode("Sub", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
-    }
-    for op_type, nodes in rules.items():
-        _register(op_type, [one, square, *nodes])
-    for op_type, derivative in (("Sinh", "Cosh"), ("Cosh", "Sinh")):
-        factor = GradientNode(derivative, ["I(0)"], ["derivative"])
-        _register(op_type, [factor, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
-    tangent = [
-        GradientNode("Mul", ["O(0)", "O(0)"], ["square"]),
-        GradientNode("Add", ["square", "one"], ["derivative"]),
-    ]
-    _register("Tan", [one, *tangent, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+    for op_type, formula in _OWN.items():
+        numbers = {name: number for name, number in (("zero", 0.0), ("one", 1.0)) if name in formula}
+        nodes = [GradientNode("Constant", [], [n], {"value": constant_like(v, "I(0)")}) for n, v in numbers.items()]
+        for result, operator, inputs in re.findall(r"(\S+) = (\w+)\((.*?)\)(?:; |$)", formula):
+            nodes.append(GradientNode(operator, inputs.split(", "), [result]))
+        _register(op_type, nodes)
     # Rewritten before so that it neither excludes nor reverses.
     _register("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])

@@ -61,9 +61,8 @@ def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
     extra = attributes.get("output_padding", [0] * count)
     sizes = [size_of(x, axis) for axis in spatial]
     begins, ends = _transposed_pads(attributes, sizes, kernel, strides, dilations, extra)
-    for axis, size, stride in zip(spatial, sizes, strides, strict=True):
-        if stride > 1:
-            x = _spread(e, x, rank, axis, size, stride)
+    if max(strides) > 1:
+        x = _spread(e, x, sizes, strides)
     reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
     before = [r - p for r, p in zip(reach, begins, strict=True)]
     after = [r - p + o for r, p, o in zip(reach, ends, extra, strict=True)]
@@ -78,22 +77,16 @@ def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
     return e("Conv", x, w, *node.inputs[2:3], group=group, dilations=dilations, pads=[*before, *after])
 
 
-def _spread(e: Emitter, x: ir.Value, rank: int, axis: int, size: int, stride: int) -> ir.Value:
-    """Puts ``stride - 1`` zeros between the elements along an axis."""
-    x = e("Unsqueeze", x, e.constant([axis + 1]))
-    pads = [0] * (2 * (rank + 1))
-    pads[rank + 1 + axis + 1] = stride - 1
-    x = e("Pad", x, e.constant(pads))
-    # 0 keeps a size, -1 stands for what follows; the axis in the middle is the only one that is spelt out.
-    tail = rank - axis - 1
-    shape = [*[0] * axis, size * stride]
-    if tail:
-        x = e("Transpose", x, perm=[*range(axis), *range(axis + 2, rank + 1), axis, axis + 1])
-        x = e("Reshape", x, e.constant([*[0] * (rank - 1), size * stride]))
-        x = e("Transpose", x, perm=[*range(axis), rank - 1, *range(axis, rank - 1)])
-    else:
-        x = e("Reshape", x, e.constant(shape))
-    return e.slice(x, 0, (size - 1) * stride + 1, axis)
+def _spread(e: Emitter, x: ir.Value, sizes: list[int], strides: list[int]) -> ir.Value:
+    """Puts ``stride - 1`` zeros between the elements along each spatial axis."""
+    count = len(sizes)
+    apart = e("Unsqueeze", x, e.constant([2 * axis + 3 for axis in range(count)]))
+    after = [number for stride in strides for number in (0, stride - 1)]
+    apart = e("Pad", apart, e.constant([0] * (4 + 2 * count) + after))
+    spread = [size * stride for size, stride in zip(sizes, strides, strict=True)]
+    x = e("Reshape", apart, e.constant([0, 0, *spread]))
+    ends = [(size - 1) * stride + 1 for size, stride in zip(sizes, strides, strict=True)]
+    return e("Slice", x, e.constant([0] * count), e.constant(ends), e.constant(range(2, count + 2)))
 
 
 def _transposed_pads(
