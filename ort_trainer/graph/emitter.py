@@ -12,7 +12,7 @@ import onnx_ir.tape
 
 from .names import Names
 
-__all__ = ["FINAL", "Emitter", "infer_node"]
+__all__ = ["FINAL", "Emitter", "infer_missing", "infer_node"]
 
 FINAL = "ort_trainer.final"
 """Key in the ``meta`` of a node that no rule is to rewrite again."""
@@ -46,6 +46,13 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
         if value.name in found:
             value.type = ir.serde.deserialize_type_proto_for_type(found[value.name])
             value.shape = ir.serde.deserialize_type_proto_for_shape(found[value.name])
+
+
+def infer_missing(model: ir.Model) -> None:
+    """Gives types and shapes to values that rewriting rules or functions made without."""
+    for node in model.graph.all_nodes():
+        if any(value.name and value.dtype is None for value in node.outputs):
+            infer_node(node, model.opset_imports)
 
 
 class Emitter:

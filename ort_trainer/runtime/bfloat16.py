@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .kernels import cast, infer_types
+from ..graph.emitter import infer_missing
+from .kernels import cast
 
 __all__ = ["WidenInterfacePass"]
 
@@ -21,8 +22,7 @@ class WidenInterfacePass(ir.passes.InPlacePass):
         """Runs the pass."""
         graph = model.graph
         before = len(graph)
-        if any(value.dtype is None for value in graph.outputs):
-            infer_types(model)
+        infer_missing(model)
         for value in list(graph.inputs):
             if value.dtype == _NARROW:
                 node = cast(value, _NARROW, f"{value.name}__bfloat16")

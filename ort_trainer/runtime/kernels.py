@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
+from ..graph.emitter import infer_missing
 from ..graph.names import Names
 from .engine import kernel_outputs
 
-__all__ = ["FitResult", "FitToKernelsPass", "cast", "infer_types"]
+__all__ = ["FitResult", "FitToKernelsPass", "cast"]
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -59,7 +60,7 @@ class FitToKernelsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> FitResult:
         """Runs the pass."""
-        infer_types(model)
+        infer_missing(model)
         opset = model.opset_imports.get("", 0)
         names = Names(_names(model))
         missing: dict[str, str] = {}
@@ -92,18 +93,6 @@ def _names(model: ir.Model) -> Iterator[str]:
         yield from (value.name or "" for value in graph.inputs)
         yield from (value.name or "" for node in graph for value in node.outputs)
         yield from graph.initializers  # type: ignore[misc]
-
-
-def infer_types(model: ir.Model) -> None:
-    """Gives types to the values that rewriting rules made without."""
-    unknown = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None and v.name]
-    if not unknown:
-        return
-    proto = onnx.shape_inference.infer_shapes(ir.to_proto(model))
-    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
-    for value in unknown:
-        if types.get(value.name):
-            value.type = ir.TensorType(ir.DataType(types[value.name]))
 
 
 def _types(node: ir.Node) -> set[ir.DataType] | None:

@@ -10,7 +10,7 @@ import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from ....graph.emitter import infer_node
+from ....graph.emitter import infer_missing
 
 __all__ = ["InlineDefinitionsPass", "has_definition"]
 
@@ -32,10 +32,8 @@ class InlineDefinitionsPass(ir.passes.InPlacePass):
             node.overload = str(number)  # a definition may depend on the node
             function = ir.serde.deserialize_function(_definition(node, model.opset_imports[""]))
             model.functions[function.identifier()] = function
-        common_passes.InlinePass()(model)
-        for node in model.graph:
-            if any(value.type is None for value in node.outputs):
-                infer_node(node, model.opset_imports)
+        common_passes.InlinePass(lambda function: not function.domain)(model)
+        infer_missing(model)
         return ir.passes.PassResult(model, modified=bool(self._nodes))
 
 

@@ -60,7 +60,8 @@ def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
     dilations = attributes.get("dilations", [1] * count)
     extra = attributes.get("output_padding", [0] * count)
     sizes = [size_of(x, axis) for axis in spatial]
-    begins, ends = _transposed_pads(attributes, sizes, kernel, strides, dilations, extra)
+    axes = list(zip(sizes, kernel, strides, dilations, extra, strict=True))
+    begins, ends = _transposed_pads(attributes, axes)
     if max(strides) > 1:
         x = _spread(e, x, sizes, strides)
     reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
@@ -90,24 +91,20 @@ def _spread(e: Emitter, x: ir.Value, sizes: list[int], strides: list[int]) -> ir
 
 
 def _transposed_pads(
-    attributes: dict[str, Any],
-    sizes: list[int],
-    kernel: list[int],
-    strides: list[int],
-    dilations: list[int],
-    extra: list[int],
+    attributes: dict[str, Any], axes: Sequence[tuple[int, int, int, int, int]]
 ) -> tuple[list[int], list[int]]:
-    count = len(kernel)
+    """Returns the padding of a transposed convolution; axes have size, kernel, stride, dilation and extra padding."""
+    count = len(axes)
     pads = attributes.get("pads", [0] * (2 * count))
     wanted = attributes.get("output_shape")
     mode = attributes.get("auto_pad", "NOTSET")
     if wanted is None and mode in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = [size * stride for size, stride in zip(sizes, strides, strict=True)]
+        wanted = [size * stride for size, _, stride, _, _ in axes]
     if wanted is None:
         return pads[:count], pads[count:]
     begins, ends = [], []
-    for size, k, s, d, o, out in zip(sizes, kernel, strides, dilations, extra, wanted[-count:], strict=True):
-        total = max(0, s * (size - 1) + o + (k - 1) * d + 1 - out)
+    for (size, k, stride, dilation, extra), out in zip(axes, wanted[-count:], strict=True):
+        total = max(0, stride * (size - 1) + extra + (k - 1) * dilation + 1 - out)
         half = total // 2
         begins.append(half if mode == "SAME_UPPER" else total - half)
         ends.append(total - begins[-1])
