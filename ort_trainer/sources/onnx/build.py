@@ -21,7 +21,7 @@ from ...options import ModelDescription
 from ..torch import LossFunction
 from .load import OnnxModel
 from .loss import LossExport
-from .nodes import SizeNeededError, dims, dtype_of, named_symbols, shape_of
+from .nodes import SizeNeededError, dims, dtype_of, named_symbols, shape_of, with_sizes
 from .passes.autocast import AutocastPass
 from .passes.differentiate import DifferentiatePass
 from .passes.evaluation import ToEvaluationPass
@@ -149,7 +149,7 @@ class OnnxGraphBuilder:
             training=training,
             inputs=tuple(
                 TensorSpec(
-                    entry.name, batch[entry.name].dtype, dims(_with_sizes(entry.shape, fixed), symbols), entry.shape
+                    entry.name, batch[entry.name].dtype, dims(with_sizes(entry.shape, fixed), symbols), entry.shape
                 )
                 for entry in description.inputs
                 if entry.name in used
@@ -174,7 +174,7 @@ class OnnxGraphBuilder:
     ) -> Iterator[ir.passes.PassBase]:
         """Yields what becomes of the forward pass, in order."""
         step, description = self.step, self.step.description
-        yield SetInterfacePass({entry.name: _with_sizes(entry.shape, fixed) for entry in description.inputs})
+        yield SetInterfacePass({entry.name: with_sizes(entry.shape, fixed) for entry in description.inputs})
         if step.symbolic_shapes:
             yield SymbolicShapesPass()
         yield InferShapesPass()
@@ -205,10 +205,6 @@ class OnnxGraphBuilder:
 
 def _symbols(description: ModelDescription) -> set[str]:
     return {symbol for entry in description.inputs for symbol in entry.shape if isinstance(symbol, str)}
-
-
-def _with_sizes(shape: Sequence[int | str], fixed: Mapping[str, int]) -> tuple[int | str, ...]:
-    return tuple(fixed.get(size, size) if isinstance(size, str) else size for size in shape)
 
 
 def _check_dtypes(model: ir.Model, batch: Mapping[str, torch.Tensor]) -> None:

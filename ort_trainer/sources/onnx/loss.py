@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...graph.run_passes import run_passes
 from ...options import ModelDescription
 from ...runtime.engine import InferenceSession, session_options
 from ..torch import ExportedStep, GraphBuilder, LossFunction
-from .nodes import SizeNeededError, dtype_of, shape_of
+from .nodes import SizeNeededError, dtype_of, shape_of, with_sizes
 from .passes.differentiate import DifferentiatePass, serialized
 from .passes.found import Found
 from .passes.lower import LowerPass
@@ -56,7 +56,7 @@ class LossExport:
         """A value for the label."""
         entry = self.description.inputs[-1]
         dtype = ir.tensor_adapters.from_torch_dtype(self.batch[entry.name].dtype)
-        return ir.val(entry.name, dtype, self._with_sizes(entry.shape))
+        return ir.val(entry.name, dtype, with_sizes(entry.shape, self.fixed))
 
     def __call__(self, prediction: ir.Value, opset: int) -> ir.Model:
         """Returns the graph of the loss of ``prediction`` and the label.
@@ -75,13 +75,13 @@ class LossExport:
         # The user's word counts where inference finds no more than a symbol of its own.
         described = next((entry.shape for entry in description.outputs if entry.name == prediction.name), (None,))
         is_known = all(isinstance(size, int) or size in sizes for size in described)
-        found = self._with_sizes(described if is_known else shape_of(prediction) or (None,))
+        found = with_sizes(described if is_known else shape_of(prediction) or (None,), self.fixed)
         shape = [size for size in found if isinstance(size, int) or size in sizes]
         if len(shape) < len(found):
             raise SizeNeededError(f"the shape of the prediction {prediction.name!r} is {tuple(found)}")
         dtype = ir.tensor_adapters.to_torch_dtype(dtype_of(prediction))
-        label_shape = self._with_sizes(label.shape)
-        key = (tuple(shape), tuple(label_shape), dtype, batch[label.name].dtype)
+        label_shape = with_sizes(label.shape, self.fixed)
+        key = (tuple(shape), label_shape, dtype, batch[label.name].dtype)
         if key in self.exported:
             return self.exported[key].clone()
         sample = {
@@ -90,7 +90,7 @@ class LossExport:
         }
         inner = ModelDescription(
             {
-                "inputs": [("prediction", shape), (label.name, label_shape)],
+                "inputs": [("prediction", shape), (label.name, list(label_shape))],
                 "outputs": [(description.loss.name, [], True)],
             }
         )
@@ -99,9 +99,6 @@ class LossExport:
         if _check_gradient_of_loss(graph, self.loss_fn, sample, label.name, description.loss.name):
             self.exported[key] = graph.clone()
         return graph
-
-    def _with_sizes(self, shape: Sequence[int | str | None]) -> list[int | str | None]:
-        return [self.fixed.get(size, size) if isinstance(size, str) else size for size in shape]
 
 
 def _check_gradient_of_loss(

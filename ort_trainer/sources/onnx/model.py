@@ -113,22 +113,15 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
             not internal.enable_onnx_contrib_ops,
             "ONNX Runtime differentiates with operators of its own",
         ),
-        **{
-            f"graph_transformer.{name}": (
-                value is True,
-                "recomputation works on the graph of a PyTorch model. Give the model as one",
-            )
-            for name, value in options.graph_transformer.to_dict().items()
-        },
-        "utils.memory_efficient_gradient": (
-            options.utils.memory_efficient_gradient,
-            "recomputation works on the graph of a PyTorch model. Give the model as one",
-        ),
         "_internal_use.onnx_opset_version": (
             options.is_given("_internal_use.onnx_opset_version"),
             "an ONNX model has its operator set already",
         ),
     }
+    recomputed = {f"graph_transformer.{name}": on is True for name, on in options.graph_transformer.to_dict().items()}
+    recomputed["utils.memory_efficient_gradient"] = options.utils.memory_efficient_gradient
+    reason = "recomputation works on the graph of a PyTorch model. Give the model as one"
+    refused |= {path: (wrong, reason) for path, wrong in recomputed.items()}
     for path, (wrong, reason) in refused.items():
         if wrong:
             raise ValueError(f"{path} is refused for an ONNX model: {reason}. Leave it out")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
@@ -24,9 +24,11 @@ __all__ = [
     "refuse",
     "shape_of",
     "size_of",
+    "with_sizes",
 ]
 
 Shape = tuple[int | str | None, ...]
+Size = TypeVar("Size", int | str, int | str | None)
 
 
 class SizeNeededError(Exception):
@@ -62,6 +64,11 @@ def _dim(size: str | None, symbols: Collection[str]) -> str | None:
     if size in symbols:
         return f"dim({size!r})"
     return size if size and named_symbols(size) and named_symbols(size) <= set(symbols) else None
+
+
+def with_sizes(shape: Sequence[Size], fixed: Mapping[str, int]) -> tuple[Size, ...]:
+    """Returns a shape with numbers for the symbols that have one size only."""
+    return tuple(fixed.get(size, size) if isinstance(size, str) else size for size in shape)  # type: ignore[misc]
 
 
 def named_symbols(size: str) -> set[str]:
