@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
@@ -89,8 +90,10 @@ def with_optimizer(
     return _Writer(graph, updates, rates, accumulate, check_finite).write()
 
 
-class _Writer:
+class _Writer(Emitter):
     """Appends nodes to a copy of a graph."""
+
+    op = Emitter.__call__
 
     def __init__(
         self,
@@ -100,18 +103,17 @@ class _Writer:
         accumulate: bool,
         check_finite: bool,
     ) -> None:
+        model = source.model.clone()
+        super().__init__(model.opset_imports, Names(ir.convenience.create_value_mapping(model.graph)), "optimizer")
         self._source = source
         self._updates = updates
         self._rates = rates
         self._accumulate = accumulate
         self._check_finite = check_finite
-        self._model = source.model.clone()
-        self._graph = self._model.graph
+        self._model, self._graph = model, model.graph
         self._inputs = {value.name: value for value in self._graph.inputs}
         self._outputs = {value.name: value for value in self._graph.outputs}
         self._powers: dict[tuple[int, float], ir.Value] = {}
-        self._names = Names(ir.convenience.create_value_mapping(self._graph))
-        self._emit = Emitter(self._model.opset_imports, self._names, "optimizer")
 
     def write(self) -> ir.Model:
         gradients = self._gradients()
@@ -127,11 +129,11 @@ class _Writer:
         for name, gradient in gradients.items():
             update = self._updates[name]
             weight = self._inputs[self._source.state[name]]
-            rate = self.op("Gather", rates, self._constant(update.group, ir.DataType.INT64))
+            rate = self.op("Gather", rates, self.constant(update.group))
             rate = self._like(rate, weight)
             if math.isfinite(update.limit):
-                excess = self.op("Div", norm, self._constant(update.limit, ir.DataType.FLOAT))
-                excess = self.op("Max", excess, self._constant(1.0, ir.DataType.FLOAT))
+                excess = self.op("Div", norm, self.constant(update.limit, np.float32))
+                excess = self.op("Max", excess, self.constant(1.0, np.float32))
                 gradient = self.op("Div", gradient, self._like(excess, weight))
             slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
             count = step if update.rule.shares_count else None
@@ -160,7 +162,7 @@ class _Writer:
             named = self.op("Identity", value)
             named.name, named.type, named.shape = self._names.unique(name), _type(value), value.shape
             self._graph.outputs.append(named)
-        self._graph.extend(self._emit.nodes)
+        self._graph.extend(self.nodes)
         common_passes.RemoveUnusedNodesPass()(self._model)
         return self._model
 
@@ -191,7 +193,7 @@ class _Writer:
         return self.op("Sqrt", self.op("Sum", *squares))
 
     def _next(self, count: ir.Value) -> ir.Value:
-        return self.op("Add", count, self._constant(1, ir.DataType.INT64))
+        return self.op("Add", count, self.constant(1))
 
     def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
         chosen = new if finite is None else self.op("Where", finite, new, old)
@@ -200,30 +202,22 @@ class _Writer:
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """Returns a constant of another value's type."""
-        assert like.dtype is not None
-        return self._constant(value, like.dtype)
+        return self.constant(value, _type(like).dtype.numpy())
 
     def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
         """Returns 1 - base ** exponent; in float64, as fp32 would lose its digits for the first counts."""
         key = (id(exponent), base)
         if key not in self._powers:
             wide = self._cast(self.op("Squeeze", exponent), ir.DataType.DOUBLE)
-            power = self.op("Pow", self._constant(base, ir.DataType.DOUBLE), wide)
-            self._powers[key] = self.op("Sub", self._constant(1.0, ir.DataType.DOUBLE), power)
+            power = self.op("Pow", self.constant(base, np.float64), wide)
+            self._powers[key] = self.op("Sub", self.constant(1.0, np.float64), power)
         return self._like(self._powers[key], like)
-
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Returns the result of a node."""
-        return self._emit(op_type, *inputs, **attributes)
 
     def _cast(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
         return value if value.dtype == dtype else self.op("Cast", value, to=dtype)
 
     def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
         return self._cast(value, other.dtype)
-
-    def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
-        return self._emit.constant(number, dtype.numpy())
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
         assert dtype is not None

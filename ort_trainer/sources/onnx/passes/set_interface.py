@@ -32,14 +32,14 @@ class SetInterfacePass(ir.passes.InPlacePass):
         for node in graph:
             for value in node.outputs:
                 value.shape = None
-        for value in graph.inputs:
+        for value in (*graph.inputs, *graph.outputs):
             wanted = self._shapes.get(str(value.name))
-            if wanted is not None and value.shape is not None and len(value.shape) != len(wanted):
+            if wanted is None:
+                continue
+            if value.shape is not None and len(value.shape) != len(wanted):
                 raise ExportError(
                     f"input {value.name!r} has {len(value.shape)} dimensions in the ONNX model, but model_desc says "
                     f"{len(wanted)}: {list(wanted)}"
                 )
-        for value in (*graph.inputs, *graph.outputs):
-            if (wanted := self._shapes.get(str(value.name))) is not None:
-                value.shape = ir.Shape(wanted)
+            value.shape = ir.Shape(wanted)
         return ir.passes.PassResult(model, modified=True)
