@@ -10,32 +10,46 @@ import onnx_ir as ir
 
 from .training_graph import TrainingGraph
 
-__all__ = ["postprocessed"]
+__all__ = ["PostprocessPass", "postprocessed"]
+
+Postprocess = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 
 
-def postprocessed(
-    graph: TrainingGraph, postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None]
-) -> TrainingGraph:
-    """Returns the graph with the model that the user's function returns, or that it changed.
+class PostprocessPass(ir.passes.FunctionalPass):
+    """Puts the model that the user's function returns, or that it changed, into the place of a model.
+
+    Args:
+        postprocess: The user's function.
 
     Raises:
         TypeError: If it returns something else.
         ValueError: If inputs or outputs are not what they were.
     """
-    proto = ir.to_proto(graph.model)
-    result = postprocess(proto)
-    result = proto if result is None else result
-    if not isinstance(result, onnx.ModelProto):
-        raise TypeError(
-            f"_internal_use.extra_postprocess must return an onnx.ModelProto or None, but returned {result!r}"
-        )
-    model = ir.from_proto(result)
-    for kind in ("inputs", "outputs"):
-        before = [value.name for value in getattr(graph.model.graph, kind)]
-        after = [value.name for value in getattr(model.graph, kind)]
-        if before != after:
-            raise ValueError(
-                f"_internal_use.extra_postprocess must keep the {kind} of the model, in order; they were {before} and "
-                f"are {after}"
+
+    def __init__(self, postprocess: Postprocess) -> None:
+        self._postprocess = postprocess
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Runs the pass."""
+        proto = ir.to_proto(model)
+        returned = self._postprocess(proto)
+        returned = proto if returned is None else returned
+        if not isinstance(returned, onnx.ModelProto):
+            raise TypeError(
+                f"_internal_use.extra_postprocess must return an onnx.ModelProto or None, but returned {returned!r}"
             )
-    return dataclasses.replace(graph, model=model)
+        result = ir.from_proto(returned)
+        for kind in ("inputs", "outputs"):
+            before = [value.name for value in getattr(model.graph, kind)]
+            after = [value.name for value in getattr(result.graph, kind)]
+            if before != after:
+                raise ValueError(
+                    f"_internal_use.extra_postprocess must keep the {kind} of the model, in order; they were {before} "
+                    f"and are {after}"
+                )
+        return ir.passes.PassResult(result, modified=True)
+
+
+def postprocessed(graph: TrainingGraph, postprocess: Postprocess) -> TrainingGraph:
+    """Returns the graph after the user's own pass."""
+    return dataclasses.replace(graph, model=PostprocessPass(postprocess)(graph.model).model)

@@ -8,9 +8,10 @@ import onnxscript.optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules import common as rules
 
+from .names import Names
 from .neutral import NEUTRAL_RULES
 
-__all__ = ["convert_opset", "simplify"]
+__all__ = ["SimplifyPass", "convert_opset"]
 
 # onnxscript's own choice also has a rule for pairs of slices, which looks through the whole graph at every node (half
 # of an export's time), rules that fuse clips, which leave unnamed constants behind, and rules that drop an addition of
@@ -36,72 +37,70 @@ _RULES = (
 )
 
 
-def simplify(model: ir.Model, thoroughly: bool = True) -> None:
-    """Simplifies a freshly translated model in place; what it computes stays the same.
+class SimplifyPass(ir.passes.Sequential):
+    """Simplifies a freshly translated model; what it computes stays the same.
 
     The weights are inputs of the model, so none can be folded into a constant.
 
     Args:
-        model: The model.
         thoroughly: False only brings it into the form that everything after this expects: no functions, and each value
             with a name of its own.
     """
-    common_passes.InlinePass()(model)
-    _tell_dropouts_apart(model.graph)
-    if not thoroughly:
-        ir.passes.Sequential(
+
+    def __init__(self, thoroughly: bool = True) -> None:
+        super().__init__(
+            common_passes.InlinePass(),
+            _TellDropoutsApartPass(),
+            *([_FoldConstantsPass(), RewritePass(_RULES)] if thoroughly else []),
             common_passes.RemoveUnusedNodesPass(),
             common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
             common_passes.RemoveUnusedOpsetsPass(),
             common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
             common_passes.LiftSubgraphInitializersToMainGraphPass(),
+            *([common_passes.DeduplicateInitializersPass()] if thoroughly else []),
+            *([common_passes.CommonSubexpressionEliminationPass()] if thoroughly else []),
             common_passes.OutputFixPass(),
             common_passes.NameFixPass(),
-        )(model)
-        return
-    onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
-    ir.passes.Sequential(
-        RewritePass(_RULES),
-        common_passes.RemoveUnusedNodesPass(),
-        common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
-        common_passes.RemoveUnusedOpsetsPass(),
-        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common_passes.LiftSubgraphInitializersToMainGraphPass(),
-        common_passes.DeduplicateInitializersPass(),
-        common_passes.CommonSubexpressionEliminationPass(),
-        common_passes.OutputFixPass(),
-        common_passes.NameFixPass(),
-    )(model)
-    _register_lost_constants(model.graph)
+            _RegisterLostConstantsPass(),
+        )
 
 
-def _tell_dropouts_apart(graph: ir.Graph) -> None:
+class _FoldConstantsPass(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return onnxscript.optimizer.fold_constants(model, onnx_shape_inference=False)
+
+
+class _TellDropoutsApartPass(ir.passes.InPlacePass):
     """Gives dropouts that stay on in evaluation seeds of their own: two of one value would be taken for the same.
 
     ONNX Runtime counts a node's seed up by 1 for each run, so the seeds lie far apart.
     """
-    for number, node in enumerate((node for node in graph.all_nodes() if node.op_type == "Dropout"), start=1):
-        node.attributes.add(ir.AttrInt64("seed", number * 1_000_003))
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout"]
+        for number, node in enumerate(dropouts, start=1):
+            node.attributes.add(ir.AttrInt64("seed", number * 1_000_003))
+        return ir.passes.PassResult(model, bool(dropouts))
 
 
-def _register_lost_constants(graph: ir.Graph) -> None:
+class _RegisterLostConstantsPass(ir.passes.InPlacePass):
     """Makes every constant an initializer: a rewriting rule names new ones after a value, so that two can share a name.
 
     Then only the last of them is one of the graph's (a value that is reshaped twice).
     """
-    names = set(graph.initializers)
-    for node in graph.all_nodes():
-        for value in node.inputs:
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        before = len(graph.initializers)
+        names = Names(graph.initializers)
+        for value in [value for node in graph.all_nodes() for value in node.inputs]:
             if value is None or value.const_value is None or value.producer() is not None:
                 continue
             if not value.is_graph_input() and not value.is_initializer():
-                number = 1
-                while f"{value.name}_{number}" in names:
-                    number += 1
-                value.name = f"{value.name}_{number}"
+                value.name = names.unique(str(value.name))
                 value.const_value.name = value.name
-                names.add(value.name)
                 graph.register_initializer(value)
+        return ir.passes.PassResult(model, len(graph.initializers) > before)
 
 
 def convert_opset(model: ir.Model, opset: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import onnx_ir.tape
 
 from ..graph import TrainingGraph
+from ..graph.emitter import Emitter
 from ..graph.names import Names
 from .rule import ParameterNodes, Rule
 
@@ -76,8 +76,10 @@ def with_optimizer(
     return _Writer(graph, updates, rates, accumulate, check_finite).write()
 
 
-class _Writer:
+class _Writer(Emitter):
     """Appends nodes to a copy of a graph."""
+
+    op = Emitter.__call__
 
     def __init__(
         self,
@@ -87,22 +89,17 @@ class _Writer:
         accumulate: bool,
         check_finite: bool,
     ) -> None:
+        model = source.model.clone()
+        super().__init__(model.opset_imports, Names(ir.convenience.create_value_mapping(model.graph)), "optimizer")
         self._source = source
         self._updates = updates
         self._rates = rates
         self._accumulate = accumulate
         self._check_finite = check_finite
-        self._model = source.model.clone()
-        self._graph = self._model.graph
+        self._model, self._graph = model, model.graph
         self._inputs = {value.name: value for value in self._graph.inputs}
         self._outputs = {value.name: value for value in self._graph.outputs}
-        self._tape = onnx_ir.tape.Tape()
-        self._number = 0
-        self._constants: dict[tuple[Any, ir.DataType], ir.Value] = {}
         self._powers: dict[tuple[int, float], ir.Value] = {}
-        values = [value for node in self._graph.all_nodes() for value in node.outputs]
-        taken = (*values, *self._graph.inputs, *self._graph.initializers.values())
-        self._names = Names([value.name or "" for value in taken])
 
     def write(self) -> ir.Model:
         gradients = self._gradients()
@@ -118,11 +115,11 @@ class _Writer:
         for name, gradient in gradients.items():
             update = self._updates[name]
             weight = self._inputs[self._source.state[name]]
-            rate = self.op("Gather", rates, self._constant(update.group, ir.DataType.INT64))
+            rate = self.op("Gather", rates, self.constant(update.group))
             rate = self._like(rate, weight)
             if math.isfinite(update.limit):
-                excess = self.op("Div", norm, self._constant(update.limit, ir.DataType.FLOAT))
-                excess = self.op("Max", excess, self._constant(1.0, ir.DataType.FLOAT))
+                excess = self.op("Div", norm, self.constant(update.limit, np.float32))
+                excess = self.op("Max", excess, self.constant(1.0, np.float32))
                 gradient = self.op("Div", gradient, self._like(excess, weight))
             slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
             count = step if update.rule.shares_count else None
@@ -144,19 +141,15 @@ class _Writer:
         return self._finish(results)
 
     def _finish(self, results: Mapping[str, ir.Value]) -> ir.Model:
-        self._graph.extend(self._tape.nodes)
         gradients = set(self._source.gradients.values())
         kept = [value for value in self._graph.outputs if value.name not in gradients]
         self._graph.outputs.clear()
         self._graph.outputs.extend(kept)
         for name, value in results.items():
-            named = self._tape.op("Identity", [value])
-            named.name = self._names.unique(name)
-            named.type, named.shape = _type(value), value.shape
-            node = named.producer()
-            assert node is not None
-            self._graph.append(node)
+            named = self.op("Identity", value)
+            named.name, named.type, named.shape = self._names.unique(name), _type(value), value.shape
             self._graph.outputs.append(named)
+        self._graph.extend(self.nodes)
         common_passes.RemoveUnusedNodesPass()(self._model)
         return self._model
 
@@ -187,7 +180,7 @@ class _Writer:
         return self.op("Sqrt", self.op("Sum", *squares))
 
     def _next(self, count: ir.Value) -> ir.Value:
-        return self.op("Add", count, self._constant(1, ir.DataType.INT64))
+        return self.op("Add", count, self.constant(1))
 
     def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
         chosen = new if finite is None else self.op("Where", finite, new, old)
@@ -196,48 +189,22 @@ class _Writer:
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """Returns a constant of another value's type."""
-        assert like.dtype is not None
-        return self._constant(value, like.dtype)
+        return self.constant(value, _type(like).dtype.numpy())
 
     def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
         """Returns 1 - base ** exponent; in float64, as fp32 would lose its digits for the first counts."""
         key = (id(exponent), base)
         if key not in self._powers:
             wide = self._cast(self.op("Squeeze", exponent), ir.DataType.DOUBLE)
-            power = self.op("Pow", self._constant(base, ir.DataType.DOUBLE), wide)
-            self._powers[key] = self.op("Sub", self._constant(1.0, ir.DataType.DOUBLE), power)
+            power = self.op("Pow", self.constant(base, np.float64), wide)
+            self._powers[key] = self.op("Sub", self.constant(1.0, np.float64), power)
         return self._like(self._powers[key], like)
 
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Returns the result of a node; its type is that of the first input."""
-        result = self._tape.op(op_type, inputs, attributes)
-        result.name = self._names.unique(f"optimizer_{self._number}")
-        self._number += 1
-        logical = op_type in ("And", "Equal", "Greater", "IsInf", "IsNaN", "Not", "Or")
-        like = inputs[1 if op_type == "Where" else 0]
-        result.type = ir.TensorType(ir.DataType.BOOL) if logical else _type(like)
-        return result
-
     def _cast(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        if value.dtype == dtype:
-            return value
-        assert dtype is not None
-        result = self.op("Cast", value, to=int(dtype))
-        result.type = ir.TensorType(dtype)
-        return result
+        return value if value.dtype == dtype else self.op("Cast", value, to=dtype)
 
     def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
         return self._cast(value, other.dtype)
-
-    def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
-        key = (number, dtype)
-        if key not in self._constants:
-            name = self._names.unique(f"optimizer_constant_{len(self._constants)}")
-            tensor = ir.tensor(np.array(number, dtype=dtype.numpy()), name=name)
-            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
-            self._graph.register_initializer(value)
-            self._constants[key] = value
-        return self._constants[key]
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
         assert dtype is not None

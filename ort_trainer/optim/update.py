@@ -17,7 +17,10 @@ __all__ = ["OptimizerUpdate", "global_norm"]
 
 
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the Euclidean norm of all gradients taken together, a scalar; not finite if any element is not."""
+    """Returns the Euclidean norm of all gradients taken together, a scalar; not finite if any element is not.
+
+    ``torch.nn.utils.get_total_norm`` rounds the norm of all halves to a half.
+    """
     norms = torch._foreach_norm(list(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
     return total

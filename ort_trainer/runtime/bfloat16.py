@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .kernels import cast, infer_types
+from ..graph.emitter import infer_missing
+from .kernels import cast
 
-__all__ = ["widen_interface"]
+__all__ = ["WidenInterfacePass"]
 
 _NARROW, _WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 
-def widen_interface(model: ir.Model) -> None:
-    """Makes bfloat16 inputs and outputs of a model fp32, with a cast behind or before them, in place.
+class WidenInterfacePass(ir.passes.InPlacePass):
+    """Makes bfloat16 inputs and outputs of a model fp32, with a cast behind or before them.
 
     Every bfloat16 number is an fp32 number, so nothing is lost.
     """
-    graph = model.graph
-    if any(value.dtype is None for value in graph.outputs):
-        infer_types(model)
-    for value in list(graph.inputs):
-        if value.dtype == _NARROW:
-            node = cast(value, _NARROW, f"{value.name}__bfloat16")
-            ir.convenience.replace_all_uses_with(value, node.outputs[0])
-            node.replace_input_with(0, value)
-            graph.insert_before(graph[0], node)
-            value.type = ir.TensorType(_WIDE)
-    for index, value in enumerate(graph.outputs):
-        if value.dtype == _NARROW:
-            name = value.name
-            value.name = f"{name}__bfloat16"
-            node = cast(value, _WIDE, str(name))
-            graph.append(node)
-            graph.outputs[index] = node.outputs[0]
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Runs the pass."""
+        graph = model.graph
+        before = len(graph)
+        infer_missing(model)
+        for value in list(graph.inputs):
+            if value.dtype == _NARROW:
+                node = cast(value, _NARROW, f"{value.name}__bfloat16")
+                ir.convenience.replace_all_uses_with(value, node.outputs[0])
+                node.replace_input_with(0, value)
+                graph.insert_before(graph[0], node)
+                value.type = ir.TensorType(_WIDE)
+        for index, value in enumerate(graph.outputs):
+            if value.dtype == _NARROW:
+                name = value.name
+                value.name = f"{name}__bfloat16"
+                node = cast(value, _WIDE, str(name))
+                graph.append(node)
+                graph.outputs[index] = node.outputs[0]
+        return ir.passes.PassResult(model, len(graph) > before)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 
+from ..graph.emitter import infer_missing
 from ..graph.names import Names
 from .engine import kernel_outputs
 
-__all__ = ["cast", "fit_to_kernels", "infer_types"]
+__all__ = ["FitResult", "FitToKernelsPass", "cast"]
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -31,43 +33,59 @@ _WIDER: Mapping[ir.DataType, tuple[ir.DataType, ...]] = {
 _EVERYDAY = {_FLOAT, _INT64, _BOOL}
 
 
-def fit_to_kernels(model: ir.Model, device: str, source: Callable[[ir.Node], str]) -> list[str]:
-    """Puts casts around the nodes for whose types the installed engine has no kernel, in place::
+@dataclass
+class FitResult(ir.passes.PassResult):
+    """What has become of a model.
+
+    Attributes:
+        missing: For every node that no cast helps, what is missing and where the node comes from. There is nothing
+            wider than double and int64, and nothing is computed in less than what PyTorch has.
+    """
+
+    missing: list[str]
+
+
+class FitToKernelsPass(ir.passes.InPlacePass):
+    """Puts casts around the nodes for whose types the installed engine has no kernel::
 
         x (uint8) -> Add -> y (uint8)    =>    x -> Cast -> Add (int32) -> Cast -> y
 
     Args:
-        model: The model.
         device: ``cpu`` or ``cuda``.
         source: Returns where in the user's code a node comes from.
-
-    Returns:
-        For every node that no cast helps, what is missing and where the node comes from. There is nothing wider than
-        double and int64, and nothing is computed in less than what PyTorch has.
     """
-    infer_types(model)
-    opset = model.opset_imports.get("", 0)
-    names = Names(_names(model))
-    missing: dict[str, str] = {}
-    for graph in (model.graph, *model.graph.subgraphs()):
-        widened: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        for node in list(graph):
-            types = _types(node)
-            if types is None or (_FLOAT in types and types <= _EVERYDAY):
-                continue
-            lies = device == "cpu" and _scatters_halves(node)
-            if not lies and _outputs(node, _inputs(node, {}, opset), {}, opset, device) is not None:
-                continue
-            for mapping in _mappings(types):
-                inputs = _inputs(node, mapping, opset)
-                outputs = _outputs(node, inputs, mapping, opset, device)
-                if outputs:
-                    _widen(node, inputs, outputs, mapping, widened, names)
-                    break
-            else:
-                operands = ", ".join(v.dtype.name.lower() for v in node.inputs if v is not None and v.dtype is not None)
-                missing.setdefault(f"{node.op_type} of {operands}", source(node))
-    return [f"{what}: {where}" for what, where in missing.items()]
+
+    def __init__(self, device: str, source: Callable[[ir.Node], str]) -> None:
+        self._device, self._source = device, source
+
+    def call(self, model: ir.Model) -> FitResult:
+        """Runs the pass."""
+        infer_missing(model)
+        opset = model.opset_imports.get("", 0)
+        names = Names(_names(model))
+        missing: dict[str, str] = {}
+        modified = False
+        for graph in (model.graph, *model.graph.subgraphs()):
+            widened: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+            for node in list(graph):
+                types = _types(node)
+                if types is None or (_FLOAT in types and types <= _EVERYDAY):
+                    continue
+                lies = self._device == "cpu" and _scatters_halves(node)
+                if not lies and _outputs(node, _inputs(node, {}, opset), {}, opset, self._device) is not None:
+                    continue
+                for mapping in _mappings(types):
+                    inputs = _inputs(node, mapping, opset)
+                    outputs = _outputs(node, inputs, mapping, opset, self._device)
+                    if outputs:
+                        _widen(node, inputs, outputs, mapping, widened, names)
+                        modified = True
+                        break
+                else:
+                    found = [value.dtype for value in node.inputs if value is not None and value.dtype is not None]
+                    operands = ", ".join(dtype.name.lower() for dtype in found)
+                    missing.setdefault(f"{node.op_type} of {operands}", self._source(node))
+        return FitResult(model, modified, [f"{what}: {where}" for what, where in missing.items()])
 
 
 def _names(model: ir.Model) -> Iterator[str]:
@@ -75,18 +93,6 @@ def _names(model: ir.Model) -> Iterator[str]:
         yield from (value.name or "" for value in graph.inputs)
         yield from (value.name or "" for node in graph for value in node.outputs)
         yield from graph.initializers  # type: ignore[misc]
-
-
-def infer_types(model: ir.Model) -> None:
-    """Gives types to the values that rewriting rules made without."""
-    unknown = [v for node in model.graph.all_nodes() for v in node.outputs if v.dtype is None and v.name]
-    if not unknown:
-        return
-    proto = onnx.shape_inference.infer_shapes(ir.to_proto(model))
-    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
-    for value in unknown:
-        if types.get(value.name):
-            value.type = ir.TensorType(ir.DataType(types[value.name]))
 
 
 def _types(node: ir.Node) -> set[ir.DataType] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import onnx
+import onnx_ir as ir
 
 __all__ = ["NodeArg", "node_arg"]
 
@@ -24,9 +24,9 @@ class NodeArg:
     shape: list[int | str | None]
 
 
-def node_arg(value: onnx.ValueInfoProto) -> NodeArg:
+def node_arg(value: ir.Value) -> NodeArg:
     """Returns what a value of an ONNX model says about itself."""
-    tensor = value.type.tensor_type
-    kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-    shape = [size.dim_value or size.dim_param or None for size in tensor.shape.dim]
-    return NodeArg(value.name, f"tensor({kind})", shape)
+    kind = "undefined" if value.dtype is None else value.dtype.name.lower()
+    sizes = () if value.shape is None else value.shape
+    shape = [size if isinstance(size, int) else size.value for size in sizes]
+    return NodeArg(str(value.name), f"tensor({kind})", shape)

@@ -129,7 +129,7 @@ class TrainingSession:
 
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
-        found = [node_arg(value) for value in self._model.proto.graph.input if value.name in self._model.inputs]
+        found = [node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
         if self._parameters.training_optimizer_name:
             found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
@@ -138,7 +138,7 @@ class TrainingSession:
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, then those that training adds."""
-        found = [node_arg(value) for value in self._model.proto.graph.output]
+        found = [node_arg(value) for value in self._model.model.graph.outputs]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:

@@ -79,9 +79,10 @@ def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
             raise TypeError(
                 f"immutable_weights[{operator!r}] must be a dict of positions and numbers, but is {inputs!r}"
             )
-    for node in model.proto.graph.node:
+    for node in model.model.graph:
         for position, number in parameters.immutable_weights.get(node.op_type, {}).items():
-            name = node.input[position] if position < len(node.input) else ""
+            value = node.inputs[position] if position < len(node.inputs) else None
+            name = "" if value is None else str(value.name)
             if name in trained and bool((model.parameters[name] == number).all()):
                 trained.discard(name)
     return [name for name in model.parameters if name not in trained]

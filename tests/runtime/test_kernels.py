@@ -9,7 +9,7 @@ import pytest
 
 from ort_trainer.runtime import engine
 from ort_trainer.runtime.engine import make_session, session_options
-from ort_trainer.runtime.kernels import fit_to_kernels
+from ort_trainer.runtime.kernels import FitToKernelsPass
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,7 @@ def test_whole_numbers_wrap_around_and_outputs_keep_their_names() -> None:
     model = model_of(
         "agraph (uint8[n] x, uint8[n] y) => (uint8[n] s) <int64 axis = {0}> { p = Mul(x, y) s = CumSum(p, axis) }"
     )
-    assert fit_to_kernels(model, "cpu", str) == []
+    assert FitToKernelsPass("cpu", str)(model).missing == []
     assert [value.name for value in model.graph.outputs] == ["s"]
     x, y = np.array([200, 3, 255], np.uint8), np.array([2, 100, 255], np.uint8)
     (found,) = run(model, x=x, y=y)
@@ -41,7 +41,7 @@ def test_whole_numbers_wrap_around_and_outputs_keep_their_names() -> None:
 
 def test_truth_values_are_compared_as_numbers() -> None:
     model = model_of("agraph (bool[n] x, bool[n] y) => (bool[n] z) { z = Less(x, y) }")
-    assert fit_to_kernels(model, "cpu", str) == []
+    assert FitToKernelsPass("cpu", str)(model).missing == []
     (found,) = run(model, x=np.array([False, True]), y=np.array([True, True]))
     assert found.tolist() == [True, False]
 
@@ -51,7 +51,7 @@ def test_what_has_a_kernel_stays() -> None:
         "agraph (float[n] x, uint8[n] y, int64[n] i) => (float[n] z, uint8[n] g) { c = Cast <to = 1> (y) z = Add(x, c) "
         "g = Gather(y, i) }"
     )
-    assert fit_to_kernels(model, "cpu", str) == []
+    assert FitToKernelsPass("cpu", str)(model).missing == []
     assert operators(model) == ["Cast", "Add", "Gather"]
 
 
@@ -59,7 +59,7 @@ def test_bfloat16_is_computed_in_fp32_and_moved_as_it_is() -> None:
     model = model_of(
         "agraph (bfloat16[2, 3] x) => (bfloat16[3, 2] z) { y = Tanh(x) z = Transpose <perm = [1, 0]> (y) }"
     )
-    assert fit_to_kernels(model, "cpu", str) == []
+    assert FitToKernelsPass("cpu", str)(model).missing == []
     assert operators(model) == ["Cast", "Tanh", "Cast", "Transpose"]
 
 
@@ -68,14 +68,16 @@ def test_halves_are_not_added_where_they_are_scattered() -> None:
         "agraph (float16[n] x, int64[m] i, float16[m] y) => (float16[n] z) "
         '{ z = ScatterElements <axis = 0, reduction = "add"> (x, i, y) }'
     )
-    assert fit_to_kernels(model, "cpu", str) == []
+    assert FitToKernelsPass("cpu", str)(model).missing == []
     x, i = np.ones(3, np.float16), np.array([1, 1])
     assert run(model, x=x, i=i, y=x[:2])[0].tolist() == [1, 3, 1]
 
 
 def test_doubles_are_not_computed_in_less() -> None:
     model = model_of("agraph (double[n] x) => (double[n] z, double[n] a) { z = Erf(x) a = Add(z, x) }")
-    assert fit_to_kernels(model, "cpu", lambda node: f"line of {node.op_type}") == ["Erf of double: line of Erf"]
+    assert FitToKernelsPass("cpu", lambda node: f"line of {node.op_type}")(model).missing == [
+        "Erf of double: line of Erf"
+    ]
 
 
 def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "agraph (int16[n] x, int16[n] y, float[n] f) => (int16[n] z, float[n] g) { a = Max(x, y) b = Max(x, a) "
             "z = Max(a, b) g = Add(f, f) }"
         )
-        fit_to_kernels(model, "cpu", str)
+        FitToKernelsPass("cpu", str)(model)
     assert len(calls) <= 2  # int16, int32
 
 

@@ -1,9 +1,9 @@
 """The second way in: an ONNX model of a forward pass becomes a training graph. Needs onnxruntime-training."""
 
-from .build import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx
+from .build import OnnxGraphBuilder, OnnxStep
+from .describe import check_description, describe_onnx
 from .gradient import GradientNode, constant_like, register_gradient
 from .load import OnnxModel, load_onnx_model
-from .nodes import torch_type
 
 __all__ = [
     "GradientNode",
@@ -15,5 +15,4 @@ __all__ = [
     "describe_onnx",
     "load_onnx_model",
     "register_gradient",
-    "torch_type",
 ]

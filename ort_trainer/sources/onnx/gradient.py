@@ -1,32 +1,32 @@
-"""Differentiates an ONNX graph with ONNX Runtime's gradient builder, and finds out before what it can't do."""
+"""What ONNX Runtime's gradient builder can differentiate, what it is told besides, and where gradient flows."""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
-from ...errors import ExportError, shown
+from ...errors import shown
 from ...runtime.engine import training_bindings
-from .nodes import Values, attributes_of, names_inside
 
 __all__ = [
     "GradientNode",
     "constant_like",
     "differentiable",
-    "differentiate",
     "gradient_path",
+    "has_gradient",
     "has_user_gradient",
     "register_gradient",
 ]
 
 # The operators for which the gradient builder of onnxruntime-training 1.19.2 has a gradient, and its CPU provider the
-# kernels; tests/onnx_model/test_gradient.py asks it for each.
+# kernels; tests/sources/onnx/test_operators.py tries each.
 _DIFFERENTIABLE = {
     "": """Abs Add Cast Clip Concat Conv Cos Div Erf Exp Expand Flatten Gather GatherElements GatherND Gelu
         Gemm GlobalAveragePool Identity LayerNormalization LeakyRelu Log LogSoftmax MatMul Max Min Mul Neg Pad
@@ -48,6 +48,20 @@ _STOPS: dict[str, set[int] | None] = {
 _ONLY_FIRST = ("Clip", "Pad", "Pow", "SoftmaxCrossEntropyLoss")
 # Of these the gradient builder would ask for a gradient; it is zero.
 _ZERO = ("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign")
+_SQUARE = "square = Mul(I(0), I(0)); "
+_OWN = {
+    **dict.fromkeys(_ZERO, "shape = Shape(I(0)); GI(0) = Expand(zero, shape)"),
+    "Acos": _SQUARE + "a = Sub(one, square); root = Sqrt(a); b = Div(GO(0), root); GI(0) = Neg(b)",
+    "Acosh": _SQUARE + "a = Sub(square, one); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Asin": _SQUARE + "a = Sub(one, square); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Asinh": _SQUARE + "a = Add(one, square); root = Sqrt(a); GI(0) = Div(GO(0), root)",
+    "Atan": _SQUARE + "a = Add(one, square); GI(0) = Div(GO(0), a)",
+    "Atanh": _SQUARE + "a = Sub(one, square); GI(0) = Div(GO(0), a)",
+    "Cosh": "a = Sinh(I(0)); GI(0) = Mul(GO(0), a)",
+    "Sinh": "a = Cosh(I(0)); GI(0) = Mul(GO(0), a)",
+    "Tan": "square = Mul(O(0), O(0)); a = Add(square, one); GI(0) = Mul(GO(0), a)",
+}
+"""Gradients of operators that the gradient builder lacks, in the terms of :class:`GradientNode`."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +134,9 @@ def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str =
     _by_user.add((domain, op_type))
 
 
-def has_user_gradient(node: onnx.NodeProto) -> bool:
+def has_user_gradient(node: ir.Node) -> bool:
     """Returns whether a gradient was registered for the operator of a node."""
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _by_user
+    return (node.domain, node.op_type) in _by_user
 
 
 def _register(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
@@ -155,97 +169,52 @@ def _attribute(bindings: Any, name: str, value: Any) -> Any:
     return definition
 
 
-def differentiable(node: onnx.NodeProto) -> bool:
+def differentiable(node: ir.Node) -> bool:
     """Returns whether there is a gradient for the operator of a node."""
     _register_own()
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    return (domain, node.op_type) in _registered or node.op_type in _DIFFERENTIABLE.get(domain, "").split()
+    known = _DIFFERENTIABLE.get(node.domain, "").split()
+    return (node.domain, node.op_type) in _registered or node.op_type in known
 
 
-def gradient_path(
-    graph: onnx.GraphProto, values: Values, trained: Collection[str], loss: str
-) -> Iterator[tuple[onnx.NodeProto, list[int]]]:
+def gradient_path(graph: ir.Graph, trained: Collection[str], loss: ir.Value) -> Iterator[tuple[ir.Node, list[int]]]:
     """Yields, from the loss backwards, every node through which gradient flows, with the inputs that want one."""
-    reached = set(trained)
+    reached = {value for value in graph.inputs if value.name in trained}
     active: list[list[int]] = []
-    for node in graph.node:
-        standard = node.domain in ("", "ai.onnx") and not has_user_gradient(node)
+    for node in graph:
+        standard = not node.domain and not has_user_gradient(node)
         stops = _STOPS.get(node.op_type, set()) if standard else set()
-        inputs = [] if stops is None else [i for i, n in enumerate(node.input) if n in reached and i not in stops]
-        active.append(inputs or ([-1] if names_inside(node) & reached else []))
+        inputs = [] if stops is None else [i for i, v in enumerate(node.inputs) if v in reached and i not in stops]
+        active.append(inputs or ([-1] if not reached.isdisjoint(_captured(node)) else []))
         if active[-1]:
-            reached.update(name for name in node.output if name and values.is_float(name))
+            reached.update(value for value in node.outputs if value.name and _may_be_float(value))
     wanted = {loss}
-    for node, inputs in zip(reversed(graph.node), reversed(active), strict=True):
-        if inputs and not wanted.isdisjoint(set(node.output) & reached):
-            wanted.update(node.input[index] for index in inputs if index >= 0)
+    for node, inputs in zip(reversed(graph), reversed(active), strict=True):
+        if inputs and any(value in wanted and value in reached for value in node.outputs):
+            wanted.update(value for i in inputs if i >= 0 and (value := node.inputs[i]) is not None)
             yield node, inputs
 
 
-def differentiate(
-    model: onnx.ModelProto,
-    trained: Sequence[str],
-    loss: str,
-    differentiated: str,
-    refused: Mapping[str, str] | None = None,
-) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Adds the backward pass to a model.
-
-    Args:
-        model: The forward pass; it is not changed.
-        trained: Inputs of the graph that want a gradient; those that the loss does not depend on get none.
-        loss: The loss.
-        differentiated: What is differentiated: the loss, or the loss times a scale.
-        refused: First output of a node -> why there is no rewrite for it.
-
-    Returns:
-        The model with both passes; input -> output with its gradient.
-
-    Raises:
-        ExportError: If operators have no gradient. The message names them all.
-    """
-    values = Values(model)
-    path = list(gradient_path(model.graph, values, trained, differentiated))
-    missing = [node for node, inputs in path if not _has_gradient(node, inputs)]
-    if missing:
-        reasons = refused or {}
-        places = "; ".join(
-            reasons.get(n.output[0]) or f"{n.op_type} (node {n.name!r}, output {n.output[0]!r})"
-            for n in reversed(missing)
-        )
-        raise ExportError(
-            f"these operators lie between a trained weight and the loss {loss!r}, and ONNX Runtime has no gradient for "
-            f"them: {places}. Tell it with ort_trainer.onnx_model.register_gradient, export the model with other "
-            "operators, or freeze what comes before them with utils.frozen_weights"
-        )
-    wanted = {node.input[index] for node, inputs in path for index in inputs}
-    reachable = {name for name in trained if name in wanted}
-    if not reachable:
-        raise ExportError(f"the loss {loss!r} depends on no trained weight; they are {sorted(trained)}")
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    del bare.graph.value_info[:]  # ONNX Runtime infers them itself, and takes other names for a contradiction
-    bindings = training_bindings()
-    options = bindings.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        builder = bindings.GradientGraphBuilder(
-            bare.SerializeToString(), {differentiated}, reachable, differentiated, options
-        )
-        builder.build()
-    except Exception as error:
-        raise ExportError(f"ONNX Runtime's gradient builder can't differentiate the model: {error}") from error
-    return onnx.load_from_string(builder.get_model()), {name: f"{name}_grad" for name in trained if name in reachable}
+def _may_be_float(value: ir.Value) -> bool:
+    return value.dtype in (None, ir.DataType.UNDEFINED) or value.dtype.is_floating_point()
 
 
-def _has_gradient(node: onnx.NodeProto, inputs: Sequence[int]) -> bool:
+def _captured(node: ir.Node) -> Iterator[ir.Value]:
+    """Yields all values that the subgraphs of a node look at, their own included."""
+    for attribute in node.attributes.values():
+        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            graphs = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else attribute.as_graphs()
+            for graph in graphs:
+                yield from graph.outputs
+                yield from (value for inner in graph.all_nodes() for value in inner.inputs if value is not None)
+
+
+def has_gradient(node: ir.Node, inputs: Sequence[int]) -> bool:
     """Returns whether all inputs of a node can get the gradients that are wanted of them."""
     if has_user_gradient(node):
         return True
-    if node.op_type.startswith("Scatter") and attributes_of(node).get("reduction", "none") not in ("none", "add"):
+    if node.op_type.startswith("Scatter") and node.attributes.get_string("reduction", "none") not in ("none", "add"):
         return False
-    only = _ONLY_FIRST if node.domain in ("", "ai.onnx") else ()
-    if node.op_type in only and set(inputs) != {0}:
+    if not node.domain and node.op_type in _ONLY_FIRST and set(inputs) != {0}:
         return False
     return differentiable(node)
 
@@ -253,38 +222,11 @@ def _has_gradient(node: onnx.NodeProto, inputs: Sequence[int]) -> bool:
 @functools.cache
 def _register_own() -> None:
     """Registers the gradients of elementary functions that the gradient builder lacks."""
-    zero = [
-        GradientNode("Shape", ["I(0)"], ["shape"]),
-        GradientNode("Constant", [], ["zero"], {"value": constant_like(0.0, "I(0)")}),
-        GradientNode("Expand", ["zero", "shape"], ["GI(0)"]),
-    ]
-    for op_type in _ZERO:
-        _register(op_type, zero)
-    one = GradientNode("Constant", [], ["one"], {"value": constant_like(1.0, "I(0)")})
-    square = GradientNode("Mul", ["I(0)", "I(0)"], ["square"])
-    root = [GradientNode("Sqrt", ["radicand"], ["root"]), GradientNode("Div", ["GO(0)", "root"], ["GI(0)"])]
-    rules = {
-        "Asin": [GradientNode("Sub", ["one", "square"], ["radicand"]), *root],
-        "Asinh": [GradientNode("Add", ["one", "square"], ["radicand"]), *root],
-        "Acosh": [GradientNode("Sub", ["square", "one"], ["radicand"]), *root],
-        "Acos": [
-            GradientNode("Sub", ["one", "square"], ["radicand"]),
-            GradientNode("Sqrt", ["radicand"], ["root"]),
-            GradientNode("Div", ["GO(0)", "root"], ["negative"]),
-            GradientNode("Neg", ["negative"], ["GI(0)"]),
-        ],
-        "Atan": [GradientNode("Add", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
-        "Atanh": [GradientNode("Sub", ["one", "square"], ["sum"]), GradientNode("Div", ["GO(0)", "sum"], ["GI(0)"])],
-    }
-    for op_type, nodes in rules.items():
-        _register(op_type, [one, square, *nodes])
-    for op_type, derivative in (("Sinh", "Cosh"), ("Cosh", "Sinh")):
-        factor = GradientNode(derivative, ["I(0)"], ["derivative"])
-        _register(op_type, [factor, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
-    tangent = [
-        GradientNode("Mul", ["O(0)", "O(0)"], ["square"]),
-        GradientNode("Add", ["square", "one"], ["derivative"]),
-    ]
-    _register("Tan", [one, *tangent, GradientNode("Mul", ["GO(0)", "derivative"], ["GI(0)"])])
+    for op_type, formula in _OWN.items():
+        numbers = {name: number for name, number in (("zero", 0.0), ("one", 1.0)) if name in formula}
+        nodes = [GradientNode("Constant", [], [n], {"value": constant_like(v, "I(0)")}) for n, v in numbers.items()]
+        for result, operator, inputs in re.findall(r"(\S+) = (\w+)\((.*?)\)(?:; |$)", formula):
+            nodes.append(GradientNode(operator, inputs.split(", "), [result]))
+        _register(op_type, nodes)
     # Rewritten before so that it neither excludes nor reverses.
     _register("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])

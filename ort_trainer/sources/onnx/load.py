@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import google.protobuf.message
 import numpy as np
 import onnx
-import onnx.inliner
 import onnx.version_converter
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import torch
-from onnx import TensorProto, numpy_helper
 
 from ...errors import ExportError
 from ...graph.onnx_file import WEIGHTS
@@ -27,7 +27,7 @@ __all__ = ["OnnxModel", "load_onnx_model"]
 _log = logging.getLogger(__name__)
 # The lowest operator set that the rewrites know, and the highest that the gradient builder does.
 _OPSETS = (18, 21)
-_WEIGHT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # torch.onnx writes constants of the code as initializers too, under names of this kind.
 _WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
 # Inputs that are settings rather than weights: thresholds, scales of images, weights of classes.
@@ -53,14 +53,14 @@ class OnnxModel:
     """A forward pass and its weights, apart.
 
     Attributes:
-        proto: The model, whose weights are inputs of its graph, behind its own inputs.
+        model: The model, whose weights are inputs of its graph, behind its own inputs.
         inputs: Names of its own inputs.
         parameters: Name -> value of every weight that can be trained.
         buffers: Name -> value of every running statistic of a batch norm.
         frozen: Parameters that the file itself says were not trained.
     """
 
-    proto: onnx.ModelProto
+    model: ir.Model
     inputs: tuple[str, ...]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -69,7 +69,7 @@ class OnnxModel:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the outputs."""
-        return tuple(value.name for value in self.proto.graph.output)
+        return tuple(str(value.name) for value in self.model.graph.outputs)
 
 
 def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
@@ -86,141 +86,134 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
         FileNotFoundError: If the file, or one with its external data, does not exist.
         ExportError: If it is no ONNX model, or one that can't be read.
     """
-    model, folder = _read(source)
-    weights = {i.name for i in model.graph.initializer if i.data_type in _WEIGHT_TYPES}
-    nodes = _inlined_nodes(model)
-    statistics = {name for node in nodes if node.op_type == "BatchNormalization" for name in node.input[3:5]}
-    statistics &= weights
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    model = _read(source)
+    ir.passes.Sequential(
+        common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
+        common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common_passes.RemoveUnusedOpsetsPass(),
+    )(model)
+    graph = model.graph
+    weights = {name for name, value in graph.initializers.items() if value.dtype in _WEIGHT_TYPES}
+    norms = [node for node in graph.all_nodes() if node.op_type == "BatchNormalization"]
+    statistics = {str(value.name) for node in norms for value in node.inputs[3:5] if value is not None} & weights
     frozen: set[str] = set()
-    if WEIGHTS in metadata:
+    if WEIGHTS in model.metadata_props:
         try:
-            known = json.loads(metadata[WEIGHTS])
+            known = json.loads(model.metadata_props[WEIGHTS])
             frozen = set(known["frozen"]) & weights
             weights = (set(known["trained"]) & weights) | frozen
         except (KeyError, TypeError, ValueError) as error:
             raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
         statistics -= weights
     else:
-        weights = _guess_weights(model, nodes, weights - statistics)
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    kept = []
-    for initializer in model.graph.initializer:
-        name = initializer.name
-        if name in weights or name in statistics:
-            (parameters if name in weights else buffers)[name] = _tensor(initializer, folder)
-        else:
-            if initializer.data_location == TensorProto.EXTERNAL:
-                initializer.CopyFrom(numpy_helper.from_array(_array(initializer, folder), name))
-            kept.append(initializer)
-    initializers = {initializer.name for initializer in model.graph.initializer}
+        weights = _guess_weights(model, weights - statistics)
     # Up to IR version 3, initializers were inputs too.
-    inputs = [value for value in model.graph.input if value.name not in initializers]
-    state = [
-        onnx.helper.make_tensor_value_info(
-            name, onnx.helper.np_dtype_to_tensor_dtype(value.numpy().dtype), list(value.shape)
-        )
-        for name, value in (*parameters.items(), *buffers.items())
-    ]
-    del model.graph.input[:], model.graph.initializer[:]
-    model.graph.input.extend([*inputs, *state])
-    model.graph.initializer.extend(kept)
+    inputs = [value for value in graph.inputs if not value.is_initializer()]
+    state: dict[ir.Value, torch.Tensor] = {}
+    for name, value in list(graph.initializers.items()):
+        if name in weights or name in statistics:
+            state[graph.initializers.pop(name)] = _weight(value)
+            value.const_value = None
+        elif isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
+    graph.inputs.clear()
+    graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
+    graph.inputs.extend(value for value in state if value.name in statistics)
     model.ir_version = min(max(model.ir_version, 8), 10)
+    # Read once more, so that nothing of it holds on to the file's weights or to the user's proto.
+    model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
+    tensors = {str(value.name): tensor for value, tensor in state.items()}
     return OnnxModel(
-        _of_known_opset(onnx.inliner.inline_local_functions(model)),
-        tuple(value.name for value in inputs),
-        parameters,
-        buffers,
+        model,
+        tuple(str(value.name) for value in inputs),
+        {name: tensor for name, tensor in tensors.items() if name in weights},
+        {name: tensor for name, tensor in tensors.items() if name in statistics},
         frozenset(frozen),
     )
 
 
-def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onnx.ModelProto, str]:
-    """Returns a model that may be changed, without external data, and the folder where that is."""
+def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
+    """Returns a model whose external data is found where it lies."""
+    what, folder = "the model", ""
     if isinstance(source, onnx.ModelProto):
-        model = onnx.ModelProto()
-        model.CopyFrom(source)
-        return _checked(model, "the model"), ""
-    if isinstance(source, bytes):
-        what, data, folder = "the model", source, ""
+        proto = source
     else:
-        path = Path(source)
-        what, data, folder = f"{str(path)!r}", path.read_bytes(), str(path.parent)
-    try:
-        model = onnx.ModelProto.FromString(data)
-    except google.protobuf.message.DecodeError as error:
-        raise ExportError(f"{what} is no ONNX model: {error}") from error
-    return _checked(model, what), folder
-
-
-def _checked(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    if not model.graph.node or not model.opset_import:
+        if not isinstance(source, bytes):
+            path = Path(source)
+            what, folder, source = f"{str(path)!r}", str(path.absolute().parent), path.read_bytes()
+        try:
+            proto = onnx.ModelProto.FromString(source)
+        except google.protobuf.message.DecodeError as error:
+            raise ExportError(f"{what} is no ONNX model: {error}") from error
+    if not proto.graph.node or not proto.opset_import:
         raise ExportError(f"{what} is no ONNX model: it has no nodes, or names no operator set")
-    if model.graph.sparse_initializer:
-        names = [initializer.values.name for initializer in model.graph.sparse_initializer]
+    if proto.graph.sparse_initializer:
+        names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers, {names}: make them dense")
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, folder)
     return model
 
 
-def _inlined_nodes(model: onnx.ModelProto) -> Sequence[onnx.NodeProto]:
-    """Returns the nodes of a model with its functions taken apart; its weights, which may be large, stay out of it."""
-    if not model.functions:
-        return list(model.graph.node)
-    bare = onnx.ModelProto(ir_version=model.ir_version)
-    bare.opset_import.extend(model.opset_import)
-    bare.functions.extend(model.functions)
-    bare.graph.name = model.graph.name
-    bare.graph.node.extend(model.graph.node)
-    bare.graph.input.extend(model.graph.input)
-    bare.graph.output.extend(model.graph.output)
-    return list(onnx.inliner.inline_local_functions(bare).graph.node)
+def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
+    return all(
+        model.opset_imports.get(domain, version) == version for domain, version in function.opset_imports.items()
+    )
 
 
-def _guess_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], floats: set[str]) -> set[str]:
+def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
     """Returns the initializers that are weights, in a file that does not say."""
-    named_as_constants = set()
-    if model.producer_name == "pytorch":
-        named_as_constants = {name for name in floats if _TORCH_CONSTANT.fullmatch(name)}
-        ranks = {i.name: len(i.dims) for i in model.graph.initializer}
-        # torch.onnx folds a transposed or joined weight into a constant: as an operand of these it is one.
-        named_as_constants -= {name for node in nodes if node.op_type in _WITH_WEIGHTS for name in node.input}
-        products = {node.output[0] for node in nodes if node.op_type == "MatMul"}
-        sums = [node.input for node in nodes if node.op_type == "Add" and products.intersection(node.input)]
-        named_as_constants -= {name for names in sums for name in names if ranks.get(name) == 1}
-    numbers = {i.name for i in model.graph.initializer if not i.dims}
-    inputs = [(node, position, name) for node in nodes for position, name in enumerate(node.input)]
-    settings = {name for node, position, name in inputs if position in _SETTINGS.get(node.op_type, ())}
-    settings -= {name for node, position, name in inputs if position not in _SETTINGS.get(node.op_type, ())}
-    held = sorted(named_as_constants - numbers - settings)
+    weights, held = set(), []
+    for name in floats:
+        value = model.graph.initializers[name]
+        uses = value.uses()
+        is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
+        if is_setting or value.shape is None or not len(value.shape):
+            continue
+        if model.producer_name == "pytorch" and _TORCH_CONSTANT.fullmatch(name) and not _with_weights(value):
+            held.append(name)
+        else:
+            weights.add(name)
     if held:
         _log.warning(
             "held constant, because torch.onnx names constants of the code so: %s. If they are weights, export the "
             "model with optimize=False",
-            held,
+            sorted(held),
         )
-    return floats - numbers - settings - named_as_constants
+    return weights
 
 
-def _array(initializer: TensorProto, folder: str) -> np.ndarray[Any, Any]:
-    if initializer.data_location == TensorProto.EXTERNAL and not folder:
+def _with_weights(value: ir.Value) -> bool:
+    """Returns whether an operand is one of a layer: torch.onnx folds a transposed or joined weight into a constant."""
+    if any(node.op_type in _WITH_WEIGHTS for node, _ in value.uses()):
+        return True
+    sums = [node for node, _ in value.uses() if node.op_type == "Add"]
+    added = [other.producer() for node in sums for other in node.inputs if other is not None]
+    is_bias = any(node is not None and node.op_type == "MatMul" for node in added)
+    return is_bias and value.shape is not None and len(value.shape) == 1
+
+
+def _array(value: ir.Value) -> np.ndarray[Any, Any]:
+    tensor = value.const_value
+    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
         raise ExportError(
-            f"initializer {initializer.name!r} lies in an external file, but only the model itself was given: pass the "
+            f"initializer {value.name!r} lies in an external file, but only the model itself was given: pass the "
             "path, or load the model with its external data"
         )
+    assert tensor is not None
     try:
-        return numpy_helper.to_array(initializer, folder)
+        return tensor.numpy()
     except Exception as error:
-        raise ExportError(f"the external data of {initializer.name!r} can't be read: {error}") from error
+        raise ExportError(f"the external data of {value.name!r} can't be read: {error}") from error
 
 
-def _tensor(initializer: TensorProto, folder: str) -> torch.Tensor:
-    if initializer.data_type == TensorProto.BFLOAT16:
+def _weight(value: ir.Value) -> torch.Tensor:
+    if value.dtype == ir.DataType.BFLOAT16:
         raise ExportError(
-            f"weight {initializer.name!r} is bfloat16: give the model fp32 weights, and choose the precision of "
+            f"weight {value.name!r} is bfloat16: give the model fp32 weights, and choose the precision of "
             "training by the option mixed_precision"
         )
-    return torch.from_numpy(_array(initializer, folder).copy())
+    return torch.from_numpy(_array(value).copy())
 
 
 def _of_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:

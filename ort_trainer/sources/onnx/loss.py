@@ -1,31 +1,28 @@
-"""The loss of an ONNX model: a loss function that is merged into it, and the scale that its gradient gets."""
+"""Exports a loss function for an ONNX model, whose prediction it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx.compose
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
 from ...errors import ExportError
-from ...graph import TensorSpec
-from ...graph.names import Names
+from ...graph.run_passes import run_passes
 from ...options import ModelDescription
 from ...runtime.engine import InferenceSession, session_options
 from ..torch import ExportedStep, GraphBuilder, LossFunction
-from .gradient import differentiate
-from .lower import lower
-from .nodes import SizeNeededError, Values, names_in, torch_type
+from .nodes import SizeNeededError, dtype_of, shape_of, with_sizes
+from .passes.differentiate import DifferentiatePass, serialized
+from .passes.found import Found
+from .passes.lower import LowerPass
+from .passes.scale_loss import ScaleLossPass
 
-__all__ = ["merge_loss", "with_loss_scale"]
-
-_LOSS_PREFIX = "loss_fn."
+__all__ = ["LossExport"]
 
 
 class _Prediction(nn.Module):
@@ -35,85 +32,77 @@ class _Prediction(nn.Module):
         return prediction
 
 
-def merge_loss(
-    model: onnx.ModelProto,
-    loss_fn: LossFunction,
-    description: ModelDescription,
-    prediction: str,
-    batch: Mapping[str, torch.Tensor],
-    fixed: Mapping[str, int],
-    exported: dict[Any, onnx.ModelProto],
-) -> None:
-    """Exports a loss function and puts it behind an output of a model, in place.
+@dataclass(frozen=True)
+class LossExport:
+    """Exports a loss function.
 
-    Args:
-        model: The forward pass.
+    Attributes:
         loss_fn: The loss of (prediction, label).
         description: The model description, with the label as last input.
-        prediction: The output that the loss function takes.
         batch: A sample of every input.
         fixed: Dimension -> the only size that it has.
         exported: The loss function as exported before, for every description of its inputs; grows. A model is built
             several times, and an export takes seconds.
-
-    Raises:
-        SizeNeededError: If the shape of the prediction is not known.
-        ExportError: If the loss function can't be exported, or its gradient is not that of its graph.
     """
-    label = description.inputs[-1]
-    values = Values(model)
-    sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-    # The user's word counts where inference finds no more than a symbol of its own.
-    described = next((entry.shape for entry in description.outputs if entry.name == prediction), (None,))
-    is_known = all(isinstance(size, int) or size in sizes for size in described)
-    found = described if is_known else values.shape(prediction) or (None,)
-    found = tuple(fixed.get(size, size) if isinstance(size, str) else size for size in found)
-    shape = [size for size in found if isinstance(size, int) or size in sizes]
-    if len(shape) < len(found):
-        raise SizeNeededError(f"the shape of the prediction {prediction!r} is {found}")
-    sample = {
-        "prediction": torch.zeros(
-            [sizes[size] if isinstance(size, str) else size for size in shape],
-            dtype=torch_type(values.type(prediction)),
-        ),
-        label.name: batch[label.name],
-    }
-    label_shape = [fixed.get(size, size) if isinstance(size, str) else size for size in label.shape]
-    key = (tuple(shape), tuple(label_shape), sample["prediction"].dtype, batch[label.name].dtype)
-    if key in exported:
-        proto = exported[key]
-    else:
+
+    loss_fn: LossFunction
+    description: ModelDescription
+    batch: Mapping[str, torch.Tensor]
+    fixed: Mapping[str, int]
+    exported: dict[Any, ir.Model]
+
+    @property
+    def label(self) -> ir.Value:
+        """A value for the label."""
+        entry = self.description.inputs[-1]
+        dtype = ir.tensor_adapters.from_torch_dtype(self.batch[entry.name].dtype)
+        return ir.val(entry.name, dtype, with_sizes(entry.shape, self.fixed))
+
+    def __call__(self, prediction: ir.Value, opset: int) -> ir.Model:
+        """Returns the graph of the loss of ``prediction`` and the label.
+
+        Args:
+            prediction: What the loss function takes.
+            opset: ONNX operator set.
+
+        Raises:
+            SizeNeededError: If the shape of the prediction is not known.
+            ExportError: If the loss function can't be exported, or its gradient is not that of its graph.
+        """
+        description, batch = self.description, self.batch
+        label = description.inputs[-1]
+        sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
+        # The user's word counts where inference finds no more than a symbol of its own.
+        described = next((entry.shape for entry in description.outputs if entry.name == prediction.name), (None,))
+        is_known = all(isinstance(size, int) or size in sizes for size in described)
+        found = with_sizes(described if is_known else shape_of(prediction) or (None,), self.fixed)
+        shape = [size for size in found if isinstance(size, int) or size in sizes]
+        if len(shape) < len(found):
+            raise SizeNeededError(f"the shape of the prediction {prediction.name!r} is {tuple(found)}")
+        dtype = ir.tensor_adapters.to_torch_dtype(dtype_of(prediction))
+        label_shape = with_sizes(label.shape, self.fixed)
+        key = (tuple(shape), label_shape, dtype, batch[label.name].dtype)
+        if key in self.exported:
+            return self.exported[key].clone()
+        sample = {
+            "prediction": torch.zeros([sizes[size] if isinstance(size, str) else size for size in shape], dtype=dtype),
+            label.name: batch[label.name],
+        }
         inner = ModelDescription(
             {
-                "inputs": [("prediction", shape), (label.name, label_shape)],
+                "inputs": [("prediction", shape), (label.name, list(label_shape))],
                 "outputs": [(description.loss.name, [], True)],
             }
         )
-        (opset,) = (entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-        step = ExportedStep(_Prediction(), inner, loss_fn, frozenset(), opset=opset)
-        proto = ir.to_proto(GraphBuilder(step).build(sample, training=False).model)
-        if _check_gradient_of_loss(proto, loss_fn, sample, label.name, description.loss.name):
-            exported[key] = proto
-    loss = onnx.compose.add_prefix(proto, _LOSS_PREFIX)
-    renamed = {
-        f"{_LOSS_PREFIX}prediction": prediction,
-        f"{_LOSS_PREFIX}{label.name}": label.name,
-        f"{_LOSS_PREFIX}{description.loss.name}": description.loss.name,
-    }
-    for node in loss.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
-    model.graph.node.extend(loss.graph.node)
-    model.graph.initializer.extend(loss.graph.initializer)
-    elem_type = helper.np_dtype_to_tensor_dtype(batch[label.name].cpu().numpy().dtype)
-    model.graph.input.append(helper.make_tensor_value_info(label.name, elem_type, label_shape))
-    model.graph.output.append(helper.make_tensor_value_info(description.loss.name, TensorProto.FLOAT, []))
-    known = {entry.domain for entry in model.opset_import}
-    model.opset_import.extend(entry for entry in loss.opset_import if entry.domain not in known | {"", "ai.onnx"})
+        step = ExportedStep(_Prediction(), inner, self.loss_fn, frozenset(), opset=opset)
+        graph = GraphBuilder(step).build(sample, training=False).model
+        if _check_gradient_of_loss(graph, self.loss_fn, sample, label.name, description.loss.name):
+            self.exported[key] = graph.clone()
+        return graph
 
 
 def _check_gradient_of_loss(
-    proto: onnx.ModelProto, loss_fn: Any, sample: Mapping[str, torch.Tensor], label: str, loss: str
+    graph: ir.Model, loss_fn: Any, sample: Mapping[str, torch.Tensor], label: str, loss: str
 ) -> bool:
     """Compares the gradient of an exported loss function with PyTorch's.
 
@@ -143,21 +132,22 @@ def _check_gradient_of_loss(
         raise ExportError("the loss that loss_fn returns does not depend on the prediction, or is detached from it")
     if not torch.isfinite(expected).all():
         return False
-    model = onnx.ModelProto()
-    model.CopyFrom(proto)
-    model, spec, scaled = with_loss_scale(model, loss)
-    model, refused = lower(model, ["prediction"], scaled)
-    model, gradients = differentiate(model, ["prediction"], loss, scaled, refused)
-    del model.graph.output[:]
-    model.graph.output.append(helper.make_tensor_value_info(gradients["prediction"], TensorProto.FLOAT, None))
-    feed = {"prediction": given.numpy(), label: sample[label].cpu().numpy(), spec.name: np.ones((), np.float32)}
-    names = {entry.name for entry in model.graph.input}
-    session = InferenceSession(
-        model.SerializeToString(), session_options(None, False), providers=["CPUExecutionProvider"]
+    found = Found()
+    differentiated = run_passes(
+        graph.clone(),
+        ScaleLossPass(loss, found),
+        LowerPass(["prediction"], found),
+        DifferentiatePass(["prediction"], loss, found),
     )
-    found = torch.from_numpy(session.run(None, {name: value for name, value in feed.items() if name in names})[0])
+    feed = {"prediction": given.numpy(), label: sample[label].cpu().numpy(), found.loss_scale: np.ones((), np.float32)}
+    names = {value.name for value in differentiated.graph.inputs}
+    session = InferenceSession(
+        serialized(differentiated), session_options(None, False), providers=["CPUExecutionProvider"]
+    )
+    feed = {name: value for name, value in feed.items() if name in names}
+    gradient = torch.from_numpy(session.run([found.gradients["prediction"]], feed)[0])
     expected = expected.cpu()
-    difference = (found.double() - expected.double()).norm().item()
+    difference = (gradient.double() - expected.double()).norm().item()
     if not difference <= 1e-3 * max(expected.double().norm().item(), 1e-6):
         raise ExportError(
             "the gradient of loss_fn is not that of the numbers that it returns (off by "
@@ -166,22 +156,3 @@ def _check_gradient_of_loss(
             "an ONNX model"
         )
     return True
-
-
-def with_loss_scale(model: onnx.ModelProto, loss: str) -> tuple[onnx.ModelProto, TensorSpec, str]:
-    """Multiplies the loss by an input of the graph; the gradient is that of the product."""
-    values = Values(model)
-    if not values.is_float(loss):
-        raise ExportError(
-            f"the loss {loss!r} must be a floating-point number, but its type is {torch_type(values.type(loss))}"
-        )
-    shape = values.shape(loss)
-    if shape not in (None, (), (1,)):
-        raise ExportError(f"the loss {loss!r} must be a scalar, but its shape is {list(shape or ())}: reduce it")
-    names = Names(names_in(model.graph))
-    name, scaled, single = (names.unique(hint) for hint in ("loss_scale", "scaled_loss", "single_loss"))
-    model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
-    # The gradient builder begins with a gradient of fp32.
-    model.graph.node.append(helper.make_node("Cast", [loss], [single], name=single, to=TensorProto.FLOAT))
-    model.graph.node.append(helper.make_node("Mul", [single, name], [scaled], name=scaled))
-    return model, TensorSpec(name, torch.float32, ()), scaled

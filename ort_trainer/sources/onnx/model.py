@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 
 from ...optim import OptimizerConfig
@@ -14,9 +15,10 @@ from ...options import ModelDescription, ORTTrainerOptions
 from ...runtime.engine import training_bindings
 from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
 from ..torch import LossFunction
-from .build import OnnxGraphBuilder, OnnxStep, check_description, describe_onnx
+from .build import OnnxGraphBuilder, OnnxStep
+from .describe import check_description, describe_onnx
 from .load import OnnxModel, load_onnx_model
-from .nodes import torch_type
+from .nodes import dtype_of
 
 __all__ = ["OnnxSource"]
 
@@ -69,10 +71,10 @@ class OnnxSource(ModelSource):
         """Returns a batch of zeros; see the base class."""
         if self._loss_fn is not None:  # whose label may be anything
             return super().blank_batch(description)
-        types = {value.name: value.type.tensor_type.elem_type for value in self._model.proto.graph.input}
+        types = {v.name: ir.tensor_adapters.to_torch_dtype(dtype_of(v)) for v in self._model.model.graph.inputs}
         return {
             entry.name: torch.zeros(
-                [size if isinstance(size, int) else 2 for size in entry.shape], dtype=torch_type(types[entry.name])
+                [size if isinstance(size, int) else 2 for size in entry.shape], dtype=types[entry.name]
             )
             for entry in description.inputs
         }
@@ -111,22 +113,15 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
             not internal.enable_onnx_contrib_ops,
             "ONNX Runtime differentiates with operators of its own",
         ),
-        **{
-            f"graph_transformer.{name}": (
-                value is True,
-                "recomputation works on the graph of a PyTorch model. Give the model as one",
-            )
-            for name, value in options.graph_transformer.to_dict().items()
-        },
-        "utils.memory_efficient_gradient": (
-            options.utils.memory_efficient_gradient,
-            "recomputation works on the graph of a PyTorch model. Give the model as one",
-        ),
         "_internal_use.onnx_opset_version": (
             options.is_given("_internal_use.onnx_opset_version"),
             "an ONNX model has its operator set already",
         ),
     }
+    recomputed = {f"graph_transformer.{name}": on is True for name, on in options.graph_transformer.to_dict().items()}
+    recomputed["utils.memory_efficient_gradient"] = options.utils.memory_efficient_gradient
+    reason = "recomputation works on the graph of a PyTorch model. Give the model as one"
+    refused |= {path: (wrong, reason) for path, wrong in recomputed.items()}
     for path, (wrong, reason) in refused.items():
         if wrong:
             raise ValueError(f"{path} is refused for an ONNX model: {reason}. Leave it out")

@@ -12,8 +12,8 @@ from ...graph import Dim, TensorSpec, TrainingGraph
 from ...graph.dims import symbols_of
 from ...graph.names import Names
 from ...options import ModelDescription
-from ...runtime.bfloat16 import widen_interface
-from ...runtime.kernels import fit_to_kernels
+from ...runtime.bfloat16 import WidenInterfacePass
+from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
 from .random_inputs import lift_random_numbers
 from .recompute import apply_recompute
@@ -73,7 +73,7 @@ def assemble(
         for node, entry in batch
     )
     model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
-    widen_interface(model)
+    WidenInterfacePass()(model)
     _fit(model, found.outputs[0].meta["val"].device.type)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
@@ -95,7 +95,7 @@ def assemble(
 
 def _fit(model: ir.Model, device: str) -> None:
     """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
-    missing = fit_to_kernels(model, device, onnx_source_line)
+    missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
     if missing:
         raise ExportError(
             "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "

@@ -11,7 +11,7 @@ import torch
 
 from ...graph import TensorSpec
 from ...graph.names import Names
-from ...graph.simplify import convert_opset, simplify
+from ...graph.simplify import SimplifyPass, convert_opset
 from .operators.execution_order import lower_after
 from .source_lines import drop_source
 from .translate import translate
@@ -59,7 +59,7 @@ def to_onnx(
     # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
     common_passes.OutputFixPass()(model)
     stage("simplify")
-    simplify(model, thoroughly)
+    SimplifyPass(thoroughly)(model)
     lower_after(model)
     convert_opset(model, opset)
     _name_nodes(model, operators)

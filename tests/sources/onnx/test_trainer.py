@@ -552,7 +552,8 @@ def test_symbolic_shape_inference_finds_what_onnx_does_not(tmp_path: Path, monke
     calls = []
     real = engine.infer_symbolic_shapes
     monkeypatch.setattr(
-        "ort_trainer.sources.onnx.build.infer_symbolic_shapes", lambda model: calls.append(1) or real(model)
+        "ort_trainer.sources.onnx.passes.infer_shapes.infer_symbolic_shapes",
+        lambda model: calls.append(1) or real(model),
     )
     x, y = mlp_batches(1)[0]
     for asked, expected in ((False, 0), (True, 1)):

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper
 
-from ...graph import evaluate
-from ...graph.names import Names
-from ...options import ModelDescription
-from ...runtime.engine import InferenceSession, session_options
-from .modes import to_evaluation
-from .nodes import Values, names_in
+from ....graph import evaluate
+from ....graph.emitter import Emitter
+from ....graph.names import Names
+from ....options import ModelDescription
+from ....runtime.engine import InferenceSession, session_options
+from ..nodes import shape_of
+from .differentiate import serialized
+from .evaluation import ToEvaluationPass
 
-__all__ = ["measure_shapes"]
+__all__ = ["MeasureShapesPass"]
 
 _log = logging.getLogger(__name__)
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
@@ -32,66 +33,65 @@ Sizes = Mapping[str, int]
 Run = tuple[Sizes, Mapping[str, tuple[int, ...]]]
 
 
-def measure_shapes(
-    model: onnx.ModelProto,
-    description: ModelDescription,
-    batch: Mapping[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
-    fixed: Sizes,
-) -> set[str]:
-    """Writes the shapes that inference leaves open into a model, in place.
+class MeasureShapesPass(ir.passes.InPlacePass):
+    """Writes the shapes that inference leaves open into a model.
 
     A size is a number, a symbol, or an expression over symbols (see :func:`ort_trainer.graph.evaluate`), if it is that
     in all runs: at the sizes of the batch, at two or three general ones, and with each symbol at 1. What depends on the
     values of a batch is left open.
 
     Args:
-        model: The forward pass, without the loss function.
         description: Says which dimensions of the inputs are symbols.
         batch: A sample of every input.
         state: The weights and buffers.
         fixed: Symbols that the model has as numbers.
-
-    Returns:
-        The values whose shapes were found so.
     """
-    taken = {value.name for value in model.graph.input}
-    inputs = {entry.name: entry.shape for entry in description.inputs if entry.name in taken}
-    own = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-    symbols = {size for shape in inputs.values() for size in shape if isinstance(size, str)} - set(fixed)
-    values = Values(model)
-    probe = onnx.ModelProto()
-    probe.CopyFrom(model)
-    to_evaluation(probe)
-    unknown = [
-        name
-        for name in dict.fromkeys(name for node in probe.graph.node for name in node.output)
-        if values.is_tensor(name) and not _is_known(values.shape(name), symbols)
-    ]
-    if not unknown:
-        return set()
-    try:
-        runs, again = _Probe(probe, inputs, batch, state, unknown).runs({symbol: own[symbol] for symbol in symbols})
-    except Exception as error:  # ONNX Runtime's errors have no class of their own
-        _log.info("the shapes of the ONNX model can't be measured: %s", error)
-        return set()
-    found = {}
-    for name in unknown:
-        shapes = [(sizes, measured[name]) for sizes, measured in runs]
-        if len({len(shape) for _, shape in shapes}) == 1 and runs[0][1][name] == again[name]:
-            columns = zip(*(shape for _, shape in shapes), strict=True)
-            found[name] = [_explain([sizes for sizes, _ in shapes], column) for column in columns]
-    kept = [value for value in model.graph.value_info if value.name not in found]
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(kept)
-    outputs = {value.name: value for value in model.graph.output}
-    for name, shape in found.items():
-        value = helper.make_tensor_value_info(name, values.known_type(name), shape)
-        if name in outputs:
-            outputs[name].CopyFrom(value)
-        else:
-            model.graph.value_info.append(value)
-    return set(found)
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        batch: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        fixed: Sizes,
+    ) -> None:
+        self._description, self._batch, self._state, self._fixed = description, batch, state, fixed
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        description = self._description
+        taken = {value.name for value in model.graph.inputs}
+        inputs = {entry.name: entry.shape for entry in description.inputs if entry.name in taken}
+        own = description.sizes({name: tuple(value.shape) for name, value in self._batch.items()})
+        symbols = {size for shape in inputs.values() for size in shape if isinstance(size, str)} - set(self._fixed)
+        probe = ToEvaluationPass()(model.clone()).model
+        unknown = {
+            str(value.name)
+            for node in probe.graph
+            for value in node.outputs
+            if value.name and _is_tensor(value) and not _is_known(shape_of(value), symbols)
+        }
+        found: dict[str, list[int | str | None]] = {}
+        if unknown:
+            try:
+                runs, again = _Probe(probe, inputs, self._batch, self._state, unknown).runs(
+                    {s: own[s] for s in symbols}
+                )
+            except Exception as error:  # ONNX Runtime's errors have no class of their own
+                _log.info("the shapes of the ONNX model can't be measured: %s", error)
+                return ir.passes.PassResult(model, modified=False)
+            for name in unknown:
+                shapes = [(sizes, measured[name]) for sizes, measured in runs]
+                if len({len(shape) for _, shape in shapes}) == 1 and runs[0][1][name] == again[name]:
+                    columns = zip(*(shape for _, shape in shapes), strict=True)
+                    found[name] = [_explain([sizes for sizes, _ in shapes], column) for column in columns]
+        for node in model.graph:
+            for value in node.outputs:
+                if value.name in found:
+                    value.shape = ir.Shape(found[value.name])
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return value.type is None or isinstance(value.type, ir.TensorType)
 
 
 def _is_known(shape: Sequence[int | str | None] | None, symbols: set[str]) -> bool:
@@ -103,27 +103,27 @@ class _Probe:
 
     def __init__(
         self,
-        probe: onnx.ModelProto,
+        probe: ir.Model,
         inputs: Mapping[str, Sequence[int | str]],
         batch: Mapping[str, torch.Tensor],
         state: Mapping[str, torch.Tensor],
-        wanted: Sequence[str],
+        wanted: Collection[str],
     ) -> None:
         self._inputs = inputs
         self._batch = {name: batch[name].cpu().numpy() for name in inputs}
-        names = Names(names_in(probe.graph))
-        self._outputs = {names.unique(f"{name}.shape"): name for name in wanted}
-        probe.graph.node.extend(helper.make_node("Shape", [name], [output]) for output, name in self._outputs.items())
-        del probe.graph.output[:]
-        probe.graph.output.extend(
-            helper.make_tensor_value_info(name, TensorProto.INT64, None) for name in self._outputs
-        )
-        for value in probe.graph.input:  # other sizes than those of the symbols that are fixed are never asked for
+        e = Emitter(probe.opset_imports, Names(ir.convenience.create_value_mapping(probe.graph)), "shape")
+        values = [value for node in probe.graph for value in node.outputs if value.name in wanted]
+        shapes = {e("Shape", value): str(value.name) for value in values}
+        self._outputs = {str(shape.name): name for shape, name in shapes.items()}
+        probe.graph.extend(e.nodes)
+        probe.graph.outputs.clear()
+        probe.graph.outputs.extend(shapes)
+        for value in probe.graph.inputs:  # other sizes than those of the symbols that are fixed are never asked for
             if value.name in inputs:
-                value.type.tensor_type.ClearField("shape")
+                value.shape = None
         options = session_options(None, False)
         options.log_severity_level = 4  # sizes that the model does not take are no news
-        self._session = InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self._session = InferenceSession(serialized(probe), options, providers=["CPUExecutionProvider"])
         taken = {value.name for value in self._session.get_inputs()}
         self._taken = taken & set(inputs)
         self._state = {name: value.detach().cpu().numpy() for name, value in state.items() if name in taken}

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import onnx
+import onnx_ir as ir
 
-from .nodes import Emitter, Values, attributes_of, refuse
+from ....graph.emitter import Emitter
+from ..nodes import attributes_of, input_of, operand, refuse, size_of
 
-__all__ = ["gru", "lstm", "rnn"]
+__all__ = ["RULES"]
 
 # (input part of the gates, recurrent part's weight and bias, state) -> new state; the first entry is the output.
-Cell = Callable[[str, list[str | None]], list[str]]
+Cell = Callable[[ir.Value, list[ir.Value | None]], list[ir.Value]]
 
 
-def lstm(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+def _lstm(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
     """Gates in the order input, output, forget, cell."""
     hidden = _checked(node, ["Sigmoid", "Tanh", "Tanh"])
-    if _input(node, 7):
+    if input_of(node, 7) is not None:
         raise refuse(node, "peepholes (input P) have no rewrite: leave them out")
 
-    def cell(recurrent: str, bias: str | None) -> Cell:
-        def step(gates: str, state: list[str | None]) -> list[str]:
+    def cell(recurrent: ir.Value, bias: ir.Value | None) -> Cell:
+        def step(gates: ir.Value, state: list[ir.Value | None]) -> list[ir.Value]:
             h, c = state
             if h is not None:
                 gates = e("Add", gates, e("MatMul", h, recurrent))
@@ -33,19 +34,19 @@ def lstm(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
 
         return step
 
-    _unroll(node, e, values, hidden, 4, cell, states=2)
+    return _unroll(node, e, hidden, 4, cell, states=2)
 
 
-def gru(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+def _gru(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
     """Gates in the order update, reset, hidden."""
     hidden = _checked(node, ["Sigmoid", "Tanh"])
     before_reset = bool(attributes_of(node).get("linear_before_reset", 0))
 
-    def cell(recurrent: str, bias: str | None) -> Cell:
-        def part(value: str, start: int, end: int, axis: int) -> str:
+    def cell(recurrent: ir.Value, bias: ir.Value | None) -> Cell:
+        def part(value: ir.Value, start: int, end: int, axis: int) -> ir.Value:
             return e.slice(value, start * hidden, end * hidden, axis)
 
-        def step(gates: str, state: list[str | None]) -> list[str]:
+        def step(gates: ir.Value, state: list[ir.Value | None]) -> list[ir.Value]:
             (h,) = state
             both = part(gates, 0, 2, 1)
             if bias is not None:
@@ -54,7 +55,7 @@ def gru(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
                 both = e("Add", both, e("MatMul", h, part(recurrent, 0, 2, 1)))
             both = e("Sigmoid", both)
             update, reset = part(both, 0, 1, 1), part(both, 1, 2, 1)
-            inner: str | None = None
+            inner: ir.Value | None = None
             if h is not None:
                 seen = h if before_reset else e("Mul", reset, h)
                 inner = e("MatMul", seen, part(recurrent, 2, 3, 1))
@@ -69,31 +70,27 @@ def gru(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
 
         return step
 
-    _unroll(node, e, values, hidden, 3, cell, split_bias=True)
+    return _unroll(node, e, hidden, 3, cell, split_bias=True)
 
 
-def rnn(node: onnx.NodeProto, e: Emitter, values: Values) -> None:
+def _rnn(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
     """One gate, by the node's own activation."""
     activations = attributes_of(node).get("activations", ["Tanh"])
     hidden = _checked(node, [activations[0]])
     if activations[0] not in ("Tanh", "Relu", "Sigmoid"):
         raise refuse(node, f"activation {activations[0]!r} has no rewrite: there are Tanh, Relu and Sigmoid")
 
-    def cell(recurrent: str, bias: str | None) -> Cell:
-        def step(gates: str, state: list[str | None]) -> list[str]:
+    def cell(recurrent: ir.Value, bias: ir.Value | None) -> Cell:
+        def step(gates: ir.Value, state: list[ir.Value | None]) -> list[ir.Value]:
             (h,) = state
             return [e(activations[0], gates if h is None else e("Add", gates, e("MatMul", h, recurrent)))]
 
         return step
 
-    _unroll(node, e, values, hidden, 1, cell)
+    return _unroll(node, e, hidden, 1, cell)
 
 
-def _input(node: onnx.NodeProto, index: int) -> str:
-    return node.input[index] if index < len(node.input) else ""
-
-
-def _checked(node: onnx.NodeProto, default: list[str]) -> int:
+def _checked(node: ir.Node, default: list[str]) -> int:
     """Returns the hidden size, after a look at attributes that have no rewrite."""
     attributes = attributes_of(node)
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
@@ -106,46 +103,44 @@ def _checked(node: onnx.NodeProto, default: list[str]) -> int:
 
 
 def _unroll(
-    node: onnx.NodeProto,
+    node: ir.Node,
     e: Emitter,
-    values: Values,
     hidden: int,
     gates: int,
-    cell: Callable[[str, str | None], Cell],
+    cell: Callable[[ir.Value, ir.Value | None], Cell],
     states: int = 1,
     split_bias: bool = False,
-) -> None:
+) -> Sequence[ir.Value]:
     """Emits all steps of all directions.
 
     Shapes: input (length, batch, features), weights (directions, gates * hidden, features or hidden), bias
     (directions, 2 * gates * hidden), states (directions, batch, hidden).
     """
-    x, w, r = node.input[:3]
-    length = values.size(x, 0)
-    lengths = _input(node, 4)
+    x, w, r = (operand(node, index) for index in range(3))
+    length = size_of(x, 0)
+    bias, lengths = input_of(node, 3), input_of(node, 4)
     direction = attributes_of(node).get("direction", "forward")
     reversals = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
-    outputs: list[list[str]] = [[""] * length for _ in reversals]
-    final: list[list[str]] = []
+    outputs: list[list[ir.Value]] = []
+    final: list[list[ir.Value]] = []
     for index, backwards in enumerate(reversals):
         weight, recurrent = (
-            e("Transpose", e("Gather", name, e.constant(index), axis=0), perm=[1, 0]) for name in (w, r)
+            e("Transpose", e("Gather", value, e.constant(index), axis=0), perm=[1, 0]) for value in (w, r)
         )
         projected = e("MatMul", x, weight)
         recurrent_bias = None
-        if _input(node, 3):
-            bias = e("Gather", node.input[3], e.constant(index), axis=0)
-            own, recurrent_bias = (e.slice(bias, k * gates * hidden, (k + 1) * gates * hidden, 0) for k in range(2))
+        if bias is not None:
+            both = e("Gather", bias, e.constant(index), axis=0)
+            own, recurrent_bias = (e.slice(both, k * gates * hidden, (k + 1) * gates * hidden, 0) for k in range(2))
             projected = e("Add", projected, own if split_bias else e("Add", own, recurrent_bias))
         step = cell(recurrent, recurrent_bias if split_bias else None)
-        state: list[str | None] = [
-            e("Gather", name, e.constant(index), axis=0) if (name := _input(node, 5 + k)) else None
-            for k in range(states)
-        ]
+        first = [input_of(node, 5 + k) for k in range(states)]
+        state = [None if value is None else e("Gather", value, e.constant(index), axis=0) for value in first]
+        steps: list[ir.Value] = []
         for time in reversed(range(length)) if backwards else range(length):
             new = step(e("Gather", projected, e.constant(time), axis=0), state)
             output = new[0]
-            if lengths:
+            if lengths is not None:
                 # A sequence that is over keeps its state, and its output is zero.
                 inside = e("Less", e.constant(time, "int32"), lengths)
                 inside = e("Unsqueeze", inside, e.constant([1]))
@@ -153,13 +148,16 @@ def _unroll(
                 output = e("Where", inside, output, zero)
                 new = [e("Where", inside, a, zero if b is None else b) for a, b in zip(new, state, strict=True)]
             state = [*new]
-            outputs[index][time] = output
+            steps.append(output)
+        outputs.append(steps[::-1] if backwards else steps)
         final.append([value for value in state if value is not None])
     every = [[e("Unsqueeze", value, e.constant([0, 1])) for value in one] for one in outputs]
     whole = [one[0] if length == 1 else e("Concat", *one, axis=0) for one in every]
-    names = [*node.output, "", "", ""][:3]
-    e.assign(names[0], whole[0] if len(whole) == 1 else e("Concat", *whole, axis=1))
-    for position, name in enumerate(names[1 : 1 + states]):
+    results = [whole[0] if len(whole) == 1 else e("Concat", *whole, axis=1)]
+    for position in range(states):
         last = [e("Unsqueeze", one[position], e.constant([0])) for one in final]
-        if name:
-            e.assign(name, last[0] if len(last) == 1 else e("Concat", *last, axis=0))
+        results.append(last[0] if len(last) == 1 else e("Concat", *last, axis=0))
+    return results
+
+
+RULES = {"GRU": _gru, "LSTM": _lstm, "RNN": _rnn}
