@@ -294,7 +294,7 @@ def test_what_a_graph_would_lose_is_refused() -> None:
         def forward(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(logits * self.temperature, label)
 
-    with pytest.raises(ValueError, match=r"loss_fn has trainable parameters of its own, \['temperature'\]"):
+    with pytest.raises(ValueError, match=r"loss_fn has its own trainable parameters, \['temperature'\]"):
         ORTTrainer(MLP(), MLP_DESC, optim.SGDConfig(), loss_fn=LearnedLoss())
 
 

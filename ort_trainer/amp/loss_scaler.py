@@ -87,8 +87,8 @@ class DynamicLossScaler(LossScaler):
     """A scale that halves on overflow and doubles after a run of finite steps.
 
     With ``automatic_update`` the rule after each optimizer step is: finite, then count it, and when the count reaches
-    ``up_scale_window``, ``scale = min(max_loss_scale, 2 * scale)`` and the count starts anew; not finite,
-    ``scale = max(min_loss_scale, scale / 2)`` and the count starts anew. (P. Micikevicius et al., "Mixed Precision
+    ``up_scale_window``, ``scale = min(max_loss_scale, 2 * scale)`` and the count restarts; not finite,
+    ``scale = max(min_loss_scale, scale / 2)`` and the count restarts. (P. Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, section 3.2.)
 
     Args:

@@ -1,4 +1,4 @@
-"""Writes a training graph as an ONNX file of its own, with the weights in it."""
+"""Writes a training graph as a standalone ONNX file, with the weights in it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SimplifyPass(ir.passes.Sequential):
 
     Args:
         thoroughly: False only brings it into the form that everything after this expects: no functions, and each value
-            with a name of its own.
+            with its own name.
     """
 
     def __init__(self, thoroughly: bool = True) -> None:
@@ -71,9 +71,9 @@ class _FoldConstantsPass(ir.passes.InPlacePass):
 
 
 class _TellDropoutsApartPass(ir.passes.InPlacePass):
-    """Gives dropouts that stay on in evaluation seeds of their own: two of one value would be taken for the same.
+    """Gives dropouts that stay on in evaluation separate seeds: two of one value would be merged.
 
-    ONNX Runtime counts a node's seed up by 1 for each run, so the seeds lie far apart.
+    ONNX Runtime counts a node's seed up by 1 for each run, so the seeds are far apart.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class RandomInput:
-    """A random tensor that the session draws anew for every step.
+    """A random tensor that the session samples for every step.
 
     Attributes:
         name: Name of the graph input.
@@ -53,7 +53,7 @@ class RandomInput:
         shape: Sizes.
         parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
             ``exponential``; empty otherwise.
-        order: The dimensions as they lie in memory, the one with the largest stride first, where that is not their own
+        order: The dimensions in the order of memory, the one with the largest stride first, where that is not their own
             order: PyTorch fills a transposed tensor in another order than a contiguous one.
     """
 

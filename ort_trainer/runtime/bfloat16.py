@@ -1,4 +1,4 @@
-"""Takes bfloat16 out of the interface of a model: NumPy, through which ONNX Runtime is told types, has none."""
+"""Takes bfloat16 out of the interface of a model: NumPy, which names types to ONNX Runtime, has none."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class FitToKernelsPass(ir.passes.InPlacePass):
                 types = _types(node)
                 if types is None or (_FLOAT in types and types <= _EVERYDAY):
                     continue
-                lies = self._device == "cpu" and _scatters_halves(node)
-                if not lies and _outputs(node, _inputs(node, {}, opset), {}, opset, self._device) is not None:
+                wrong = self._device == "cpu" and _scatters_halves(node)
+                if not wrong and _outputs(node, _inputs(node, {}, opset), {}, opset, self._device) is not None:
                     continue
                 for mapping in _mappings(types):
                     inputs = _inputs(node, mapping, opset)

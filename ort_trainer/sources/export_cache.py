@@ -104,12 +104,12 @@ class ExportCache:
         except FileNotFoundError:
             return None, ""
         except OSError as error:
-            return None, f"the kept export {path} can't be read ({error}), so it is made anew"
+            return None, f"the kept export {path} can't be read ({error}), so the model is exported again"
         if problem:
-            return None, f"the kept export {path} is not used, so it is made anew: the file {problem}"
+            return None, f"the kept export {path} is not used, so the model is exported again: the file {problem}"
         content = memoryview(data)[_HEADER:]
         if data[:_HEADER] != _header(key, content):
-            return None, f"the kept export {path} is damaged, so it is made anew"
+            return None, f"the kept export {path} is damaged, so the model is exported again"
         with contextlib.suppress(OSError):
             os.utime(path)  # the time of the last use, by which files are chosen to go
         return bytes(content), ""

@@ -100,7 +100,7 @@ class ModelSource(ABC):
             RuntimeError: If only a real batch can tell.
         """
         raise RuntimeError(
-            "no batch has told yet what the model takes: call prepare(), train_step() or eval_step() before"
+            "what the model takes is unknown before the first batch: call prepare(), train_step() or eval_step() first"
         )
 
     @abstractmethod

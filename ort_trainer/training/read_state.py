@@ -273,7 +273,7 @@ def _read_counters(
 def _read_window(
     state_dict: Mapping[str, Any], window: AccumulationWindow, restored: Restored, has_gradients: bool, strict: bool
 ) -> None:
-    """Reads where in a window the state was taken; without its gradients a window begins anew."""
+    """Reads where in a window the state was taken; without its gradients a window starts over."""
     options = state_dict.get("trainer_options", {})
     size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
     if "window" in state_dict:

@@ -169,7 +169,7 @@ class TrainingSession:
         providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Makes the underlying sessions anew with other providers; weights and optimizer state stay."""
+        """Recreates the underlying sessions with other providers; weights and optimizer state stay."""
         self._reset_session(providers, provider_options)
 
     def get_session_options(self) -> SessionOptions:
@@ -276,7 +276,7 @@ class TrainingSession:
         providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None,
         provider_options: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Makes the underlying sessions anew; only when that has worked the old ones are let go."""
+        """Recreates the underlying sessions; only when that has worked the old ones are let go."""
         state = self._trainer.state_dict()
         trainer = self._make_trainer(providers, provider_options)
         trainer.load_state_dict(state)

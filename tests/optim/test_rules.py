@@ -53,7 +53,7 @@ print("found")
 
 
 def test_every_rule_has_a_config_and_a_name() -> None:
-    assert {"AdamOptimizer", "LambOptimizer", "LionOptimizer", "SGDOptimizer"} == set(RULES)
+    assert {"AdamOptimizer", "LambOptimizer", "LionOptimizer", "SGDOptimizer"} <= set(RULES)
     assert set(rules.__all__) <= set(optim.__all__)
     for name in rules.__all__:
         config = getattr(optim, name)()

@@ -1,4 +1,4 @@
-"""Exports kept on disk: what is found gives the same numbers, and what can't be trusted is made anew."""
+"""Exports kept on disk: what is found gives the same numbers, and what can't be trusted is rebuilt."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_a_damaged_file_is_made_anew(damage: str, tmp_path: Path) -> None:
     path = cache.path("key")
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     content, remark = cache.load("key")
-    assert content is None and remark == f"the kept export {path} is damaged, so it is made anew"
+    assert content is None and remark == f"the kept export {path} is damaged, so the model is exported again"
     assert not cache.store("key", b"new")
     assert cache.load("key") == (b"new", "")
 
@@ -347,7 +347,7 @@ def test_a_trainer_goes_on_with_a_damaged_file(folder: Path, log: pytest.LogCapt
     entries(folder)[0].write_bytes(b"nothing of ours")
     assert_equal_bits(made, trained(Scaled(2.0)))
     text = said(log)
-    assert "is damaged, so it is made anew" in text and MADE in text
+    assert "is damaged, so the model is exported again" in text and MADE in text
     trained(Scaled(2.0))
     assert FOUND in said(log)
 

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's gradient builder can differentiate, what it is told besides, and where gradient flows."""
+"""What ONNX Runtime's gradient builder can differentiate, what is registered besides, and where gradient flows."""
 
 from __future__ import annotations
 

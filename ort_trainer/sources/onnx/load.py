@@ -133,7 +133,7 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 
 
 def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
-    """Returns a model whose external data is found where it lies."""
+    """Returns a model whose external data is found."""
     what, folder = "the model", ""
     if isinstance(source, onnx.ModelProto):
         proto = source
@@ -197,7 +197,7 @@ def _array(value: ir.Value) -> np.ndarray[Any, Any]:
     tensor = value.const_value
     if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
         raise ExportError(
-            f"initializer {value.name!r} lies in an external file, but only the model itself was given: pass the "
+            f"initializer {value.name!r} is in an external file, but only the model itself was given: pass the "
             "path, or load the model with its external data"
         )
     assert tensor is not None

@@ -72,7 +72,7 @@ class LossExport:
         description, batch = self.description, self.batch
         label = description.inputs[-1]
         sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        # The user's word counts where inference finds no more than a symbol of its own.
+        # The user's word counts where inference finds only a symbol.
         described = next((entry.shape for entry in description.outputs if entry.name == prediction.name), (None,))
         is_known = all(isinstance(size, int) or size in sizes for size in described)
         found = with_sizes(described if is_known else shape_of(prediction) or (None,), self.fixed)
@@ -106,7 +106,7 @@ def _check_gradient_of_loss(
 ) -> bool:
     """Compares the gradient of an exported loss function with PyTorch's.
 
-    A graph of the forward pass does not know of ``detach()``, ``no_grad()`` and functions with a gradient of their own.
+    A graph of the forward pass does not know of ``detach()``, ``no_grad()`` and functions with their own gradient.
 
     Returns:
         Whether the sample could tell; one without any label that counts has no gradient to compare.
@@ -152,7 +152,7 @@ def _check_gradient_of_loss(
         raise ExportError(
             "the gradient of loss_fn is not that of the numbers that it returns (off by "
             f"{difference / max(expected.double().norm().item(), 1e-6):.2g}): it has detach(), no_grad() or a function "
-            "with a gradient of its own, which the ONNX graph of a loss can't have. Train the PyTorch model instead of "
+            "with its own gradient, which the ONNX graph of a loss can't have. Train the PyTorch model instead of "
             "an ONNX model"
         )
     return True

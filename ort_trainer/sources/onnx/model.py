@@ -111,7 +111,7 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
         ),
         "_internal_use.enable_onnx_contrib_ops": (
             not internal.enable_onnx_contrib_ops,
-            "ONNX Runtime differentiates with operators of its own",
+            "ONNX Runtime differentiates with its own operators",
         ),
         "_internal_use.onnx_opset_version": (
             options.is_given("_internal_use.onnx_opset_version"),

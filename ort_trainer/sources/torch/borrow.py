@@ -27,7 +27,7 @@ def borrowed(
         trainable: Names of the parameters that shall require grad, as ``module.named_parameters()`` has them: of a tied
             parameter the first.
         training: The mode.
-        modes: Submodules with a mode of their own.
+        modes: Submodules with a separate mode.
     """
     attributes = [(part.__dict__, _kept(part.__dict__)) for part in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -24,7 +24,7 @@ __all__ = ["TorchSource"]
 
 
 class TorchSource(ModelSource):
-    """Watches a module for changes and exports it anew where graphs depend on them."""
+    """Watches a module for changes and exports it again where graphs depend on them."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class ModelWatch:
     A graph holds for good what the model was when it was captured: the mode of each module, which parameters require
     grad, and the settings, which are the numbers, truth values, strings, functions, plain tensors, and tuples of these
     among the attributes of its modules (a dropout's ``p``, a norm's ``momentum``), and the forward hooks. All of this
-    together is a *variant* of the model; each has graphs of its own. Other modules or parameters are no variant but
+    together is a *variant* of the model; each has its own graphs. Other modules or parameters are no variant but
     another model.
 
     What a module's own ``forward`` assigns (a counter, the last result) is no setting: it would ask for an export at

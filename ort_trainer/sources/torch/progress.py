@@ -42,7 +42,7 @@ class Progress:
                 self.draw()
 
     def draw(self) -> None:
-        """Writes the line anew; called in the process that shows it, as often as it likes."""
+        """Rewrites the line; called in the process that shows it, as often as it likes."""
         if self._pipe is None:
             return
         with contextlib.suppress(BlockingIOError):

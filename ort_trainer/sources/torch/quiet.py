@@ -12,10 +12,10 @@ __all__ = ["quiet"]
 # They log every step, print whole graphs where an export fails, and warn about packages that play no part here.
 _LOGGERS = ("torch", "torch.export", "torch.fx", "torch.onnx", "torch._functorch", "onnxscript", "onnx_ir")
 _WARNINGS = (
-    # Modules such as LSTM keep lists of their weights, which an export assigns anew.
+    # Modules such as LSTM keep lists of their weights, which an export reassigns.
     "The tensor attributes? .*_flat_weights.* (was|were) assigned during export",
     ".*isinstance\\(treespec, LeafSpec\\).*",
-    # Whatever was converted is an error of its own afterwards.
+    # Whatever was converted is a separate error afterwards.
     "Converting a tensor with requires_grad=True to a scalar.*",
 )
 

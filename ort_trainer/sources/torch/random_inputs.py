@@ -1,7 +1,7 @@
 """Takes random numbers out of the graph: every random operator becomes an input that the session draws.
 
 ONNX Runtime's own random operators keep their state inside the runtime, where nothing can read or restore it, so a run
-that is resumed would draw other numbers. Drawn outside, by a ``torch.Generator`` that belongs to the session and in
+that is resumed would sample other numbers. Sampled outside, by a ``torch.Generator`` that belongs to the session and in
 the order in which PyTorch itself would draw, they are reproducible from a seed, saved in a checkpoint, and the
 dropout masks are the very ones that PyTorch draws for the same seed.
 """
@@ -29,7 +29,7 @@ class Lifter:
 
     Attributes:
         graph: The graph.
-        inputs: The new placeholders, and what must be drawn for each.
+        inputs: The new placeholders, and what must be sampled for each.
         origin: Metadata of the operator that is replaced.
     """
 
@@ -72,18 +72,18 @@ def memory_order(like: torch.Tensor) -> tuple[int, ...]:
     """
     sizes, strides = ([hint(size) for size in values] for values in (like.shape, like.stride()))
     with _disable_current_modes():
-        drawn = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+        sampled = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
     large = [axis for axis, size in enumerate(sizes) if size != 1]
-    if [drawn[axis] for axis in large] == sorted((drawn[axis] for axis in large), reverse=True):
+    if [sampled[axis] for axis in large] == sorted((sampled[axis] for axis in large), reverse=True):
         return ()
-    return tuple(sorted(range(len(sizes)), key=lambda axis: -drawn[axis]))
+    return tuple(sorted(range(len(sizes)), key=lambda axis: -sampled[axis]))
 
 
 def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[torch.fx.Node, RandomInput]:
     """Replaces every random operator of a graph by an input, in place.
 
     Returns:
-        The new placeholders and what must be drawn for each, in the order in which PyTorch draws.
+        The new placeholders and what must be sampled for each, in the order in which PyTorch samples.
 
     Raises:
         ExportError: If there is a random operator that has no such replacement.

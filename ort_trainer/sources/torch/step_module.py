@@ -61,7 +61,7 @@ class ExportedStep:
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
-        recompute: What the backward pass computes anew.
+        recompute: What the backward pass recomputes.
     """
 
     model: nn.Module
@@ -112,7 +112,7 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
             extra = [n for n, p in loss_fn.named_parameters() if p.requires_grad and id(p) not in models]
             if extra:
                 raise ValueError(
-                    f"loss_fn has trainable parameters of its own, {extra}, but only the model is trained: make the "
+                    f"loss_fn has its own trainable parameters, {extra}, but only the model is trained: make the "
                     "loss a part of the model, or set their requires_grad to False"
                 )
         if len(names) < 2:

@@ -56,7 +56,7 @@ def to_onnx(
         if values[node].uses() or values[node].is_graph_output():
             values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=values[node].name)
             model.graph.register_initializer(values[node])
-    # One value can be two results, or an input and a result: ONNX wants each to be a value of its own.
+    # One value can be two results, or an input and a result: ONNX requires separate values.
     common_passes.OutputFixPass()(model)
     stage("simplify")
     SimplifyPass(thoroughly)(model)

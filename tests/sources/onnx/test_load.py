@@ -158,7 +158,7 @@ def test_external_data_of_a_model_without_a_folder(tmp_path: Path) -> None:
     convert_model_to_external_data(given, location="data.bin", size_threshold=0)
     onnx.save(given, tmp_path / "m.onnx")
     for source in (onnx.load(tmp_path / "m.onnx", load_external_data=False), (tmp_path / "m.onnx").read_bytes()):
-        with pytest.raises(ExportError, match="'w' lies in an external file, but only the model itself was given"):
+        with pytest.raises(ExportError, match="'w' is in an external file, but only the model itself was given"):
             load_onnx_model(source)
 
 

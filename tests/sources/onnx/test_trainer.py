@@ -230,9 +230,9 @@ def test_an_onnx_model_has_its_state_at_once(tmp_path: Path) -> None:
     assert torch.equal(other.train_step(x, y)[0], trainer.train_step(x, y)[0])
     other.load_checkpoint(tmp_path / "c")
     assert torch.equal(other.eval_step(x, y)[0], first.eval_step(x, y)[0])
-    with pytest.raises(RuntimeError, match="no batch has told yet what the model takes"):
+    with pytest.raises(RuntimeError, match="what the model takes is unknown before the first batch"):
         mlp_trainer().prepare()
-    with pytest.raises(RuntimeError, match="no batch has told yet what the model takes"):
+    with pytest.raises(RuntimeError, match="what the model takes is unknown before the first batch"):
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="mse").save_as_onnx(tmp_path / "x.onnx")
 
 
@@ -249,7 +249,7 @@ def test_external_data(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="external data of 'fc1.weight' can't be read: .*weights.bin"):
         ORTTrainer(tmp_path / "external.onnx", MLP_DESC, optim.SGDConfig())
     lost = onnx.load(tmp_path / "external.onnx", load_external_data=False)
-    with pytest.raises(ExportError, match="lies in an external file, but only the model itself was given"):
+    with pytest.raises(ExportError, match="is in an external file, but only the model itself was given"):
         ORTTrainer(lost, MLP_DESC, optim.SGDConfig())
 
 

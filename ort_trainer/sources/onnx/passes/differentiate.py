@@ -56,7 +56,7 @@ class DifferentiatePass(ir.passes.FunctionalPass):
         return ir.passes.PassResult(result, modified=True)
 
     def _reachable(self, graph: ir.Graph) -> set[str]:
-        """Returns the weights that the loss depends on, if all that lies between can be differentiated."""
+        """Returns the weights that the loss depends on, if everything between can be differentiated."""
         loss = next(value for value in graph.outputs if value.name == self._found.scaled_loss)
         path = list(gradient_path(graph, self._trained, loss))
         missing = [node for node, inputs in path if not has_gradient(node, inputs)]
@@ -66,7 +66,7 @@ class DifferentiatePass(ir.passes.FunctionalPass):
                 for n in reversed(missing)
             )
             raise ExportError(
-                f"these operators lie between a trained weight and the loss {self._loss!r}, and ONNX Runtime has no "
+                f"these operators are between a trained weight and the loss {self._loss!r}, and ONNX Runtime has no "
                 f"gradient for them: {places}. Tell it with ort_trainer.sources.onnx.register_gradient, export the "
                 "model with other operators, or freeze what comes before them with utils.frozen_weights"
             )

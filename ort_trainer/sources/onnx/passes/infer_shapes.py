@@ -36,7 +36,7 @@ class SymbolicShapesPass(ir.passes.InPlacePass):
         ).model
         try:
             _take_over(model, infer_symbolic_shapes(ir.to_proto(plain)))
-        except Exception as error:  # its errors have no class of their own
+        except Exception as error:  # its errors have no separate class
             _log.warning("ONNX Runtime's symbolic shape inference fails: %s", error)
             return ir.passes.PassResult(model, modified=False)
         return ir.passes.PassResult(model, modified=True)

@@ -1,4 +1,4 @@
-"""Makes what lies between trained weights and the loss differentiable."""
+"""Makes everything between trained weights and the loss differentiable."""
 
 from __future__ import annotations
 

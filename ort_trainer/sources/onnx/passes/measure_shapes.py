@@ -75,7 +75,7 @@ class MeasureShapesPass(ir.passes.InPlacePass):
                 runs, again = _Probe(probe, inputs, self._batch, self._state, unknown).runs(
                     {s: own[s] for s in symbols}
                 )
-            except Exception as error:  # ONNX Runtime's errors have no class of their own
+            except Exception as error:  # ONNX Runtime's errors have no separate class
                 _log.info("the shapes of the ONNX model can't be measured: %s", error)
                 return ir.passes.PassResult(model, modified=False)
             for name in unknown:

@@ -80,7 +80,7 @@ class RandomNumbersPass(ir.passes.InPlacePass):
     def _random(self, node: ir.Node, e: Emitter) -> ir.Value:
         attributes = attributes_of(node)
         if "seed" in attributes:
-            raise refuse(node, "a random operator with a seed of its own gives the same numbers at every step")
+            raise refuse(node, "a random operator with its own seed gives the same numbers at every step")
         like = node.op_type.endswith("Like")
         normal = node.op_type.startswith("RandomNormal")
         shape = shape_of(operand(node)) if like else attributes["shape"]
@@ -102,4 +102,4 @@ class RandomNumbersPass(ir.passes.InPlacePass):
 
 
 def _refused(node: ir.Node, e: Emitter) -> None:
-    raise refuse(node, "its random numbers can't be drawn by the trainer")
+    raise refuse(node, "its random numbers can't be sampled by the trainer")

@@ -10,7 +10,7 @@ There are five kinds of entries, in the order in which they take effect:
 - A *random operator* is taken out of the graph, and its numbers become an input.
 - A *translation* makes nodes of ONNX of what is left.
 
-The other files of this folder are families of operators; each has the entries of its own, all kinds together. A file
+The other files of this folder are families of operators; each has its entries, all kinds together. A file
 that is put here is found.
 
 Translations are written with ``op``. onnxscript, which it stands for, takes a second to import; behind this name it is

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-# These hand elements on as they are; they lie between a softmax, its dropout and the product with the values.
+# These hand elements on as they are; they are between a softmax, its dropout and the product with the values.
 PASSED = frozenset(
     {
         aten._to_copy.default,

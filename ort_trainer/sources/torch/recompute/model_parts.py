@@ -26,7 +26,7 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
     """Returns the nodes of the layers to recompute, each with its layer.
 
     Layers are the largest modules of which a ``ModuleList`` or ``Sequential`` holds several of one class, with
-    modules of their own inside.
+    nested modules.
     """
     paths: set[str] = set()
     for name, container in model.named_modules():
