@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import onnx
 import torch
 from torch import nn
 
@@ -20,11 +19,15 @@ from .options import ModelDescription, ORTTrainerOptions
 from .runtime import StepSession
 from .runtime.engine import resolve_device, warn_about_mixed_flavours
 from .sources import BORROWED, loss_function, model_source
-from .sources.onnx import OnnxModel
 from .sources.torch import LossFunction
 from .training import state, tensors
 from .training.loop import TrainingLoop
 from .training.onnx_file import save_onnx
+
+if TYPE_CHECKING:
+    import onnx
+
+    from .sources.onnx import OnnxModel
 
 __all__ = ["ORTTrainer"]
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
-import onnx_ir as ir
 import torch
 
 from .dims import holds, symbols_of
-from .prune import prune
+
+if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need not wait for
+    import onnx_ir as ir
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
 
@@ -133,6 +133,8 @@ class TrainingGraph:
 
     def to_bytes(self) -> bytes:
         """Returns the graph as a serialized ONNX model whose metadata has all the rest."""
+        import onnx_ir as ir
+
         model = ir.to_proto(self.model)
         entry = model.metadata_props.add()
         entry.key, entry.value = _METADATA, json.dumps(_to_json(self))
@@ -141,6 +143,9 @@ class TrainingGraph:
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainingGraph:
         """Returns the graph that :meth:`to_bytes` wrote."""
+        import onnx
+        import onnx_ir as ir
+
         model = ir.from_proto(onnx.ModelProto.FromString(data))
         rest = json.loads(model.metadata_props.pop(_METADATA))
         for key, kind in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
@@ -152,6 +157,8 @@ class TrainingGraph:
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
         """Returns the part of an evaluation graph that some of its outputs need, without the other inputs."""
+        from .prune import prune
+
         model = prune(self.model, names)
         left = {value.name for value in model.graph.inputs}
         return dataclasses.replace(

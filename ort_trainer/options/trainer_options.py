@@ -12,7 +12,7 @@ import torch
 from ..amp import LossScaler
 from ..errors import shown
 from ..optim import LRScheduler
-from ..runtime.engine import SessionOptions
+from ..runtime.engine import is_session_options
 from .checks import conflicts, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
 
@@ -22,9 +22,20 @@ _SCHEMA = load_schema("trainer_options")
 _MINIMUM_OPSET = 18
 
 
+class _SessionOptionsKind(type):
+    """Asks for the class of ONNX Runtime when there is something to compare, and not at the import of this module."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return is_session_options(instance)
+
+
+class _SessionOptions(metaclass=_SessionOptionsKind):
+    pass
+
+
 class _OptionsValidator(
     SchemaValidator.with_types(  # type: ignore[misc]
-        lr_scheduler=(LRScheduler,), loss_scaler=(LossScaler,), session_options=(SessionOptions,)
+        lr_scheduler=(LRScheduler,), loss_scaler=(LossScaler,), session_options=(_SessionOptions,)
     )
 ):
     def _normalize_coerce_enum_name(self, value: Any) -> Any:

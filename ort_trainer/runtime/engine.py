@@ -1,26 +1,34 @@
-"""What the installed ONNX Runtime can do: the one place that imports ``onnxruntime``; the rest of the package asks."""
+"""What the installed ONNX Runtime can do: the one place that imports ``onnxruntime``; the rest of the package asks.
+
+Its import takes a third of a second, so it waits until a function needs it: :func:`preload` does it while an export is
+under way in another process.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
-import onnxruntime
 import torch
-from onnxruntime import InferenceSession, SessionOptions
-from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as _NotImplemented
+
+if TYPE_CHECKING:
+    import onnx
+    from onnxruntime import InferenceSession, SessionOptions
 
 __all__ = [
     "InferenceSession",
     "SessionOptions",
+    "is_session_options",
     "kernel_outputs",
     "make_session",
     "maximum_opset",
+    "preload",
     "providers_for",
     "resolve_device",
     "session_options",
@@ -33,11 +41,33 @@ _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
+def __getattr__(name: str) -> Any:
+    """Gives the classes of ONNX Runtime that this module passes on, when they are asked for."""
+    if name in ("InferenceSession", "SessionOptions"):
+        import onnxruntime
+
+        return getattr(onnxruntime, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def preload() -> None:
+    """Imports what the first session needs, so that it need not wait for that."""
+    import onnx_ir  # noqa: F401
+    import onnxruntime  # noqa: F401
+
+
+def is_session_options(value: object) -> bool:
+    """Returns whether something is an ``onnxruntime.SessionOptions``; no such thing exists before the import."""
+    known = sys.modules.get("onnxruntime")
+    return known is not None and isinstance(value, known.SessionOptions)
+
+
 @functools.cache
 def installed_flavours() -> tuple[str, ...]:
     """Returns the distributions that installed the ``onnxruntime`` module: several overwrite each other."""
     # Their folders tell: to read the metadata of every installed distribution takes longer than a first step may.
-    found = Path(onnxruntime.__file__).parents[1].glob("onnxruntime*.dist-info")
+    spec = importlib.util.find_spec("onnxruntime")
+    found = [] if spec is None or spec.origin is None else Path(spec.origin).parents[1].glob("onnxruntime*.dist-info")
     names = {path.name.split("-")[0].lower().replace("_", "-") for path in found}
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
@@ -60,6 +90,9 @@ def maximum_opset() -> int:
     ONNX Runtime has no call for this, but each of its releases is built with one release of ONNX: the release
     notes of both give the pairs below. Newer runtimes take at least what the last pair says.
     """
+    import onnx
+    import onnxruntime
+
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     newest = max(opset for release, opset in _OPSETS if version >= release or release == _OPSETS[0][0])
     return min(newest, onnx.defs.onnx_opset_version())
@@ -67,19 +100,28 @@ def maximum_opset() -> int:
 
 @functools.cache
 def engine_identity() -> str:
-    """Returns a text that differs wherever the kernels of the installed ONNX Runtime may differ."""
-    providers = onnxruntime.get_available_providers()
-    return f"{onnxruntime.__version__} {installed_flavours()} {providers} {onnxruntime.get_build_info()}"
+    """Returns a text that differs wherever the kernels of the installed ONNX Runtime may; does not import it."""
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return "none"
+    package = Path(spec.origin).parent
+    found = [path.name for path in package.parent.glob("onnxruntime*.dist-info")]
+    for library in sorted(package.glob("capi/*pybind11_state*")):
+        status = library.stat()
+        found.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")
+    return f"{package} {sorted(found)}"
 
 
 def available_providers() -> list[str]:
     """Returns the names of the execution providers of the installed ONNX Runtime."""
+    import onnxruntime
+
     return list(onnxruntime.get_available_providers())
 
 
 def has_cuda() -> bool:
     """Returns whether both ONNX Runtime and PyTorch can use a CUDA device here."""
-    return _PROVIDERS["cuda"] in onnxruntime.get_available_providers() and torch.cuda.is_available()
+    return torch.cuda.is_available() and _PROVIDERS["cuda"] in available_providers()
 
 
 def resolve_device(name: str, explicit: bool) -> torch.device:
@@ -99,9 +141,11 @@ def resolve_device(name: str, explicit: bool) -> torch.device:
         if not explicit:
             _log.info("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU")
             return torch.device("cpu")
+        import onnxruntime
+
         raise ValueError(
             f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
-            f"{onnxruntime.get_available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
+            f"{available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
             "set device.id to 'cpu', leave it out, or install CUDA builds of both"
         )
     index = device.index or 0
@@ -123,6 +167,8 @@ def providers_for(
     Raises:
         ValueError: If a provider is not installed, or a memory limit is set for the CPU.
     """
+    import onnxruntime
+
     available = onnxruntime.get_available_providers()
     unknown = sorted(set(provider_options) - set(available))
     if unknown:
@@ -164,6 +210,8 @@ def session_options(given: SessionOptions | None, deterministic: bool) -> Sessio
                 "use_deterministic_compute = False: set it on them too"
             )
         return given
+    from onnxruntime import SessionOptions
+
     options = SessionOptions()
     # Both libraries get the same number of threads, and ONNX Runtime's do not spin after a run: spinning threads
     # would take the cores from the optimizer update, which runs on PyTorch's pool right after.
@@ -182,9 +230,12 @@ def make_session(
     ONNX Runtime's optimizer makes operators for whose types it then has no kernel: of a transposition and a product of
     doubles, for one. Such a model gets a session without these fusions.
     """
+    from onnxruntime import InferenceSession
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
     try:
         return InferenceSession(model, options, list(providers))
-    except _NotImplemented:
+    except NoKernel:
         return InferenceSession(model, options, list(providers), disabled_optimizers=list(_FUSIONS))
 
 
@@ -203,15 +254,19 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         The types; none at all for a node that is refused for any other reason, of which there may be some that do not
         count where it has its place in a model.
     """
-    options = SessionOptions()
+    import onnx
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     available = onnxruntime.get_available_providers()
     providers = [name for name in dict.fromkeys((_PROVIDERS[device], _PROVIDERS["cpu"])) if name in available]
     try:
-        session = InferenceSession(model, options, providers)
-    except _NotImplemented:
+        session = onnxruntime.InferenceSession(model, options, providers)
+    except NoKernel:
         return None
     except Exception as error:  # that ONNX does not allow a type has no separate exception class
         return None if "Type Error" in str(error) else ()
@@ -225,6 +280,7 @@ def training_bindings() -> Any:
     Raises:
         RuntimeError: If the installed distribution is not onnxruntime-training.
     """
+    import onnxruntime
     from onnxruntime.capi import _pybind_state
 
     if not hasattr(_pybind_state, "GradientGraphBuilder"):
@@ -247,6 +303,8 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
     """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
+    import onnxruntime
+
     if array.dtype == bool or not array.size:  # of these it can't make any
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)

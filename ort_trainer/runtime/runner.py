@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
-from .engine import InferenceSession, SessionOptions, make_session
+from .engine import make_session
+
+if TYPE_CHECKING:
+    from .engine import InferenceSession, SessionOptions
 
 __all__ = ["GraphRunner", "Plan", "load"]
 
@@ -200,6 +202,8 @@ def load(
     graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
 ) -> InferenceSession:
     """Returns an ONNX Runtime session of a graph."""
+    import onnx_ir as ir  # not before it is needed: it takes half a second
+
     return make_session(ir.to_proto(graph.model).SerializeToString(), options, providers)
 
 

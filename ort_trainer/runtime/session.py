@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
-from .engine import InferenceSession, SessionOptions, providers_for, session_options
+from .engine import providers_for, session_options
 from .runner import GraphRunner, Plan, load
+
+if TYPE_CHECKING:
+    from .engine import InferenceSession, SessionOptions
 
 __all__ = ["StepSession"]
 

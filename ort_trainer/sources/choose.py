@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import onnx
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,8 +12,6 @@ from ..errors import shown
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import ModelSource
-from .onnx import OnnxModel
-from .onnx.model import OnnxSource
 from .torch import LossFunction
 from .torch.model import TorchSource
 
@@ -59,7 +55,9 @@ def model_source(
     """
     if isinstance(model, nn.Module):
         return TorchSource(model, loss_fn, optim_config, options)
-    if isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike)):
+    from .onnx.model import OnnxSource, is_onnx_model  # as long to import as all the rest, and seldom needed
+
+    if is_onnx_model(model):
         return OnnxSource(model, loss_fn, optim_config, options)
     raise TypeError(
         "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "

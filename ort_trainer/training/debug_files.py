@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from ..atomic import atomic_path, check_target
 from ..graph import TrainingGraph
-from ..graph.prune import prune
 from ..optim import OptimizerConfig
-from ..optim.onnx_update import ParameterUpdate, with_optimizer
 from ..runtime import StepSession
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["check_graph_paths", "save_graphs"]
 
@@ -55,6 +54,12 @@ def save_graphs(
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped where gradients are not finite.
     """
+    if not any(paths.values()):
+        return
+    # Most users never ask for these files, and what writes them takes half a second to import.
+    from ..graph.prune import prune
+    from ..optim.onnx_update import ParameterUpdate, with_optimizer
+
     rule = config.rule
     writers: dict[str, Any] = {
         # The forward pass with the loss, after all passes over the joint graph.
@@ -86,4 +91,6 @@ def save_graphs(
 
 
 def _write(model: ir.Model, path: Path) -> None:
+    import onnx_ir as ir
+
     path.write_bytes(ir.to_proto(model).SerializeToString())

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..graph.onnx_file import save_model
 from .loop import TrainingLoop
 
 __all__ = ["save_onnx"]
@@ -24,6 +23,8 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
         TypeError, ValueError: If the path is none.
         FileNotFoundError: If the folder does not exist.
     """
+    from ..graph.onnx_file import save_model  # with all that writes ONNX, which training does not need
+
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
     if not os.fspath(path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import onnxruntime
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(
-        engine.onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
     providers = engine.providers_for(torch.device("cuda", 1), {"CUDAExecutionProvider": {"x": "y"}}, mem_limit=99)
     assert providers == [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
-from ort_trainer.runtime import engine
 from ort_trainer.runtime.engine import make_session, session_options
 from ort_trainer.runtime.kernels import FitToKernelsPass
 
@@ -82,8 +82,10 @@ def test_doubles_are_not_computed_in_less() -> None:
 
 def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = engine.InferenceSession
-    monkeypatch.setattr(engine, "InferenceSession", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    real = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
     for _ in range(2):
         model = model_of(
             "agraph (int16[n] x, int16[n] y, float[n] f) => (int16[n] z, float[n] g) { a = Max(x, y) b = Max(x, a) "

@@ -20,7 +20,12 @@ from .describe import check_description, describe_onnx
 from .load import OnnxModel, load_onnx_model
 from .nodes import dtype_of
 
-__all__ = ["OnnxSource"]
+__all__ = ["OnnxSource", "is_onnx_model"]
+
+
+def is_onnx_model(model: object) -> bool:
+    """Returns whether something is an ONNX model, or may be the path of one."""
+    return isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike))
 
 
 class OnnxSource(ModelSource):

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import onnx
 import torch
 
 from ...graph import TrainingGraph
-from ...graph.postprocess import postprocessed
+from ...runtime.engine import preload
 from ..export_cache import export_cache
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
@@ -20,6 +19,8 @@ from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
 
 if TYPE_CHECKING:
+    import onnx
+
     from .export import Export
 
 __all__ = ["GraphBuilder"]
@@ -67,7 +68,7 @@ class GraphBuilder:
                 return export(self.step, batch, training, cache, progress.stage)
 
             draw = progress.draw if progress.shown else None
-            answer = run_in_child(lambda: made().to_bytes(), draw) if can_isolate() else None
+            answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
         graph = TrainingGraph.from_bytes(found.graph)
         self._log_export(found, graph, time.perf_counter() - start)
@@ -75,6 +76,8 @@ class GraphBuilder:
             where = found.reasons.get(symbol, "")
             _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
         if self.postprocess is not None:
+            from ...graph.postprocess import postprocessed
+
             graph = postprocessed(graph, self.postprocess)
         if not self.contrib_ops:
             _refuse_contrib_ops(graph)

@@ -46,12 +46,17 @@ def can_isolate() -> bool:
     )
 
 
-def run_in_child(function: Callable[[], bytes], while_waiting: Callable[[], None] | None = None) -> bytes | None:
+def run_in_child(
+    function: Callable[[], bytes],
+    while_waiting: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> bytes | None:
     """Returns what a function returns when a forked child process runs it.
 
     Args:
         function: The function.
         while_waiting: Called again and again here, while the child works.
+        meanwhile: Called once here, while the child works.
 
     Returns:
         The bytes; None if the child died, or stood still and was ended: then the caller must do the work itself.
@@ -73,6 +78,8 @@ def run_in_child(function: Callable[[], bytes], while_waiting: Callable[[], None
         _run_and_exit(function, writer)
     os.close(writer)
     try:
+        if meanwhile is not None:
+            meanwhile()
         answer = _read_all(reader, child, while_waiting)
     finally:
         os.close(reader)

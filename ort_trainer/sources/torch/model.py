@@ -80,7 +80,7 @@ class TorchSource(ModelSource):
                 "and nothing is left to infer. Leave it out; it works for ONNX models"
             )
         opset = self._options._internal_use.onnx_opset_version
-        if opset > maximum_opset():
+        if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
             raise ValueError(
                 f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX go up to "
                 f"{maximum_opset()}"

@@ -6,10 +6,13 @@ import inspect
 import re
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["drop_source", "forward_line", "onnx_source_line", "source_line", "source_line_of_error"]
 
