@@ -109,9 +109,7 @@ class ORTTrainer:
             raise TypeError(
                 f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
             )
-        self.options = options
-        self.optim_config = optim_config
-        self.loss_fn = loss_fn
+        self.options, self.optim_config, self.loss_fn = options, optim_config, loss_fn
         device = resolve_device(options.device.id, options.is_given("device.id"))
         with BORROWED:
             source = model_source(model, loss_fn, optim_config, options)
