@@ -366,7 +366,6 @@ def test_a_window_of_another_reduction_is_refused() -> None:
         other.load_state_dict(state)
     for edit in (
         {"micro_batches": -1},
-        {"micro_batches": 2},
         {"weight": float("nan")},
         {"scale": 0},
         {"assigned_size": 0},

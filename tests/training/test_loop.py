@@ -110,3 +110,24 @@ def test_a_schedule_that_refuses_changes_nothing() -> None:
     with pytest.raises(TypeError, match=r"get_lr\(\) of Wrong must return a list of numbers"):
         trainer.train_step(*mlp_batches(1)[0])
     assert trainer.train_step_info.step == 0 and trainer.loop.window.micro_batches == 0
+
+
+def test_a_window_that_went_on_beyond_its_size_is_saved_and_resumed() -> None:
+    """Backward passes alone never end a window, so that there may be more of them than the option says."""
+    model = MLP()
+    batches = mlp_batches(4)
+
+    def make() -> ORTTrainer:
+        return mlp_trainer({"utils": {"grad_norm_clip": False}}, optim.SGDConfig(lr=0.1), model)
+
+    first, second = make(), make()
+    for batch in batches[:3]:
+        backward(first.loop, batch)
+    second.load_state_dict(first.state_dict())
+    assert second.loop.window.micro_batches == 3
+    reference = copy.deepcopy(model)
+    torch.stack([F.cross_entropy(reference(x), y) for x, y in batches]).mean().backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    second.train_step(*batches[3])  # ends the window
+    assert second.loop.window.micro_batches == 0 and second.train_step_info.optimization_step == 1
+    assert_same_weights(second, reference, 1e-5)
