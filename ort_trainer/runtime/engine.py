@@ -167,9 +167,7 @@ def providers_for(
     Raises:
         ValueError: If a provider is not installed, or a memory limit is set for the CPU.
     """
-    import onnxruntime
-
-    available = onnxruntime.get_available_providers()
+    available = available_providers() if provider_options else []
     unknown = sorted(set(provider_options) - set(available))
     if unknown:
         raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")

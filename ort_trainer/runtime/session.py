@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,9 @@ class StepSession:
         seed: int = 0,
     ) -> None:
         self._device = torch.device(device)
-        self._options = session_options(given_options, deterministic)
+        self._given_options, self._deterministic = given_options, deterministic
+        if given_options is not None:
+            session_options(given_options, deterministic)  # which checks them
         self._providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
@@ -85,6 +88,11 @@ class StepSession:
             clip=clip,
             max_norm=max_norm,
         )
+
+    @functools.cached_property
+    def _options(self) -> SessionOptions:
+        """Made for the first graph: until then nothing of ONNX Runtime is needed, and its import takes a while."""
+        return session_options(self._given_options, self._deterministic)
 
     def add_graph(self, graph: TrainingGraph) -> None:
         """Adds a training or evaluation graph; there can be several of each, for different shapes.

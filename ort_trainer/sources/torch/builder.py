@@ -14,14 +14,13 @@ from ...graph import TrainingGraph
 from ...runtime.engine import preload
 from ..export_cache import export_cache
 from .borrow import borrowed
+from .exported import Export
 from .isolation import can_isolate, run_in_child
 from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
 
 if TYPE_CHECKING:
     import onnx
-
-    from .export import Export
 
 __all__ = ["GraphBuilder"]
 
@@ -58,13 +57,13 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs are not as described.
         """
-        from .export import Export, export  # what it imports is no concern of a user who only imports the package
-
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         with showing_progress(type(self.step.model).__name__) as progress:
 
             def made() -> Export:
+                from .export import export  # in the child, which needs what it imports
+
                 return export(self.step, batch, training, cache, progress.stage)
 
             draw = progress.draw if progress.shown else None

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import ExportError
-from ...graph.dims import holds, symbols_of
 from ..export_cache import ExportCache
 from .borrow import borrowed
+from .exported import Export, violated
 from .fingerprint import NoFingerprint, fingerprint
 from .kept_state import refuse_kept_tensors
 from .program import Program, capture_program
@@ -27,53 +26,10 @@ from .step_module import ExportedStep, StepModule
 if TYPE_CHECKING:
     from .capture import Capture
 
-__all__ = ["Export", "export"]
+__all__ = ["export"]
 
 # Where a sample has size 1 in a symbolic dimension; unlike most sizes that a model has itself.
 _STAND_IN_SIZE = 7
-
-
-@dataclasses.dataclass(frozen=True)
-class Export:
-    """An exported graph, and what is said about it.
-
-    Attributes:
-        graph: The bytes of a :class:`~ort_trainer.graph.TrainingGraph`.
-        guards: Conditions on the symbolic sizes under which it is the right one.
-        fixed: Symbol -> the only size that it has for it.
-        reasons: The same symbols with the places where the model fixes them.
-        kept: Where the graph was found, or is kept from now on; empty if nowhere.
-        found: Whether it was found rather than made.
-        remarks: What there is to say about the cache.
-    """
-
-    graph: bytes
-    guards: tuple[str, ...]
-    fixed: Mapping[str, int]
-    reasons: Mapping[str, str]
-    kept: str = ""
-    found: bool = False
-    remarks: tuple[str, ...] = ()
-
-    def accepts(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether the graph is right for these sizes of all symbolic dimensions."""
-        return all(sizes.get(symbol) == size for symbol, size in self.fixed.items()) and not _violated(
-            self.guards, sizes
-        )
-
-    def to_bytes(self) -> bytes:
-        """Returns all of it as bytes."""
-        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "graph"}
-        text = json.dumps(head).encode()
-        return len(text).to_bytes(8, "little") + text + self.graph
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Export:
-        """Returns what :meth:`to_bytes` wrote."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        head = json.loads(data[8:end])
-        lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
-        return cls(graph=data[end:], **{**head, **lists})
 
 
 def export(
@@ -163,7 +119,7 @@ class _Exporter:
                 enlarged = set()
                 continue
             conditions, _ = found.symbols.guards()
-            wrong = enlarged & (set(found.symbols.fixed) | _violated(conditions, self._sizes))
+            wrong = enlarged & (set(found.symbols.fixed) | violated(conditions, self._sizes))
             if not wrong:
                 return found
             enlarged -= wrong
@@ -226,8 +182,3 @@ class _Exporter:
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:
     repeats = [_STAND_IN_SIZE if size in symbols else 1 for size in shape]
     return value.repeat(repeats) if any(count > 1 for count in repeats) else value
-
-
-def _violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the symbols of all conditions that do not hold for these sizes."""
-    return {symbol for guard in guards if not holds(guard, sizes) for symbol in symbols_of(guard)}
