@@ -62,13 +62,24 @@ def is_session_options(value: object) -> bool:
     return known is not None and isinstance(value, known.SessionOptions)
 
 
+def _package() -> Path | None:
+    """Returns the folder of the ``onnxruntime`` module, without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec("onnxruntime")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _distributions(package: Path) -> list[str]:
+    """Returns the folders with the metadata of all distributions of ONNX Runtime beside its module."""
+    # Reading the metadata of every installed distribution takes longer than a first step may.
+    return sorted(path.name for path in package.parent.glob("onnxruntime*.dist-info"))
+
+
 @functools.cache
 def installed_flavours() -> tuple[str, ...]:
     """Returns the distributions that installed the ``onnxruntime`` module: several overwrite each other."""
-    # Their folders tell: to read the metadata of every installed distribution takes longer than a first step may.
-    spec = importlib.util.find_spec("onnxruntime")
-    found = [] if spec is None or spec.origin is None else Path(spec.origin).parents[1].glob("onnxruntime*.dist-info")
-    names = {path.name.split("-")[0].lower().replace("_", "-") for path in found}
+    package = _package()
+    found = [] if package is None else _distributions(package)
+    names = {name.split("-")[0].lower().replace("_", "-") for name in found}
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
@@ -101,11 +112,10 @@ def maximum_opset() -> int:
 @functools.cache
 def engine_identity() -> str:
     """Returns a text that differs wherever the kernels of the installed ONNX Runtime may; does not import it."""
-    spec = importlib.util.find_spec("onnxruntime")
-    if spec is None or spec.origin is None:
+    package = _package()
+    if package is None:
         return "none"
-    package = Path(spec.origin).parent
-    found = [path.name for path in package.parent.glob("onnxruntime*.dist-info")]
+    found = _distributions(package)
     for library in sorted(package.glob("capi/*pybind11_state*")):
         status = library.stat()
         found.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")

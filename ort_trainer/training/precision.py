@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..amp import DynamicLossScaler, LossScaler
-from ..errors import shown
 from ..graph import TrainingGraph
 from ..optim.step_info import TrainStepInfo
 from .user_objects import load_state
@@ -128,9 +127,7 @@ def _check(scaler: LossScaler) -> None:
             f"mixed_precision.loss_scaler: {name} does not say how the scale changes: override update(), or keep the "
             "scale constant with DynamicLossScaler(automatic_update=False, loss_scale=...)"
         )
-    try:
-        shown(scaler.loss_scale)
-    except AttributeError as error:
+    if not hasattr(scaler, "loss_scale"):
         raise TypeError(
             f"mixed_precision.loss_scaler: {name} has no scale yet: call super().__init__(loss_scale) in its __init__"
-        ) from error
+        )

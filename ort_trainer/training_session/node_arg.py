@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ..sources.onnx.nodes import shape_of
+
 __all__ = ["NodeArg", "node_arg"]
 
 
@@ -27,6 +29,4 @@ class NodeArg:
 def node_arg(value: ir.Value) -> NodeArg:
     """Returns what a value of an ONNX model says about itself."""
     kind = "undefined" if value.dtype is None else value.dtype.name.lower()
-    sizes = () if value.shape is None else value.shape
-    shape = [size if isinstance(size, int) else size.value for size in sizes]
-    return NodeArg(str(value.name), f"tensor({kind})", shape)
+    return NodeArg(str(value.name), f"tensor({kind})", list(shape_of(value) or ()))
