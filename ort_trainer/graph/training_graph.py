@@ -47,11 +47,12 @@ class RandomInput:
 
     Attributes:
         name: Name of the graph input.
-        kind: ``bernoulli`` (value 1 with probability p, else 0), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation
+        kind: ``key`` (a whole number, that masks are drawn from within the graph), ``mask`` (1 with probability p, else
+            0, drawn from such a key), ``bernoulli`` (the same, drawn as PyTorch does), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation
             1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to the one size - 1).
         dtype: Element type.
         shape: Sizes.
-        parameters: (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
+        parameters: (p, number of the mask in the graph) of ``mask``, (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
             ``exponential``; empty otherwise.
         order: The dimensions in the order of memory, the one with the largest stride first, where that is not their own
             order: PyTorch fills a transposed tensor in another order than a contiguous one.

@@ -83,6 +83,11 @@ def installed_flavours() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
+def can_call_pytorch() -> bool:
+    """Returns whether nodes of a graph can be PyTorch's operators: onnxruntime-training has the means for it."""
+    return any(name.startswith("onnxruntime-training") for name in installed_flavours())
+
+
 def warn_about_mixed_flavours() -> None:
     """Warns when two distributions of ONNX Runtime overwrite each other."""
     clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
@@ -201,12 +206,13 @@ def providers_for(
     return [*extra.items(), *implied.items()]
 
 
-def session_options(given: SessionOptions | None, deterministic: bool) -> SessionOptions:
+def session_options(given: SessionOptions | None, deterministic: bool, threads: int = 0) -> SessionOptions:
     """Returns the options that every ONNX Runtime session of a trainer is made with.
 
     Args:
         given: The user's own; used as they are and never written to.
         deterministic: The option ``debug.deterministic_compute``.
+        threads: How many threads ONNX Runtime computes with; 0 for as many as PyTorch.
 
     Raises:
         ValueError: If deterministic compute was asked for and the user's own options do not have it.
@@ -223,7 +229,7 @@ def session_options(given: SessionOptions | None, deterministic: bool) -> Sessio
     options = SessionOptions()
     # Both libraries get the same number of threads, and ONNX Runtime's do not spin after a run: spinning threads
     # would take the cores from the optimizer update, which runs on PyTorch's pool right after.
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.use_deterministic_compute = deterministic
     options.log_severity_level = 3

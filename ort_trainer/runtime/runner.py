@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,16 @@ import numpy as np
 import torch
 
 from ..graph import Dim, RandomInput, TrainingGraph, evaluate
+from .aten.dropout import draw_mask, unpacked
 from .engine import make_session
 
 if TYPE_CHECKING:
     from .engine import InferenceSession, SessionOptions
 
-__all__ = ["GraphRunner", "Plan", "load"]
+__all__ = ["GraphRunner", "Plan", "load", "sample"]
+
+# Keys of masks are below it.
+_KEYS = 2**62
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -102,8 +107,12 @@ class GraphRunner:
         self._device = device
         self._place = (device.type, device.index or 0)
         self._state = {graph.state[name]: state[name] for name in graph.state}
+        self._prepare()
         self.inference_session = load(graph, providers, options)
         self._nothing = torch.zeros(1, device=device)
+
+    def _prepare(self) -> None:
+        """Does what must be done before the graph is loaded."""
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""
@@ -118,6 +127,11 @@ class GraphRunner:
             tuple((spec, _sizes(spec.shape, sizes) or ()) for spec in self.graph.random),
         )
 
+    @property
+    def keeps_destinations(self) -> bool:
+        """Whether a run writes into the memory of its destinations; otherwise they get the memory of the results."""
+        return True
+
     def run(
         self,
         plan: Plan,
@@ -127,6 +141,7 @@ class GraphRunner:
         destinations: Mapping[str, torch.Tensor] | None = None,
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
+        moves: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Runs the graph once.
 
@@ -138,6 +153,7 @@ class GraphRunner:
                 where the plan has no binding of that key yet.
             loss_scale: Value of the loss scale input.
             generator: Draws the random inputs.
+            moves: Whether destinations may get other memory, where the runner has it.
 
         Returns:
             The fetched outputs by name, in new tensors.
@@ -154,7 +170,7 @@ class GraphRunner:
             name = self.graph.loss_scale.name
             binding.bind_input(name, *self._describe(name, loss_scale))
             known.loss_scale = loss_scale
-        sampled = [_sample(spec, shape, self._device, generator) for spec, shape in plan.random]
+        sampled = sample(plan.random, self._device, generator)
         for (spec, _), value in zip(plan.random, sampled, strict=True):
             binding.bind_input(spec.name, *self._describe(spec.name, value))
         results: dict[str, torch.Tensor] = {}
@@ -215,10 +231,29 @@ def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, 
     return None if shape is None else tuple(evaluate(size, sizes) for size in shape)
 
 
+def sample(
+    wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], device: torch.device, generator: torch.Generator | None
+) -> list[torch.Tensor]:
+    """Returns new random numbers for inputs and their shapes, contiguous and of types that can be bound."""
+    # All masks of a run are drawn from one number, and before it nothing else is.
+    with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
+    key = torch.randint(_KEYS, (), generator=generator, device=device).cpu() if with_key else None
+    return [_sample(spec, shape, device, generator, key) for spec, shape in wanted]
+
+
 def _sample(
-    spec: RandomInput, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
+    spec: RandomInput,
+    shape: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator | None,
+    key: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns new random numbers, contiguous and of a type that can be bound, sampled as PyTorch would."""
+    """Returns new random numbers; but for masks, sampled as PyTorch would."""
+    if key is not None and spec.kind == "key":
+        return key
+    if key is not None and spec.kind == "mask":
+        kept, number = spec.parameters
+        return unpacked(draw_mask(key, math.prod(shape), int(number), kept), shape).to(device)
     if spec.kind == "permutation":
         return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
     order = spec.order or tuple(range(len(shape)))

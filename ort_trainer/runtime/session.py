@@ -12,6 +12,7 @@ import torch
 from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
+from .aten.runner import KernelRunner, calls_pytorch
 from .engine import providers_for, session_options
 from .runner import GraphRunner, Plan, load
 
@@ -93,6 +94,11 @@ class StepSession:
     def _options(self) -> SessionOptions:
         """Made for the first graph: until then nothing of ONNX Runtime is needed, and its import takes a while."""
         return session_options(self._given_options, self._deterministic)
+
+    @functools.cached_property
+    def _one_thread(self) -> SessionOptions:
+        """For graphs whose nodes call PyTorch: what is heavy is done by its threads, beside which others would wait."""
+        return session_options(None, self._deterministic, threads=1)
 
     def add_graph(self, graph: TrainingGraph) -> None:
         """Adds a training or evaluation graph; there can be several of each, for different shapes.
@@ -204,6 +210,9 @@ class StepSession:
         """
         graph = plan.runner.graph
         fresh = self._reset or not self._present
+        moves = not plan.runner.keeps_destinations and not any(
+            runner.keeps_destinations for (training, _), runners in self._runners.items() if training for runner in runners
+        )
         key = "fresh" if fresh else "add"
         random_state = self.generator.get_state() if graph.random else None
         try:
@@ -212,6 +221,7 @@ class StepSession:
                 batch,
                 destination_key=key,
                 destinations={} if key in plan.bindings else self._destinations(graph, fresh),
+                moves=moves,
                 loss_scale=self._scale(graph, loss_scale),
                 generator=self.generator,
             )
@@ -344,6 +354,8 @@ class StepSession:
     def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
         state = {name: self._state(name) for name in graph.state}
         try:
+            if calls_pytorch(graph):
+                return KernelRunner(graph, state, self._providers, self._one_thread, self._device)
             return GraphRunner(graph, state, self._providers, self._options, self._device)
         except Exception as error:
             kind = "training" if graph.training else "evaluation"

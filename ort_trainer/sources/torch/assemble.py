@@ -6,16 +6,18 @@ import dataclasses
 from collections.abc import Callable
 
 import onnx_ir as ir
+import torch
 
 from ...errors import ExportError
 from ...graph import Dim, TensorSpec, TrainingGraph
 from ...graph.dims import symbols_of
 from ...graph.names import Names
-from ...options import ModelDescription
+from ...options import InputDescription, ModelDescription
 from ...runtime.bfloat16 import WidenInterfacePass
 from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
-from .random_inputs import lift_random_numbers
+from .kernels import kernel_model
+from .random_inputs import Draws, lift_random_numbers
 from .recompute import apply_recompute
 from .source_lines import drop_source, onnx_source_line
 from .step_module import ExportedStep, canonical_names
@@ -27,7 +29,11 @@ _LOSS_SCALE = "__loss_scale_input_name"
 
 
 def assemble(
-    step: ExportedStep, found: Capture, training: bool, stage: Callable[[str], None] = lambda _: None
+    step: ExportedStep,
+    found: Capture,
+    training: bool,
+    for_kernels: bool = False,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> TrainingGraph:
     """Gives every input and result of a captured step its name, and translates it to ONNX.
 
@@ -35,6 +41,7 @@ def assemble(
         step: What is exported.
         found: The captured step; it is used up.
         training: Whether it has the backward pass.
+        for_kernels: Whether its nodes become programs of PyTorch's operators.
         stage: Called with the name of each stage as it begins.
 
     Raises:
@@ -44,7 +51,8 @@ def assemble(
     description = step.description
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
     outputs = _outputs(step.description, found)
-    random = lift_random_numbers(found.module.graph, found.symbols) if training else {}
+    draws = Draws(step.fast_random, for_kernels)
+    random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
     random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
     if training:
         apply_recompute(step.recompute, found, random, step.model)
@@ -72,9 +80,13 @@ def assemble(
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
         for node, entry in batch
     )
-    model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
-    WidenInterfacePass()(model)
-    _fit(model, found.outputs[0].meta["val"].device.type)
+    if for_kernels:
+        stage("translate")
+        model = _kernel_model(found, inputs, results, batch)
+    else:
+        model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
+        WidenInterfacePass()(model)
+        _fit(model, found.outputs[0].meta["val"].device.type)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
     return TrainingGraph(
@@ -91,6 +103,20 @@ def assemble(
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
     )
+
+
+def _kernel_model(
+    found: Capture,
+    inputs: list[tuple[torch.fx.Node, str]],
+    results: list[tuple[torch.fx.Node, str]],
+    batch: list[tuple[torch.fx.Node, InputDescription]],
+) -> ir.Model:
+    sizes: dict[str, tuple[torch.fx.Node, int]] = {}
+    for node, entry in batch:
+        for axis, size in enumerate(entry.shape):
+            if isinstance(size, str):
+                sizes.setdefault(size, (node, axis))
+    return kernel_model(found.module, inputs, results, found.constants, found.symbols, sizes)
 
 
 def _fit(model: ir.Model, device: str) -> None:

@@ -67,9 +67,13 @@ class Capture:
 
 
 def differentiate(
-    program: Program, module: StepModule, inputs: Sequence[InputDescription], autocast: torch.autocast
+    program: Program,
+    module: StepModule,
+    inputs: Sequence[InputDescription],
+    autocast: torch.autocast,
+    for_kernels: bool = False,
 ) -> Capture:
-    """Differentiates a captured step, which is used up.
+    """Differentiates a captured step.
 
     If any parameter requires grad, the graph has the backward pass; otherwise it is the forward pass alone.
 
@@ -78,6 +82,7 @@ def differentiate(
         module: The step, in the mode and with the trainable parameters that it was captured with.
         inputs: Descriptions of the batch.
         autocast: The policy of mixed precision, enabled or not.
+        for_kernels: Whether operators stay whole, for PyTorch's kernels, instead of being taken apart for ONNX.
 
     Raises:
         ExportError: If PyTorch can't differentiate the model.
@@ -86,18 +91,19 @@ def differentiate(
     exported = program.exported.module(check_guards=False)
     assert isinstance(exported, torch.fx.GraphModule)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(capturing(autocast))
+        stack.enter_context(capturing(autocast, for_kernels))
         # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
                 special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
-                replace_composites(part)
+                replace_composites(part, own=not for_kernels)
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if program.as_it_stands else exported
         stack.enter_context(program.fake_mode)
-        joint = _differentiate(stack, core, program, module)
+        table = {} if for_kernels else decomposition_table()
+        joint = _differentiate(stack, core, program, module, table)
         shapes = [fake.shape for fake in program.inputs]
         symbols = SymbolTable(program.fake_mode.shape_env, inputs, shapes, special)
     _drop_assertions(joint)
@@ -123,12 +129,11 @@ def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Mod
 
 
 def _differentiate(
-    stack: contextlib.ExitStack, core: nn.Module, program: Program, module: StepModule
+    stack: contextlib.ExitStack, core: nn.Module, program: Program, module: StepModule, table: Mapping[Any, Any]
 ) -> torch.fx.GraphModule:
     try:
         with tracing(TracingContext(program.fake_mode)):
-            table = decomposition_table()
-            joint = aot_export_joint_with_descriptors(stack, core, program.inputs, decompositions=table)
+            joint = aot_export_joint_with_descriptors(stack, core, program.inputs, decompositions=dict(table))
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module
     except ExportError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
+_log = logging.getLogger(__name__)
 # Where a sample has size 1 in a symbolic dimension; unlike most sizes that a model has itself.
 _STAND_IN_SIZE = 7
 
@@ -76,8 +78,21 @@ class _Exporter:
         self._module = StepModule(step)
         self._keys: list[str] = []
         self._remarks: list[str] = []
+        self._for_kernels = False
 
     def run(self) -> Export:
+        if self._training and self._step.kernels != "onnxruntime":
+            self._for_kernels = True
+            try:
+                return self._run()
+            except ExportError as error:
+                if self._step.kernels == "pytorch":
+                    raise
+                self._for_kernels = False
+                _log.info("ONNX Runtime's own kernels are used: %s", error)
+        return self._run()
+
+    def _run(self) -> Export:
         step = self._step
         trainable = {f"model.{name}" for name in step.trainable} if self._training else set()
         with borrowed(self._module, trainable, self._training, step.modes if self._training else None):
@@ -158,12 +173,13 @@ class _Exporter:
         self._stage("differentiate")
         from .capture import differentiate  # takes seconds, which a graph that is known does not need
 
-        return differentiate(program, self._module, self._inputs, self._step.autocast_for(self._sample))
+        autocast = self._step.autocast_for(self._sample)
+        return differentiate(program, self._module, self._inputs, autocast, self._for_kernels)
 
     def _assembled(self, found: Capture) -> Export:
         from .assemble import assemble  # takes seconds and 100 MB, likewise
 
-        graph = assemble(self._step, found, self._training, self._stage)
+        graph = assemble(self._step, found, self._training, self._for_kernels, self._stage)
         reasons = {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
         return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons)
 

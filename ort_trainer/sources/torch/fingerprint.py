@@ -110,6 +110,7 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
     yield f"training {training} device {device}"
     yield f"trainable {sorted(step.trainable)}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
+    yield f"options {step.kernels} {step.fast_random}"
     yield f"description {_value(step.description.inputs)} {_value(step.description.outputs)}"
     yield f"description {step.description.inferred}"
     yield f"canonical {canonical_names(step.model)}"

@@ -12,7 +12,7 @@ from torch import nn
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...ownership import shared_groups
-from ...runtime.engine import maximum_opset
+from ...runtime.engine import can_call_pytorch, maximum_opset
 from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
 from .builder import GraphBuilder
 from .describe import describe, name_sample
@@ -86,6 +86,37 @@ class TorchSource(ModelSource):
                 f"{maximum_opset()}"
             )
 
+    def _kernels(self) -> str:
+        """Returns whose kernels compute the training step.
+
+        Raises:
+            ValueError: If PyTorch's were asked for and can't be had.
+        """
+        chosen = self._options.utils.kernels
+        reason = "" if chosen == "onnxruntime" else self._against_pytorch_kernels()
+        if reason and chosen == "pytorch":
+            raise ValueError(f"utils.kernels is 'pytorch', but {reason}: set it to 'auto' or 'onnxruntime'")
+        return "onnxruntime" if reason else chosen
+
+    def _against_pytorch_kernels(self) -> str:
+        options = self._options
+        if not can_call_pytorch():
+            return "the installed ONNX Runtime can't call PyTorch, which onnxruntime-training can"
+        if next(iter(self.parameters.values())).device.type != "cpu":
+            return "the model is not on the CPU"
+        internal, debug = options._internal_use, options.debug
+        given = {
+            "session_options": options.session_options is not None,
+            "provider_options": bool(options.provider_options),
+            "_internal_use.extra_postprocess": internal.extra_postprocess is not None,
+            "_internal_use.enable_onnx_contrib_ops False": not internal.enable_onnx_contrib_ops,
+            "_internal_use.enable_internal_postprocess False": not internal.enable_internal_postprocess,
+            "_internal_use.onnx_opset_version": options.is_given("_internal_use.onnx_opset_version"),
+            "debug.graph_save_paths": any(getattr(debug.graph_save_paths, path) for path in debug.graph_save_paths),
+        }
+        named = [name for name, is_given in given.items() if is_given]
+        return f"{' and '.join(named)} ask for a graph of ONNX's own operators" if named else ""
+
     def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a step by name."""
         return name_sample(self._model, self._loss_fn, args, kwargs)
@@ -109,6 +140,8 @@ class TorchSource(ModelSource):
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
             recompute=_recompute_options(self._options),
+            kernels=self._kernels(),
+            fast_random=self._options.utils.random_numbers == "fast",
         )
         return GraphBuilder(
             step,

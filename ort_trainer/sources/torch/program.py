@@ -51,10 +51,16 @@ class Program:
 
 
 @contextlib.contextmanager
-def capturing(autocast: torch.autocast) -> Iterator[None]:
-    """Under which a model is captured, and what was captured is differentiated."""
-    # The fused attention kernels have backward operators that nothing translates; the plain formula has not.
-    with sdpa_kernel(SDPBackend.MATH), exportable_functions(), autocast:
+def capturing(autocast: torch.autocast, fused_attention: bool = False) -> Iterator[None]:
+    """Under which a model is captured, and what was captured is differentiated.
+
+    Args:
+        autocast: The policy of mixed precision, enabled or not.
+        fused_attention: Whether attention may become one of PyTorch's fused kernels. They have backward operators that
+            have no translation; the plain formula has not.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
+    with sdpa_kernel(backends), exportable_functions(), autocast:
         yield
 
 

@@ -2,30 +2,54 @@
 
 ONNX Runtime's own random operators keep their state inside the runtime, where nothing can read or restore it, so a run
 that is resumed would sample other numbers. Sampled outside, by a ``torch.Generator`` that belongs to the session and in
-the order in which PyTorch itself would draw, they are reproducible from a seed, saved in a checkpoint, and the
-dropout masks are the very ones that PyTorch draws for the same seed.
+the order in which PyTorch itself would draw, they are reproducible from a seed and saved in a checkpoint. Dropout masks
+are the very ones that PyTorch draws for the same seed, or drawn faster (:class:`Draws`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import ExportError
-from ...graph import RandomInput
+from ...graph import Dim, RandomInput
 from .operators.registry import random_operators
 from .source_lines import source_line
 from .symbols import SymbolTable, hint
 
-__all__ = ["Lifter", "lift_random_numbers", "memory_order"]
+__all__ = ["Draws", "Lifter", "lift_random_numbers", "memory_order"]
 
 aten = torch.ops.aten
+# It counts as random because of a dropout that only other devices have.
+_DRAWS_NOTHING = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the masks of dropout are drawn.
+
+    Attributes:
+        fast: Whether by 16-bit numbers, or by PyTorch's own.
+        within: Whether within the graph, at the moment when they are needed, from a key that is an input. Otherwise they
+            are inputs themselves.
+    """
+
+    fast: bool = False
+    within: bool = False
 
 
 class Lifter:
     """Puts inputs into a graph, and what computes the result of a random operator from them.
+
+    Args:
+        graph: The graph.
+        symbols: The symbolic sizes.
+        draws: How masks are drawn.
 
     Attributes:
         graph: The graph.
@@ -33,9 +57,12 @@ class Lifter:
         origin: Metadata of the operator that is replaced.
     """
 
-    def __init__(self, graph: torch.fx.Graph, symbols: SymbolTable) -> None:
+    def __init__(self, graph: torch.fx.Graph, symbols: SymbolTable, draws: Draws) -> None:
         self.graph = graph
+        self.draws = draws
         self._symbols = symbols
+        self._key: torch.fx.Node | None = None
+        self.masks = 0
         self.inputs: dict[torch.fx.Node, RandomInput] = {}
         self.origin: dict[str, Any] = {}
 
@@ -49,12 +76,41 @@ class Lifter:
                 f"{node.target} draws a number of random values that depends on the values of the batch, which is not "
                 f"supported: {source_line(node)}"
             )
+        order = () if kind == "mask" else memory_order(like)
+        return self._input(kind, like.detach(), shape, parameters, order)
+
+    def key(self) -> torch.fx.Node:
+        """Returns the placeholder of the key that masks are drawn from within the graph, a whole number."""
+        if self._key is None:
+            with _disable_current_modes():
+                number = torch.zeros((), dtype=torch.int64)
+            self._key = self._input("key", self._fake_mode.from_tensor(number), ())
+        return self._key
+
+    def _input(
+        self,
+        kind: str,
+        fake: torch.Tensor,
+        shape: tuple[Dim, ...],
+        parameters: tuple[float, ...] = (),
+        order: tuple[int, ...] = (),
+    ) -> torch.fx.Node:
         name = f"random_{len(self.inputs)}"
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             placeholder = self.graph.placeholder(name)
-        placeholder.meta["val"] = like.detach()
-        self.inputs[placeholder] = RandomInput(name, kind, like.dtype, shape, parameters, memory_order(like))
+        placeholder.meta["val"] = fake
+        self.inputs[placeholder] = RandomInput(name, kind, fake.dtype, shape, parameters, order)
         return placeholder
+
+    @contextlib.contextmanager
+    def replacing(self, node: torch.fx.Node) -> Iterator[None]:
+        """Gives what is inserted the origin and the fake mode of the operator that it replaces."""
+        # Where it comes from, by module and line, is true of its replacement too.
+        self.origin = dict(node.meta)
+        value = node.meta["val"]
+        self._fake_mode = (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+        with self._fake_mode:
+            yield
 
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Inserts an operator at the current place, with its fake result."""
@@ -79,8 +135,15 @@ def memory_order(like: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(len(sizes)), key=lambda axis: -sampled[axis]))
 
 
-def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[torch.fx.Node, RandomInput]:
+def lift_random_numbers(
+    graph: torch.fx.Graph, symbols: SymbolTable, draws: Draws = Draws()
+) -> dict[torch.fx.Node, RandomInput]:
     """Replaces every random operator of a graph by an input, in place.
+
+    Args:
+        graph: The graph.
+        symbols: The symbolic sizes.
+        draws: How masks are drawn.
 
     Returns:
         The new placeholders and what must be sampled for each, in the order in which PyTorch samples.
@@ -88,20 +151,18 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
     Raises:
         ExportError: If there is a random operator that has no such replacement.
     """
-    lifter, handlers = Lifter(graph, symbols), random_operators()
+    lifter, handlers = Lifter(graph, symbols, draws), random_operators()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target in handlers:
-            # Where it comes from, by module and line, is true of its replacement too.
-            lifter.origin = dict(node.meta)
-            with _fake_mode_of(node):
+            with lifter.replacing(node):
                 handlers[node.target](lifter, node)
             # A random operator has a side effect to PyTorch, so that dead code elimination would keep it.
             for user in [*node.users, node]:
                 if not user.users:
                     graph.erase_node(user)
-        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING:
             raise ExportError(
                 f"the random operator {node.target} is not supported; supported are dropout, bernoulli, rand, randn, "
                 f"randint, randperm, normal, uniform and exponential: {source_line(node)}"
@@ -111,8 +172,3 @@ def lift_random_numbers(graph: torch.fx.Graph, symbols: SymbolTable) -> dict[tor
     for view in graph.find_nodes(op="call_function", target=aten.view.default) if lifter.inputs else ():
         view.target = aten.reshape.default
     return lifter.inputs
-
-
-def _fake_mode_of(node: torch.fx.Node) -> Any:
-    value = node.meta["val"]
-    return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode

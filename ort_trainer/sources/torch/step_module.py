@@ -62,6 +62,8 @@ class ExportedStep:
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
         recompute: What the backward pass recomputes.
+        kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if they can.
+        fast_random: Whether dropout draws its masks in a faster way than PyTorch.
     """
 
     model: nn.Module
@@ -73,6 +75,8 @@ class ExportedStep:
     opset: int = 18
     simplified: bool = True
     recompute: RecomputeOptions = RecomputeOptions()
+    kernels: str = "onnxruntime"
+    fast_random: bool = False
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ....errors import ExportError
 from ..random_inputs import Lifter
 from ..source_lines import source_line
-from .registry import keep, random_operator
+from .registry import Value, keep, op, random_operator, translation
 
 aten = torch.ops.aten
 
@@ -22,28 +23,78 @@ keep(aten.native_dropout_backward.default)
 def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
     """``native_dropout`` becomes a product with noise that is 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
     value, probability, *train = cast("tuple[Any, ...]", node.args)
-    kept = 1.0 - probability
-    fake = value.meta["val"]
-    factor = 1.0 / kept if kept > 0 else 0.0
-    active = train[0] is not False if train else True
-    noise = lifter.draw(node, fake, "bernoulli", (kept, factor)) if active and probability else None
+    active = probability and (train[0] is not False if train else True)
     gets = {user.args[1]: user for user in node.users}
     with lifter.graph.inserting_before(node):
+        noise = _noise(lifter, node, value, 1.0 - probability) if active else None
         if 0 in gets:
-            result = lifter.call(aten.mul.Tensor, value, noise) if noise is not None else value
-            gets[0].replace_all_uses_with(result)
+            gets[0].replace_all_uses_with(value if noise is None else noise.apply(value, False))
         if 1 not in gets:
             return
         for user in list(gets[1].users):
             if user.target is aten.native_dropout_backward.default and noise is not None:
                 with lifter.graph.inserting_before(user):
-                    user.replace_all_uses_with(lifter.call(aten.mul.Tensor, user.args[0], noise))
+                    user.replace_all_uses_with(noise.apply(user.args[0], True))
         if gets[1].users:
             if noise is not None:
-                mask_node = lifter.call(aten.ne.Scalar, noise, 0)
+                mask_node = noise.mask()
             else:
                 mask_node = lifter.call(aten.ones_like.default, value, dtype=torch.bool)
             gets[1].replace_all_uses_with(mask_node)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """The noise of one dropout: how a tensor is multiplied by it (in the backward pass or not), and its mask."""
+
+    apply: Callable[[Any, bool], torch.fx.Node]
+    mask: Callable[[], torch.fx.Node]
+
+
+def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: float) -> _Noise:
+    fake, call = value.meta["val"], lifter.call
+    factor = 1.0 / kept if kept > 0 else 0.0
+    number, lifter.masks = lifter.masks, lifter.masks + 1
+    if not lifter.draws.fast:
+        noise = lifter.draw(node, fake, "bernoulli", (kept, factor))
+        return _Noise(lambda x, _: call(aten.mul.Tensor, x, noise), lambda: call(aten.ne.Scalar, noise, 0))
+    own = torch.ops.ort_trainer
+    if lifter.draws.within:
+        count = call(aten.sym_numel.default, value)
+        packed = call(own.draw_mask.default, lifter.key(), count, number, kept)
+        return _Noise(
+            lambda x, _: call(own.apply_mask.default, x, packed, factor),
+            lambda: call(own.unpack_mask.default, packed, value),
+        )
+    mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (kept, float(number)))
+    return _Noise(
+        lambda x, backward: call(aten.mul.Tensor, x, call(own.noise.default, mask, factor, x.meta["val"].dtype, backward)),
+        lambda: call(aten.ne.Scalar, mask, 0),
+    )
+
+
+def _noise_of_mask(mask: torch.Tensor, factor: float, dtype: torch.dtype, backward: bool) -> torch.Tensor:
+    return mask.to(dtype) * factor
+
+
+_library = torch.library.Library("ort_trainer", "FRAGMENT")
+_library.define("noise(Tensor mask, float factor, ScalarType dtype, bool backward) -> Tensor")
+_library.impl("noise", _noise_of_mask, "CompositeExplicitAutograd")
+
+
+@translation(torch.ops.ort_trainer.noise.default)
+def _translate_noise(mask: Value, factor: float, dtype: int, backward: bool) -> Value:
+    """A byte an element becomes 0 or the factor: one pass over the memory.
+
+    In the backward pass it is done again, and named differently (by a zero point, which is 0 anyway), lest it is taken
+    for the same value as in the forward pass and kept until then, with four bytes an element.
+    """
+    scale = op.Constant(value_float=factor)
+    if backward:
+        noise = op.DequantizeLinear(mask, scale, op.Cast(op.Constant(value_int=0), to=ir.DataType.UINT8))
+    else:
+        noise = op.DequantizeLinear(mask, scale)
+    return noise if dtype == ir.DataType.FLOAT else op.Cast(noise, to=dtype)
 
 
 def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:

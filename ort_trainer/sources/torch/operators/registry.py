@@ -90,9 +90,10 @@ class _Table:
 
         return register
 
-    def all(self) -> dict[Operator, Callable[..., Any] | None]:
+    def all(self, own: bool = True) -> dict[Operator, Callable[..., Any] | None]:
+        """Returns all entries, or only what users have registered."""
         _find_families()
-        return {**self.own, **self.user}
+        return {**self.own, **self.user} if own else dict(self.user)
 
 
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
@@ -194,9 +195,9 @@ def register_operator(
     _revision += 1
 
 
-def composites() -> Mapping[Operator, Callable[..., Any] | None]:
-    """Returns the composites."""
-    return _composites.all()
+def composites(own: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
+    """Returns the composites, those of the package among them or not."""
+    return _composites.all(own)
 
 
 def decompositions() -> Mapping[Operator, Callable[..., Any] | None]:

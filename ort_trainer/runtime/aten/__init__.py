@@ -1,0 +1,5 @@
+"""PyTorch's kernels as nodes of a graph, by way of ONNX Runtime's operator ``org.pytorch.aten::ATen``."""
+
+from .program import Program
+
+__all__ = ["Program"]

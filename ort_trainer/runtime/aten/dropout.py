@@ -1,0 +1,112 @@
+"""Dropout by 16-bit random numbers: masks that are drawn where they are needed, one byte an element.
+
+PyTorch's own ``bernoulli_`` draws one number after the other, on one thread: 6 to 16 ns an element. Here four elements share
+a 64-bit number of NumPy's SFC64, and an element is kept where its 16 bits are not below p * 65536 (so p is rounded to a
+multiple of 1 / 65536, by at most 0.000008). Each mask has streams of its own, which follow from the key of the step, the
+number of the dropout in the model, and the block of the mask: whoever draws which block, and in whatever order, the
+numbers are the same. (Drawn on two threads at once they cost more than on one, where PyTorch's own threads compute.)
+
+A mask is packed: a word of 32 bits has one byte for an element in each quarter of the tensor, so that taking it apart is
+shifts and products of whole words, which PyTorch does with vector instructions; its conversions between bytes and floats are
+five times slower.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["LIBRARY", "apply_mask", "draw_mask", "unpacked"]
+
+LIBRARY = "ort_trainer"
+
+# Elements of a mask that one stream draws: large enough for its seeding (ten microseconds) not to count.
+_BLOCK = 1 << 18
+_LEVELS = 1 << 16
+# What moves the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
+_SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
+
+
+def _words(count: int) -> int:
+    return -(-count // 4)
+
+
+def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+    """Returns a packed mask: int32, a word for four elements, with a byte that is 1 where an element is kept.
+
+    Args:
+        key: Of the step, a whole number.
+        count: Elements.
+        number: Of the dropout in the model.
+        kept: Probability that an element is kept.
+    """
+    words, seed = _words(count), int(key)
+    blocks = range(0, words, _BLOCK // 4)
+
+    def drawn(block: int) -> torch.Tensor:
+        numbers = np.random.SFC64(np.random.SeedSequence((seed, number, block)))
+        return torch.from_numpy(numbers.random_raw(min(words - block, _BLOCK // 4)).view(np.int64))
+
+    raw = drawn(0) if len(blocks) == 1 else torch.cat([*map(drawn, blocks)] or [torch.empty(0, dtype=torch.int64)])
+    # From 64-bit numbers to words: comparing in place keeps two bytes an element, and half of the words move aside.
+    threshold = round((1.0 - kept) * _LEVELS) - _LEVELS // 2
+    halves = raw.view(torch.int16).ge_(threshold).view(torch.int32)
+    return halves[words:].bitwise_left_shift(8).bitwise_or_(halves[:words])
+
+
+def unpack_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a packed mask as booleans in the shape of a tensor."""
+    return unpacked(mask, like.shape).view(torch.bool)
+
+
+def unpacked(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns a packed mask with a byte an element, 0 or 1, in a given shape."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return mask.view(torch.uint8).view(-1, 4).t().reshape(-1)[:count].view(tuple(shape))
+
+
+def apply_mask(value: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns a tensor times a factor where a mask keeps it, and times zero elsewhere.
+
+    Args:
+        value: Any floating-point tensor.
+        mask: From :func:`draw_mask`, for as many elements.
+        factor: 1 / (1 - p).
+    """
+    (bits,) = struct.unpack("i", struct.pack("f", factor))
+    # The byte's lowest bit, over a whole word: all ones or zero, and with it the factor or zero.
+    noise = mask.bitwise_left_shift(_SHIFTS).bitwise_right_shift_(31).bitwise_and_(bits).view(torch.float32)
+    noise = noise.view(-1)[: value.numel()].view(value.shape)
+    return noise.mul_(value) if value.dtype == torch.float32 else noise.to(value.dtype).mul_(value)
+
+
+def _mask_for(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+    return key.new_empty(_words(count), dtype=torch.int32)
+
+
+def _booleans_like(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+def _empty_like(value: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(LIBRARY, "FRAGMENT")
+    for signature, function, meta in (
+        ("draw_mask(Tensor key, SymInt count, int number, float kept) -> Tensor", draw_mask, _mask_for),
+        ("apply_mask(Tensor value, Tensor mask, float factor) -> Tensor", apply_mask, _empty_like),
+        ("unpack_mask(Tensor mask, Tensor like) -> Tensor", unpack_mask, _booleans_like),
+    ):
+        library.define(signature)
+        name = signature.partition("(")[0]
+        library.impl(name, function, "CPU")
+        library.impl(name, meta, "Meta")
+    return library
+
+
+_library = _define()

@@ -1,0 +1,217 @@
+"""``Program``: what one node computes with PyTorch's kernels, as data that can be written into an ONNX file.
+
+A node calls several operators in a row, since a call from ONNX Runtime into Python costs ten microseconds. Written as JSON
+(and not as Python code, which a file that is read must not hold), a program is::
+
+    {"inputs":  [["float32", null], ["bool", [0, 2, 1]], ...],
+     "symbols": {"batch": [0, 0], ...},
+     "steps":   [["aten.addmm.default", [{"x": 1}, {"x": 0}, {"v": 3}], {"beta": 0.5}], ...],
+     "results": [[4, null], [6, [0, 2, 1]], ...]}
+
+``symbols`` says which axis of which input has a symbolic size. An argument is a number, a text, null, a list of arguments,
+or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` and ``{"torch": "float32"}``, an
+attribute of torch. Between nodes a tensor lies contiguous in memory; the permutation beside an input or a result has its
+dimensions in the order of memory, where that is not their own. Booleans travel as bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...graph.dims import evaluate
+from . import dropout
+
+__all__ = ["GETITEM", "Order", "Program", "find_operator"]
+
+GETITEM = "getitem"
+"""Target of a step that takes one of several results of another one."""
+
+# Libraries of operators that a file may name; none of them reads or writes anything but tensors.
+_LIBRARIES = ("aten", "mkldnn", dropout.LIBRARY)
+_ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
+
+Order = Sequence[int] | None
+"""The dimensions in the order of memory, the one with the largest stride first; None for their own order."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A straight line of calls of PyTorch's operators.
+
+    Attributes:
+        inputs: Element type, as an attribute of torch, and order of memory of every input.
+        symbols: Symbolic size -> input and axis where it can be read.
+        steps: Operator, positional and named arguments of every call.
+        results: Step and order of memory of every result.
+    """
+
+    inputs: list[tuple[str, Order]] = field(default_factory=list)
+    symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
+    steps: list[tuple[str, list[Any], dict[str, Any]]] = field(default_factory=list)
+    results: list[tuple[int, Order]] = field(default_factory=list)
+
+    def to_text(self) -> str:
+        """Returns the program as JSON."""
+        return json.dumps(vars(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Program:
+        """Returns the program that :meth:`to_text` wrote.
+
+        Raises:
+            ValueError: If it is none, or calls something that is no operator on tensors.
+        """
+        try:
+            program = cls(**json.loads(text))
+            for target, _, _ in program.steps:
+                find_operator(target)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no program of PyTorch's operators ({error}): {text[:200]}") from error
+        return program
+
+    @property
+    def key(self) -> str:
+        """A name for it; equal programs have the same."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()[:20]
+
+    def compiled(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Returns the program as a function of its inputs, as they come from ONNX Runtime."""
+        return _Compiler(self).function()
+
+
+@functools.cache
+def find_operator(target: str) -> Callable[..., Any]:
+    """Returns the operator that a step names.
+
+    Raises:
+        ValueError: If it is not in one of the libraries that a program may use, or changes a tensor that is not its
+            first argument.
+    """
+    if target == GETITEM:
+        return operator.getitem
+    library, name, overload = target.split(".")
+    if library not in _LIBRARIES:
+        raise ValueError(f"{target} is not in one of the libraries {_LIBRARIES}")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+    return found
+
+
+class _Compiler:
+    """Makes Python source of a program: a call costs a tenth of what it does through an interpreter.
+
+    Everything that is not a number in the program becomes a name of the function's globals, so that no text of a file
+    gets into the source.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._names: dict[str, Any] = {"contiguous": _contiguous}
+        self._dims: dict[str, str] = {}
+        self._last_uses = self._find_last_uses()
+
+    def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        program = self._program
+        body: list[str] = []
+        for index, (dtype, order) in enumerate(program.inputs):
+            if dtype == "bool":
+                body.append(f"x{index} = x{index}.view({self._name(torch.bool)})")
+            if order is not None:
+                back = [list(order).index(axis) for axis in range(len(order))]
+                body.append(f"x{index} = x{index}.permute({back})")
+        for index, (target, args, kwargs) in enumerate(program.steps):
+            given = [self._argument(argument) for argument in args]
+            given += [f"{_identifier(name)}={self._argument(argument)}" for name, argument in kwargs.items()]
+            body.append(f"v{index} = {self._name(find_operator(target))}({', '.join(given)})")
+            body += [f"del {name}" for name in self._last_uses.get(index, ())]
+        results = []
+        for step, order in program.results:
+            results.append(f"contiguous(v{step}, {None if order is None else [int(axis) for axis in order]})")
+        body.append(f"return ({', '.join(results)},)")
+        if self._dims:
+            self._names["sizes"] = _size_function(list(program.symbols), list(self._dims))
+            read = [f"x{source}.shape[{axis}]" for source, axis in program.symbols.values()]
+            body.insert(0, f"{', '.join(self._dims.values())}, = sizes({', '.join(read)})")
+        inputs = ", ".join(f"x{index}" for index in range(len(program.inputs)))
+        source = f"def program({inputs}):\n" + "\n".join(f"    {line}" for line in body)
+        exec(compile(source, f"<{program.key}>", "exec"), self._names)
+        function: Callable[..., tuple[torch.Tensor, ...]] = self._names["program"]
+        return function
+
+    def _name(self, value: Any) -> str:
+        name = f"g{id(value)}"
+        self._names[name] = value
+        return name
+
+    def _argument(self, value: Any) -> str:
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f"float('{value!r}')"
+        if isinstance(value, str):
+            return self._name(value)
+        if isinstance(value, list):
+            return f"[{', '.join(self._argument(entry) for entry in value)}]"
+        ((kind, what),) = value.items()
+        if kind in ("x", "v"):
+            return f"{kind}{int(what)}"
+        if kind == "dim":
+            return self._dims.setdefault(what, f"d{len(self._dims)}")
+        attribute = getattr(torch, what) if kind == "torch" else None
+        if not isinstance(attribute, _ATTRIBUTES):
+            raise ValueError(f"{value!r} is no argument that a program may have")
+        return self._name(attribute)
+
+    def _find_last_uses(self) -> dict[int, list[str]]:
+        """Returns for every step the values that nothing after it reads: their memory is free then."""
+        last: dict[str, int] = {}
+        for index, (_, args, kwargs) in enumerate(self._program.steps):
+            last[f"v{index}"] = index
+            for kind, what in _references([args, list(kwargs.values())]):
+                last[f"{kind}{what}"] = index
+        kept = {f"v{step}" for step, _ in self._program.results}
+        found: dict[int, list[str]] = {}
+        for name, index in last.items():
+            if name not in kept:
+                found.setdefault(index, []).append(name)
+        return found
+
+
+def _references(value: Any) -> list[tuple[str, int]]:
+    if isinstance(value, list):
+        return [reference for entry in value for reference in _references(entry)]
+    if isinstance(value, Mapping):
+        ((kind, what),) = value.items()
+        return [(kind, what)] if kind in ("x", "v") else []
+    return []
+
+
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of an argument")
+    return name
+
+
+def _contiguous(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """Returns a tensor as it travels between nodes."""
+    value = (value if order is None else value.permute(order)).contiguous()
+    return value.view(torch.uint8) if value.dtype is torch.bool else value
+
+
+def _size_function(symbols: list[str], expressions: list[str]) -> Callable[..., tuple[int, ...]]:
+    """Returns a function from the sizes of the symbols to the values of expressions, which it remembers."""
+
+    @functools.lru_cache(maxsize=256)
+    def sizes(*given: int) -> tuple[int, ...]:
+        known = dict(zip(symbols, given, strict=True))
+        return tuple(evaluate(expression, known) for expression in expressions)
+
+    return sizes

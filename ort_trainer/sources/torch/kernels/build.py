@@ -1,0 +1,157 @@
+"""Makes the ONNX model of a captured graph whose nodes are programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+import torch
+
+from ....graph.names import Names
+from ....runtime.aten.bridge import DOMAIN, OPERATOR
+from ....runtime.aten.program import Order, Program
+from ..symbols import SymbolTable
+from .encode import Encoder
+from .partition import partition, used_by
+from .values import Node, base_of, memory_order
+
+__all__ = ["kernel_model"]
+
+Named = Sequence[tuple[Node, str]]
+
+
+def kernel_model(
+    module: torch.fx.GraphModule,
+    inputs: Named,
+    results: Named,
+    constants: Mapping[Node, torch.Tensor],
+    symbols: SymbolTable,
+    sizes: Mapping[str, tuple[Node, int]],
+) -> ir.Model:
+    """Returns a model that computes a captured graph with PyTorch's kernels.
+
+    Args:
+        module: The graph.
+        inputs: Placeholders with the names of the model's inputs, in order.
+        results: Nodes with the names of the model's outputs, in order.
+        constants: Placeholders that become constants of the model.
+        symbols: The symbolic sizes.
+        sizes: Symbolic size -> batch input and axis where it can be read.
+
+    Raises:
+        ExportError: If there is something that no program can do.
+    """
+    module.graph.eliminate_dead_code()
+    return _Builder(module.graph, inputs, results, constants, symbols, sizes).model()
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        inputs: Named,
+        results: Named,
+        constants: Mapping[Node, torch.Tensor],
+        symbols: SymbolTable,
+        sizes: Mapping[str, tuple[Node, int]],
+    ) -> None:
+        self._inputs, self._results, self._constants = inputs, results, constants
+        self._symbols, self._sizes = symbols, sizes
+        self._programs = partition(graph)
+        self._names = Names([name for _, name in (*inputs, *results)])
+        self._values: dict[Node, ir.Value] = {}
+        self._orders: dict[Node, Order] = {}
+        self._outputs: dict[str, ir.Value] = {}
+        self._nodes: list[ir.Node] = []
+
+    def model(self) -> ir.Model:
+        given = []
+        for node, name in self._inputs:
+            value = self._values[node] = _value(node, name)
+            value.shape = _shape(node)
+            given.append(value)
+        initializers = []
+        for node, tensor in self._constants.items():
+            name = self._names.unique(node.name)
+            value = self._values[node] = _value(node, name)
+            value.const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=name)
+            value.shape = ir.Shape(tensor.shape)
+            initializers.append(value)
+        results = self._assign_results()
+        for program, out in zip(self._programs, self._coming_out(), strict=True):
+            self._add(program, out, results)
+        for node, name in self._results:
+            if name not in self._outputs:  # it is no program's own: an input, a view of one, or there twice
+                self._outputs[name] = self._add([], [node], {node: name})[0]
+        outputs = [self._outputs[name] for _, name in self._results]
+        graph = ir.Graph(given, outputs, nodes=self._nodes, initializers=initializers, name="step", opset_imports=_OPSETS)
+        return ir.Model(graph, ir_version=9, producer_name="ort_trainer")
+
+    def _assign_results(self) -> dict[Node, str]:
+        """Returns the nodes that come out of a program as an output of the model, each under one name."""
+        produced = {node for program in self._programs for node in program}
+        found: dict[Node, str] = {}
+        for node, name in self._results:
+            if node not in found and base_of(node) in produced:
+                found[node] = name
+        return found
+
+    def _coming_out(self) -> list[list[Node]]:
+        """Returns what each program gives to later ones or to the outside, which may be views of what it computes."""
+        results = self._assign_results()
+        later: set[Node] = set()
+        found: list[list[Node]] = []
+        for program in reversed(self._programs):
+            within = set(program)
+            found.append([node for node in program if node in later or node in results])
+            found[-1] += [node for node in results if node not in within and base_of(node) in within]
+            later |= {base_of(node) for node in used_by(program)}
+        return found[::-1]
+
+    def _add(self, program: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> list[ir.Value]:
+        """Adds the node of a program."""
+        for node in results:
+            self._orders[node] = None if node in names else memory_order(node.meta["val"])
+        encoder = Encoder(self._symbols, self._sizes, self._orders)
+        text = encoder.write(program, results)
+        outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
+        inputs = [self._values[node] for node in encoder.inputs]
+        self._nodes.append(_call(text, inputs, outputs, outputs[0].name or ""))
+        for node, output in zip(results, outputs, strict=True):
+            self._values.setdefault(node, output)
+            if node in names:
+                self._outputs[names[node]] = output
+        return outputs
+
+
+_OPSETS = {"": 18, DOMAIN: 1}
+
+
+def _call(program: Program, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
+    attributes = {"operator": program.key, "overload_name": program.to_text()}
+    return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=f"{name}_node")
+
+
+def _value(node: Node, name: str) -> ir.Value:
+    dtype = node.meta["val"].dtype
+    kind = ir.DataType.UINT8 if dtype == torch.bool and node.op != "placeholder" else _TYPES[dtype]
+    return ir.Value(name=name, type=ir.TensorType(kind))
+
+
+def _shape(node: Node) -> ir.Shape:
+    sizes = node.meta["val"].shape
+    return ir.Shape([size if isinstance(size, int) else f"{node.name}_{axis}" for axis, size in enumerate(sizes)])
+
+
+_TYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.int16: ir.DataType.INT16,
+    torch.int8: ir.DataType.INT8,
+    torch.uint8: ir.DataType.UINT8,
+    torch.bool: ir.DataType.BOOL,
+}

@@ -1,0 +1,123 @@
+"""Writes operators of a captured graph down as a program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....graph.dims import symbols_of
+from ....runtime.aten import Program
+from ....runtime.aten.program import GETITEM, Order
+from ..symbols import SymbolTable
+from .values import Node, base_of, is_view, refuse
+
+__all__ = ["Encoder"]
+
+# Where a view is possible of a captured tensor, it need not be of one that came from another program.
+_TARGETS = {
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
+}
+
+
+class Encoder:
+    """Writes one program.
+
+    Args:
+        symbols: The symbolic sizes.
+        sizes: Symbolic size -> batch input and axis where it can be read.
+        orders: Value that lies between programs -> its order of memory.
+    """
+
+    def __init__(
+        self, symbols: SymbolTable, sizes: Mapping[str, tuple[Node, int]], orders: Mapping[Node, Order]
+    ) -> None:
+        self._symbols, self._sizes, self._orders = symbols, sizes, orders
+        self.inputs: list[Node] = []
+        self._program = Program()
+        self._places: dict[Node, dict[str, int]] = {}
+
+    def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
+        """Returns the program of operators.
+
+        Args:
+            nodes: The operators, in order.
+            results: Of them, or views of them or of inputs, what comes out.
+        """
+        for node in nodes:
+            self._step(node)
+        for node in results:
+            place = self._place(node)
+            if "x" in self._places[base_of(node)] or (is_view(node) and base_of(node) in results):
+                # Memory that ONNX Runtime lent, or that is another result, must not come out under another name.
+                place = self._add("aten.clone.default", [place], {})
+            self._program.results.append((place["v"], self._orders.get(node)))
+        return self._program
+
+    def _place(self, node: Node) -> dict[str, int]:
+        """Returns where in the program the value of a node is; views and inputs come into it when they are asked for."""
+        if node not in self._places:
+            if is_view(node):
+                self._step(node)
+            else:
+                self._take(node)
+        return self._places[node]
+
+    def _take(self, node: Node) -> int:
+        if node not in self._places:
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+            self._program.inputs.append((dtype, self._orders.get(node)))
+            self._places[node] = {"x": len(self.inputs)}
+            self.inputs.append(node)
+        return self._places[node]["x"]
+
+    def _step(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            target = GETITEM
+        else:
+            overload = node.target
+            assert isinstance(overload, torch._ops.OpOverload)
+            target = str(overload)
+        args = [self._argument(node, value) for value in node.args]
+        kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
+        # Everything is on one device, and pinned memory is the caller's affair.
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        self._places[node] = self._add(_TARGETS.get(target, target), args, kwargs)
+
+    def _add(self, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
+        self._program.steps.append((target, args, kwargs))
+        return {"v": len(self._program.steps) - 1}
+
+    def _argument(self, node: Node, value: Any) -> Any:
+        if isinstance(value, Node):
+            if isinstance(value.meta.get("val"), (torch.SymInt, int)):
+                return self._size(node, value.meta["val"])
+            if not isinstance(value.meta.get("val"), (torch.Tensor, tuple, list)):
+                raise refuse(node, f"takes {value.name}, a number that is computed")
+            return self._place(value)
+        if isinstance(value, torch.SymInt):
+            return self._size(node, value)
+        if isinstance(value, (list, tuple)):
+            return [self._argument(node, entry) for entry in value]
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return None
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise refuse(node, f"takes {value!r}")
+
+    def _size(self, node: Node, size: int | torch.SymInt) -> Any:
+        expression = self._symbols.expression(size)
+        if expression is None:
+            raise refuse(node, "takes a size that depends on the values of the batch")
+        if isinstance(expression, int):
+            return expression
+        for symbol in symbols_of(expression):
+            if symbol not in self._program.symbols:
+                source, axis = self._sizes[symbol]
+                self._program.symbols[symbol] = (self._take(source), axis)
+        return {"dim": expression}

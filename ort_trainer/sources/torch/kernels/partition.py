@@ -1,0 +1,109 @@
+"""Divides a captured graph into the programs that become its nodes.
+
+A call from ONNX Runtime into PyTorch costs some ten microseconds. So a program takes operators in the order of the graph until
+what they do takes long enough for the call not to count::
+
+    layer_norm -> addmm -> gelu -> addmm -> ...    =>    [layer_norm, addmm] -> [gelu, addmm] -> ...
+
+A view is no work, and is repeated in every program that looks through it; what lies between programs is a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..symbols import hint
+from .values import Node, is_view, refuse, size_in_bytes, tensors_of
+
+__all__ = ["partition"]
+
+aten = torch.ops.aten
+
+# Seconds of work from which on a program is long enough, on a processor that does so much in one.
+_ENOUGH = 300e-6
+_FLOPS, _BYTES = 100e9, 10e9
+_OPERATOR = 2e-6
+
+
+def partition(graph: torch.fx.Graph) -> list[list[Node]]:
+    """Returns the operators of each program, in the order of the graph.
+
+    Raises:
+        ExportError: If there is something that no program can do.
+    """
+    programs: list[list[Node]] = [[]]
+    places: dict[Node, list[Node]] = {}
+    work = 0.0
+    for node in graph.nodes:
+        if node.op != "call_function" or not tensors_of(node):
+            continue  # sizes are computed within the programs that need them
+        if is_view(node):
+            continue
+        if node.target is operator.getitem:
+            places[node.all_input_nodes[0]].append(node)
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise refuse(node, "is no plain operator")
+        if node.target._schema.is_mutable:
+            raise refuse(node, "changes its arguments")
+        if work >= _ENOUGH:
+            programs.append([])
+            work = 0.0
+        programs[-1].append(node)
+        places[node] = programs[-1]
+        work += _seconds(node)
+    return [program for program in programs if program]
+
+
+def _seconds(node: Node) -> float:
+    """Returns about how long an operator takes."""
+    flops = _COUNTS.get(node.target, lambda *_: 0.0)(*node.args)
+    moved = sum(size_in_bytes(value) for part in (node, *node.all_input_nodes) for value in tensors_of(part))
+    return max(flops / _FLOPS, moved / _BYTES) + _OPERATOR
+
+
+def _numel(value: Any) -> int:
+    return math.prod(hint(size) for size in value.meta["val"].shape)
+
+
+def _product(left: Node, right: Node, *_: Any) -> float:
+    return 2.0 * _numel(left) * hint(right.meta["val"].shape[-1])
+
+
+def _convolution(value: Node, weight: Node, *_: Any) -> float:
+    # Every element of the input meets every weight of its channel, about.
+    return 2.0 * _numel(value) / hint(value.meta["val"].shape[1]) * _numel(weight)
+
+
+def _attention(query: Node, key: Node, *_: Any) -> float:
+    return 4.0 * _numel(query) * hint(key.meta["val"].shape[-2])
+
+
+_COUNTS: dict[Any, Callable[..., float]] = {
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: lambda _, left, right, *rest: _product(left, right),
+    aten.baddbmm.default: lambda _, left, right, *rest: _product(left, right),
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: lambda _, value, weight, *rest: 2 * _convolution(value, weight),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *rest: 2.5 * _attention(q, k),
+}
+
+
+def used_by(nodes: Iterable[Node]) -> set[Node]:
+    """Returns what nodes take, with views looked through and views among it."""
+    found: set[Node] = set()
+    pending = [argument for node in nodes for argument in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if is_view(node):
+                pending += node.all_input_nodes
+    return found

@@ -1,0 +1,69 @@
+"""What the values of a captured graph are to a graph of programs: which tensors are views, how they lie in memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from ....errors import ExportError
+from ..source_lines import source_line
+from ..symbols import hint
+
+__all__ = ["base_of", "is_view", "memory_order", "refuse", "size_in_bytes", "tensors_of"]
+
+Node = torch.fx.Node
+
+
+def refuse(node: Node, why: str) -> ExportError:
+    """Returns the error for what no program can do."""
+    return ExportError(f"{node.target} {why}, which PyTorch's kernels are not called for: {source_line(node)}")
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """Returns the fake tensors that a node gives."""
+    value = node.meta.get("val")
+    return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
+
+
+def is_view(node: Node) -> bool:
+    """Returns whether a node only looks at the memory of its first argument: it costs nothing, wherever it is done."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
+        return False
+    aliases = [result.alias_info for result in node.target._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+
+
+def base_of(node: Node) -> Node:
+    """Returns what a node is computed from when all views are looked through: itself if it is no view."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dimensions in the order of their strides, where that is not their own order.
+
+    A tensor that has gaps, or elements that share memory, is made contiguous in its own order.
+    """
+    sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
+    order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis))
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= sizes[axis]
+    large = [axis for axis in order if sizes[axis] != 1]
+    return None if large == sorted(large) else tuple(order)
+
+
+def size_in_bytes(value: torch.Tensor) -> int:
+    """Returns the bytes of a tensor of the sample's sizes."""
+    count = 1
+    for size in value.shape:
+        count *= hint(size)
+    return count * int(value.element_size())
+
