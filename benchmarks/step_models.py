@@ -40,7 +40,10 @@ class Task:
 
 def _images(count: int, size: int, classes: int = 10) -> tuple[Batch, dict[str, Any]]:
     batch = torch.randn(count, 3, size, size), torch.randint(0, classes, (count,))
-    description = {"inputs": [("input", ["batch", 3, size, size]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    description = {
+        "inputs": [("input", ["batch", 3, size, size]), ("label", ["batch"])],
+        "outputs": [("loss", [], True)],
+    }
     return batch, description
 
 

@@ -52,4 +52,4 @@ class PostprocessPass(ir.passes.FunctionalPass):
 
 def postprocessed(graph: TrainingGraph, postprocess: Postprocess) -> TrainingGraph:
     """Returns the graph after the user's own pass."""
-    return dataclasses.replace(graph, model=PostprocessPass(postprocess)(graph.model).model)
+    return dataclasses.replace(graph, stored=PostprocessPass(postprocess)(graph.model).model)

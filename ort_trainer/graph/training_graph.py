@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,6 @@ if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need n
     import onnx_ir as ir
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
-
-_METADATA = "ort_trainer"
 
 Dim = int | str
 """A size, or an expression over symbolic dimensions that :func:`~ort_trainer.graph.evaluate` understands."""
@@ -75,7 +74,7 @@ class TrainingGraph:
     value of each buffer that the step changes.
 
     Attributes:
-        model: The ONNX model.
+        stored: The ONNX model, or the bytes of its file, which are read when somebody looks at :attr:`model`.
         training: Whether this is the joint forward and backward graph.
         inputs: The batch.
         outputs: The described outputs, the loss among them.
@@ -87,9 +86,10 @@ class TrainingGraph:
         random: Random inputs, in the order in which PyTorch would draw them.
         guards: Conditions on the symbols under which the graph is the right one.
         fixed: Symbol -> the only size that the graph has for it, where the model itself fixes the size.
+        programs: Key -> program of PyTorch's operators, where the graph's nodes call some; they name them by their keys.
     """
 
-    model: ir.Model
+    stored: ir.Model | bytes
     training: bool
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -101,10 +101,29 @@ class TrainingGraph:
     random: tuple[RandomInput, ...] = ()
     guards: tuple[str, ...] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("state", "gradients", "buffer_updates", "fixed"):
+        for name in ("state", "gradients", "buffer_updates", "fixed", "programs"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @functools.cached_property
+    def model(self) -> ir.Model:
+        """The ONNX model. It takes half a second to import what reads one, which a start need not wait for."""
+        if not isinstance(self.stored, bytes):
+            return self.stored
+        import onnx
+        import onnx_ir as ir
+
+        return ir.from_proto(onnx.ModelProto.FromString(self.stored))
+
+    def serialized(self) -> bytes:
+        """Returns the ONNX model as bytes."""
+        if isinstance(self.stored, bytes) and "model" not in vars(self):  # which somebody may have changed
+            return self.stored
+        import onnx_ir as ir
+
+        return bytes(ir.to_proto(self.model).SerializeToString())
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""
@@ -133,28 +152,21 @@ class TrainingGraph:
         return fixed and self.accepts(self.sizes(shapes))
 
     def to_bytes(self) -> bytes:
-        """Returns the graph as a serialized ONNX model whose metadata has all the rest."""
-        import onnx_ir as ir
-
-        model = ir.to_proto(self.model)
-        entry = model.metadata_props.add()
-        entry.key, entry.value = _METADATA, json.dumps(_to_json(self))
-        return bytes(model.SerializeToString())
+        """Returns all of it as bytes: the ONNX model, and the rest as JSON before it."""
+        rest = json.dumps(_to_json(self)).encode()
+        return len(rest).to_bytes(8, "little") + rest + self.serialized()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainingGraph:
         """Returns the graph that :meth:`to_bytes` wrote."""
-        import onnx
-        import onnx_ir as ir
-
-        model = ir.from_proto(onnx.ModelProto.FromString(data))
-        rest = json.loads(model.metadata_props.pop(_METADATA))
+        end = 8 + int.from_bytes(data[:8], "little")
+        rest = json.loads(data[8:end])
         for key, kind in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
             rest[key] = tuple(_spec_from_json(kind, spec) for spec in rest[key])
         if rest["loss_scale"] is not None:
             rest["loss_scale"] = _spec_from_json(TensorSpec, rest["loss_scale"])
         rest["guards"] = tuple(rest["guards"])
-        return cls(model=model, **rest)
+        return cls(stored=data[end:], **rest)
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
         """Returns the part of an evaluation graph that some of its outputs need, without the other inputs."""
@@ -164,7 +176,7 @@ class TrainingGraph:
         left = {value.name for value in model.graph.inputs}
         return dataclasses.replace(
             self,
-            model=model,
+            stored=model,
             inputs=tuple(spec for spec in self.inputs if spec.name in left),
             outputs=tuple(spec for spec in self.outputs if spec.name in names),
             state={name: value for name, value in self.state.items() if value in left},
@@ -175,7 +187,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value):
-        return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "model"}
+        return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "stored"}
     if isinstance(value, Mapping):
         return dict(value)
     return [_to_json(entry) for entry in value] if isinstance(value, tuple) else value

@@ -7,6 +7,7 @@ under way in another process.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import sys
@@ -44,16 +45,32 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 def __getattr__(name: str) -> Any:
     """Gives the classes of ONNX Runtime that this module passes on, when they are asked for."""
     if name in ("InferenceSession", "SessionOptions"):
-        import onnxruntime
+        onnxruntime = engine()
 
         return getattr(onnxruntime, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@functools.cache
+def engine() -> Any:
+    """Returns the module ``onnxruntime``.
+
+    That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and ONNX:
+    half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
+    """
+    kept_out = "onnxruntime.training"
+    if "onnxruntime" in sys.modules or kept_out in sys.modules:
+        return importlib.import_module("onnxruntime")
+    sys.modules[kept_out] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        del sys.modules[kept_out]
+
+
 def preload() -> None:
     """Imports what the first session needs, so that it need not wait for that."""
-    import onnx_ir  # noqa: F401
-    import onnxruntime  # noqa: F401
+    engine()
 
 
 def is_session_options(value: object) -> bool:
@@ -107,7 +124,8 @@ def maximum_opset() -> int:
     notes of both give the pairs below. Newer runtimes take at least what the last pair says.
     """
     import onnx
-    import onnxruntime
+
+    onnxruntime = engine()
 
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     newest = max(opset for release, opset in _OPSETS if version >= release or release == _OPSETS[0][0])
@@ -129,7 +147,7 @@ def engine_identity() -> str:
 
 def available_providers() -> list[str]:
     """Returns the names of the execution providers of the installed ONNX Runtime."""
-    import onnxruntime
+    onnxruntime = engine()
 
     return list(onnxruntime.get_available_providers())
 
@@ -156,7 +174,7 @@ def resolve_device(name: str, explicit: bool) -> torch.device:
         if not explicit:
             _log.info("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU")
             return torch.device("cpu")
-        import onnxruntime
+        onnxruntime = engine()
 
         raise ValueError(
             f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
@@ -224,13 +242,17 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
                 "use_deterministic_compute = False: set it on them too"
             )
         return given
-    from onnxruntime import SessionOptions
+    onnxruntime = engine()
 
-    options = SessionOptions()
+    options = onnxruntime.SessionOptions()
     # Both libraries get the same number of threads, and ONNX Runtime's do not spin after a run: spinning threads
     # would take the cores from the optimizer update, which runs on PyTorch's pool right after.
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if threads == 1:
+        # In the order of the graph. By itself ONNX Runtime leaves what only outputs need, such as the gradients of
+        # weights, to the end, and holds everything that they are computed from until then.
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.use_deterministic_compute = deterministic
     options.log_severity_level = 3
     return options
@@ -244,13 +266,13 @@ def make_session(
     ONNX Runtime's optimizer makes operators for whose types it then has no kernel: of a transposition and a product of
     doubles, for one. Such a model gets a session without these fusions.
     """
-    from onnxruntime import InferenceSession
+    onnxruntime = engine()
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
     try:
-        return InferenceSession(model, options, list(providers))
+        return onnxruntime.InferenceSession(model, options, list(providers))
     except NoKernel:
-        return InferenceSession(model, options, list(providers), disabled_optimizers=list(_FUSIONS))
+        return onnxruntime.InferenceSession(model, options, list(providers), disabled_optimizers=list(_FUSIONS))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -269,7 +291,8 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         count where it has its place in a model.
     """
     import onnx
-    import onnxruntime
+
+    onnxruntime = engine()
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
     options = onnxruntime.SessionOptions()
@@ -294,7 +317,7 @@ def training_bindings() -> Any:
     Raises:
         RuntimeError: If the installed distribution is not onnxruntime-training.
     """
-    import onnxruntime
+    onnxruntime = engine()
     from onnxruntime.capi import _pybind_state
 
     if not hasattr(_pybind_state, "GradientGraphBuilder"):
@@ -317,7 +340,7 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
     """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
-    import onnxruntime
+    onnxruntime = engine()
 
     if array.dtype == bool or not array.size:  # of these it can't make any
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)

@@ -142,7 +142,7 @@ class GraphRunner:
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
         moves: bool = False,
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once.
 
         Args:
@@ -153,10 +153,10 @@ class GraphRunner:
                 where the plan has no binding of that key yet.
             loss_scale: Value of the loss scale input.
             generator: Draws the random inputs.
-            moves: Whether destinations may get other memory, where the runner has it.
+            moves: Whether other tensors may take the place of the destinations.
 
         Returns:
-            The fetched outputs by name, in new tensors.
+            The fetched outputs by name, in new tensors; and the destinations, or what takes their place.
         """
         known = plan.bindings.get(destination_key)
         if known is None:
@@ -188,10 +188,11 @@ class GraphRunner:
             for output in plan.outputs:
                 if output.shape is None:
                     results[output.name] = torch.from_numpy(found[output.name].numpy()).to(self._device)
-        return {
+        fetched = {
             output.name: results[output.name] if output.bound is output.dtype else results[output.name].to(output.dtype)
             for output in plan.outputs
         }
+        return fetched, destinations or {}
 
     def _bind(self, destinations: Mapping[str, torch.Tensor]) -> _Binding:
         binding = self.inference_session.io_binding()
@@ -218,9 +219,7 @@ def load(
     graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
 ) -> InferenceSession:
     """Returns an ONNX Runtime session of a graph."""
-    import onnx_ir as ir  # not before it is needed: it takes half a second
-
-    return make_session(ir.to_proto(graph.model).SerializeToString(), options, providers)
+    return make_session(graph.serialized(), options, providers)
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:

@@ -211,12 +211,18 @@ class StepSession:
         graph = plan.runner.graph
         fresh = self._reset or not self._present
         moves = not plan.runner.keeps_destinations and not any(
-            runner.keeps_destinations for (training, _), runners in self._runners.items() if training for runner in runners
+            runner.keeps_destinations
+            for (training, _), runners in self._runners.items()
+            if training
+            for runner in runners
         )
         key = "fresh" if fresh else "add"
+        if moves and fresh:
+            # What is there is used up, and its memory is better spent on this run.
+            self.gradients |= dict.fromkeys(graph.gradients, torch.empty(0, device=self._device))
         random_state = self.generator.get_state() if graph.random else None
         try:
-            results = plan.runner.run(
+            results, written = plan.runner.run(
                 plan,
                 batch,
                 destination_key=key,
@@ -229,10 +235,16 @@ class StepSession:
             if random_state is not None:
                 self.generator.set_state(random_state)
             raise
+        if moves:
+            gradients = self.gradients if fresh else self._scratch
+            gradients |= {name: written[output] for name, output in graph.gradients.items()}
+            self._updated |= {name: written[output] for name, output in graph.buffer_updates.items()}
         if fresh:
             self._present = set(graph.gradients)
         else:
             self._add_gradients(graph)
+            if moves:
+                self._scratch.clear()
         self._reset = False
         for name in graph.buffer_updates:
             self.buffers[name].copy_(self._updated[name])
@@ -262,7 +274,8 @@ class StepSession:
         runner = plan.runner
         if len(batch) > len(runner.graph.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
-        return list(runner.run(plan, batch).values())
+        results, _ = runner.run(plan, batch)
+        return list(results.values())
 
     def lazy_reset_grad(self) -> None:
         """Makes the next :meth:`train_step` overwrite the gradients instead of adding to them."""

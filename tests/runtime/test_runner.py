@@ -38,7 +38,7 @@ def runner(
         helper.make_graph(nodes, "g", inputs, results), opset_imports=[helper.make_opsetid("", 18)], ir_version=8
     )
     graph = TrainingGraph(
-        model=ir.from_proto(model),
+        stored=ir.from_proto(model),
         training=True,
         inputs=(TensorSpec("x", F32, N, ("n", 2)),),
         outputs=tuple(TensorSpec(name, dtype, shape) for name, (shape, dtype) in outputs.items()),

@@ -1,24 +1,24 @@
 """Lets ONNX Runtime call programs of PyTorch's operators: two C callbacks, and tensors by DLPack, without copies.
 
 ONNX Runtime asks for the callbacks once per process. What they need to know about the run that they are called in they find
-in a record of the thread, which :func:`executing` puts there: ONNX Runtime calls them on the thread that called it, as long
+in a record of the thread, which :func:`execute` fills: ONNX Runtime calls them on the thread that called it, as long
 as the session has one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ..engine import engine
 from .program import Program
 
-__all__ = ["DOMAIN", "OPERATOR", "executing", "from_torch", "is_available", "prepare", "to_torch"]
+__all__ = ["DOMAIN", "OPERATOR", "execute", "from_torch", "prepare"]
 
 DOMAIN, OPERATOR = "org.pytorch.aten", "ATen"
 
@@ -37,7 +37,7 @@ _Execute = ctypes.CFUNCTYPE(
     None, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, _Pointers, ctypes.c_size_t, _Pointers
 )
 
-_programs: dict[bytes, Callable[..., tuple[torch.Tensor, ...]]] = {}
+_programs: dict[bytes, tuple[Callable[..., tuple[torch.Tensor, ...]], list[tuple[int, str]]]] = {}
 _from_dlpack, _to_dlpack = torch._C._from_dlpack, torch._C._to_dlpack  # type: ignore[attr-defined]
 
 
@@ -45,6 +45,7 @@ class _Run(threading.local):
     """What callbacks know about the run that they are called in."""
 
     error: BaseException | None = None
+    outputs: dict[str, torch.Tensor] | None = None
 
 
 _run = _Run()
@@ -54,8 +55,11 @@ def _execute(key: bytes, _: Any, input_count: int, inputs: Any, output_count: in
     try:
         # Its steps after one that failed get something that is a tensor, for ONNX Runtime to come to the end of the run.
         if _run.error is None:
-            given = [_from_dlpack(_new_capsule(pointer, _FRESH, None)) for pointer in inputs[:input_count]]
-            results = _programs[key](*given)
+            program, outputs_of_graph = _programs[key]
+            results = program(*[_from_dlpack(_new_capsule(pointer, _FRESH, None)) for pointer in inputs[:input_count]])
+            if _run.outputs is not None:
+                for index, name in outputs_of_graph:
+                    _run.outputs[name] = results[index]
         else:
             results = (torch.empty(0),) * output_count
     except BaseException as error:  # no exception can cross the frames of C++ above: it is raised after the run
@@ -70,19 +74,10 @@ def _execute(key: bytes, _: Any, input_count: int, inputs: Any, output_count: in
 _callbacks = (_IsCpuArgument(lambda *_: False), _Execute(_execute))
 
 
-def is_available() -> bool:
-    """Returns whether the installed ONNX Runtime can call PyTorch."""
-    from onnxruntime.capi import _pybind_state
-
-    return hasattr(_pybind_state, "register_aten_op_executor")
-
-
 @functools.cache
 def _install() -> None:
-    from onnxruntime.capi import _pybind_state
-
     addresses = [str(ctypes.cast(function, ctypes.c_void_p).value) for function in _callbacks]
-    _pybind_state.register_aten_op_executor(*addresses)
+    engine().capi._pybind_state.register_aten_op_executor(*addresses)
 
 
 def prepare(programs: dict[str, Program]) -> None:
@@ -90,35 +85,56 @@ def prepare(programs: dict[str, Program]) -> None:
     _install()
     for key, program in programs.items():
         if key.encode() not in _programs:
-            _programs[key.encode()] = program.compiled()
+            outputs = [(int(index), name) for index, name in program.outputs.items()]
+            _programs[key.encode()] = program.compiled(), outputs
 
 
-@contextlib.contextmanager
-def executing() -> Iterator[None]:
-    """Runs what it encloses with PyTorch as the graph was captured: no gradients, no casts; raises what a program raised."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        failed: BaseException | None = None
-        try:
-            yield
-        except Exception as error:
-            failed = error
-        finally:
-            raised, _run.error = _run.error, None
-        if raised is not None:
-            raise raised
-        if failed is not None:
-            raise failed
+def execute(session: Any, feeds: Mapping[str, Any], wanted: str) -> dict[str, torch.Tensor]:
+    """Runs a graph of programs, with PyTorch as the graph was captured: no gradients are recorded, no casts are made.
+
+    Args:
+        session: The ONNX Runtime session.
+        feeds: Inputs by name, as values of ONNX Runtime.
+        wanted: Name of one output: ONNX Runtime wants to be asked for something.
+
+    Returns:
+        The outputs by name, as the programs made them: booleans as bytes. They need not come by way of ONNX Runtime,
+        which takes ten microseconds for each.
+
+    Raises:
+        Exception: What a program raised.
+    """
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    outputs: dict[str, torch.Tensor] = {}
+    torch.set_grad_enabled(False)
+    if autocast:
+        torch.set_autocast_enabled("cpu", False)
+    _run.outputs = outputs
+    failed: Exception | None = None
+    try:
+        session.run_with_ort_values(feeds, [wanted], None)
+    except Exception as error:
+        failed = error
+    finally:
+        torch.set_grad_enabled(grad)
+        if autocast:
+            torch.set_autocast_enabled("cpu", True)
+        raised, _run.error, _run.outputs = _run.error, None, None
+    # What ONNX Runtime says of a program that failed is a consequence of it.
+    if raised is not None:
+        raise raised
+    if failed is not None:
+        raise failed
+    return outputs
 
 
-def to_torch(value: Any) -> torch.Tensor:
-    """Returns the tensor that a value of ONNX Runtime holds, without a copy; booleans come as bytes."""
-    found: torch.Tensor = _from_dlpack(value.to_dlpack())
-    return found
+@functools.cache
+def _ort_value() -> Any:
+    return engine().capi._pybind_state.OrtValue
 
 
 def from_torch(value: torch.Tensor) -> Any:
-    """Returns a value of ONNX Runtime in the memory of a contiguous tensor."""
-    from onnxruntime.capi._pybind_state import OrtValue
-
-    is_bool = value.dtype is torch.bool
-    return OrtValue.from_dlpack(_to_dlpack(value.detach().view(torch.uint8) if is_bool else value.detach()), is_bool)
+    """Returns a value of ONNX Runtime in the memory of a contiguous tensor that does not require grad."""
+    if value.dtype is torch.bool:
+        return _ort_value().from_dlpack(_to_dlpack(value.view(torch.uint8)), True)
+    return _ort_value().from_dlpack(_to_dlpack(value), False)

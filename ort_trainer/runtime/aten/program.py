@@ -6,12 +6,14 @@ A node calls several operators in a row, since a call from ONNX Runtime into Pyt
     {"inputs":  [["float32", null], ["bool", [0, 2, 1]], ...],
      "symbols": {"batch": [0, 0], ...},
      "steps":   [["aten.addmm.default", [{"x": 1}, {"x": 0}, {"v": 3}], {"beta": 0.5}], ...],
-     "results": [[4, null], [6, [0, 2, 1]], ...]}
+     "results": [[4, null], [6, [0, 2, 1]], ...],
+     "outputs": {"1": "fc.weight.grad", ...}}
 
 ``symbols`` says which axis of which input has a symbolic size. An argument is a number, a text, null, a list of arguments,
 or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` and ``{"torch": "float32"}``, an
 attribute of torch. Between nodes a tensor lies contiguous in memory; the permutation beside an input or a result has its
-dimensions in the order of memory, where that is not their own. Booleans travel as bytes.
+dimensions in the order of memory, where that is not their own. Booleans travel as bytes. ``outputs`` says which results are
+outputs of the whole graph, and what they are called there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 
 from ...graph.dims import evaluate
-from . import dropout
+from . import dropout, losses  # noqa: F401 - which define operators
 
 __all__ = ["GETITEM", "Order", "Program", "find_operator"]
 
@@ -52,12 +54,14 @@ class Program:
         symbols: Symbolic size -> input and axis where it can be read.
         steps: Operator, positional and named arguments of every call.
         results: Step and order of memory of every result.
+        outputs: Index of a result, as text -> name of the graph's output that it is.
     """
 
     inputs: list[tuple[str, Order]] = field(default_factory=list)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: list[tuple[str, list[Any], dict[str, Any]]] = field(default_factory=list)
     results: list[tuple[int, Order]] = field(default_factory=list)
+    outputs: dict[str, str] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """Returns the program as JSON."""

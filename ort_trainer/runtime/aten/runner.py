@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ...graph import TrainingGraph
+from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Plan, sample
-from .bridge import DOMAIN, executing, from_torch, prepare, to_torch
+from .bridge import execute, from_torch, prepare
 from .program import Program
 
 __all__ = ["KernelRunner", "calls_pytorch"]
@@ -16,7 +18,7 @@ __all__ = ["KernelRunner", "calls_pytorch"]
 
 def calls_pytorch(graph: TrainingGraph) -> bool:
     """Returns whether nodes of a graph are programs of PyTorch's operators."""
-    return any(node.domain == DOMAIN for node in graph.model.graph)
+    return bool(graph.programs)
 
 
 class KernelRunner(GraphRunner):
@@ -26,11 +28,20 @@ class KernelRunner(GraphRunner):
     own, and destinations get that memory instead of a copy.
     """
 
+    @property
+    def keeps_destinations(self) -> bool:
+        """Whether a run writes into the memory of its destinations: no, they get that of the results."""
+        return False
+
     def _prepare(self) -> None:
-        nodes = [node for node in self.graph.model.graph if node.domain == DOMAIN]
-        texts = {node.attributes["operator"].as_string(): node.attributes["overload_name"].as_string() for node in nodes}
-        prepare({key: Program.from_text(text) for key, text in texts.items()})
-        self._feeds = {name: from_torch(value) for name, value in self._state.items()}
+        keep_freed_memory()
+        prepare({key: Program.from_text(text) for key, text in self.graph.programs.items()})
+        self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
+
+    @property
+    def _session(self) -> Any:
+        """ONNX Runtime's own session, below the Python class, whose method wraps every result."""
+        return self.inference_session._sess
 
     def run(
         self,
@@ -42,25 +53,20 @@ class KernelRunner(GraphRunner):
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
         moves: bool = False,
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. ``destinations`` are needed every time."""
         given = dict(batch)
         if self.graph.loss_scale is not None and loss_scale is not None:
             given[self.graph.loss_scale.name] = loss_scale
         given |= zip((spec.name for spec, _ in plan.random), sample(plan.random, self._device, generator), strict=True)
         feeds = {**self._feeds, **{name: from_torch(value) for name, value in given.items()}}
-        destinations = destinations or {}
-        names = [*destinations, *(output.name for output in plan.outputs)]
-        with executing():
-            values = self.inference_session._sess.run_with_ort_values(feeds, names, None)
-        found = [to_torch(value) for value in values]
-        for destination, value in zip(destinations.values(), found, strict=False):
-            if moves:
-                destination.set_(value)
-            else:
-                destination.copy_(value)
-        results = dict(zip((output.name for output in plan.outputs), found[len(destinations) :], strict=True))
-        return {
-            output.name: value.view(torch.bool) if output.dtype == torch.bool else value
-            for output, value in zip(plan.outputs, results.values(), strict=True)
-        }
+        found = execute(self._session, feeds, self.graph.loss)
+        written = {name: found[name] for name in destinations or ()}
+        if not moves:
+            for name, destination in (destinations or {}).items():
+                written[name] = destination.copy_(found[name])
+        results = {output.name: found[output.name] for output in plan.outputs}
+        for output in plan.outputs:
+            if output.dtype is torch.bool:
+                results[output.name] = results[output.name].view(torch.bool)
+        return results, written

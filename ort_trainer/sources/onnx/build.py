@@ -145,7 +145,7 @@ class OnnxGraphBuilder:
         model = run_passes(model, RemoveUnusedPass(description.input_names), SetInterfacePass(described))
         used = {value.name for value in model.graph.inputs}
         return TrainingGraph(
-            model=model,
+            stored=model,
             training=training,
             inputs=tuple(
                 TensorSpec(

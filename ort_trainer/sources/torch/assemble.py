@@ -16,7 +16,7 @@ from ...options import InputDescription, ModelDescription
 from ...runtime.bfloat16 import WidenInterfacePass
 from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
-from .kernels import kernel_model
+from .kernels.build import kernel_model
 from .random_inputs import Draws, lift_random_numbers
 from .recompute import apply_recompute
 from .source_lines import drop_source, onnx_source_line
@@ -80,9 +80,10 @@ def assemble(
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
         for node, entry in batch
     )
+    programs: dict[str, str] = {}
     if for_kernels:
         stage("translate")
-        model = _kernel_model(found, inputs, results, batch)
+        model, programs = _kernel_model(found, inputs, results, batch)
     else:
         model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
         WidenInterfacePass()(model)
@@ -90,7 +91,7 @@ def assemble(
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
     return TrainingGraph(
-        model=model,
+        stored=model,
         training=training,
         inputs=specs,
         outputs=outputs,
@@ -102,6 +103,7 @@ def assemble(
         random=tuple(random.values()),
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
+        programs=programs,
     )
 
 
@@ -110,7 +112,7 @@ def _kernel_model(
     inputs: list[tuple[torch.fx.Node, str]],
     results: list[tuple[torch.fx.Node, str]],
     batch: list[tuple[torch.fx.Node, InputDescription]],
-) -> ir.Model:
+) -> tuple[ir.Model, dict[str, str]]:
     sizes: dict[str, tuple[torch.fx.Node, int]] = {}
     for node, entry in batch:
         for axis, size in enumerate(entry.shape):

@@ -85,12 +85,13 @@ class GraphBuilder:
     def _log_export(self, found: Export, graph: TrainingGraph, seconds: float) -> None:
         for remark in found.remarks:
             _log.info("%s", remark)
-        kind, nodes = "training" if graph.training else "evaluation", len(graph.model.graph)
+        kind = "training" if graph.training else "evaluation"
+        kernels = ", computed by PyTorch's kernels" if graph.programs else ""
         if found.found:
-            _log.info("took the %s graph from the cache in %.1f s: %d nodes, %s", kind, seconds, nodes, found.kept)
+            _log.info("took the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)
         else:
             where = f", kept in {found.kept}" if found.kept else ""
-            _log.info("exported the %s graph in %.1f s: %d nodes%s", kind, seconds, nodes, where)
+            _log.info("exported the %s graph in %.1f s%s%s", kind, seconds, kernels, where)
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns what PyTorch itself computes in evaluation mode, with the model's own weights."""

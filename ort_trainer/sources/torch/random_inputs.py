@@ -162,7 +162,9 @@ def lift_random_numbers(
             for user in [*node.users, node]:
                 if not user.users:
                     graph.erase_node(user)
-        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING:
+        elif (
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING
+        ):
             raise ExportError(
                 f"the random operator {node.target} is not supported; supported are dropout, bernoulli, rand, randn, "
                 f"randint, randperm, normal, uniform and exponential: {source_line(node)}"

@@ -1,5 +1,5 @@
 """Graphs whose nodes are programs of PyTorch's operators, for an engine that can call PyTorch."""
 
-from .build import kernel_model
+from .rewrites import rewrite_forward
 
-__all__ = ["kernel_model"]
+__all__ = ["rewrite_forward"]

@@ -9,10 +9,11 @@ import torch
 
 from ....graph.names import Names
 from ....runtime.aten.bridge import DOMAIN, OPERATOR
-from ....runtime.aten.program import Order, Program
+from ....runtime.aten.program import Order
 from ..symbols import SymbolTable
 from .encode import Encoder
 from .partition import partition, used_by
+from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
 __all__ = ["kernel_model"]
@@ -27,8 +28,8 @@ def kernel_model(
     constants: Mapping[Node, torch.Tensor],
     symbols: SymbolTable,
     sizes: Mapping[str, tuple[Node, int]],
-) -> ir.Model:
-    """Returns a model that computes a captured graph with PyTorch's kernels.
+) -> tuple[ir.Model, dict[str, str]]:
+    """Returns a model that computes a captured graph with PyTorch's kernels, and its programs by the keys in its nodes.
 
     Args:
         module: The graph.
@@ -41,8 +42,12 @@ def kernel_model(
     Raises:
         ExportError: If there is something that no program can do.
     """
-    module.graph.eliminate_dead_code()
-    return _Builder(module.graph, inputs, results, constants, symbols, sizes).model()
+    (end,) = module.graph.find_nodes(op="output")
+    end.args = (tuple(node for node, _ in results),)
+    rewrite(module.graph)
+    results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
+    builder = _Builder(module.graph, inputs, results, constants, symbols, sizes)
+    return builder.model(), builder.programs
 
 
 class _Builder:
@@ -61,6 +66,7 @@ class _Builder:
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {}
+        self.programs: dict[str, str] = {}
         self._outputs: dict[str, ir.Value] = {}
         self._nodes: list[ir.Node] = []
 
@@ -84,7 +90,9 @@ class _Builder:
             if name not in self._outputs:  # it is no program's own: an input, a view of one, or there twice
                 self._outputs[name] = self._add([], [node], {node: name})[0]
         outputs = [self._outputs[name] for _, name in self._results]
-        graph = ir.Graph(given, outputs, nodes=self._nodes, initializers=initializers, name="step", opset_imports=_OPSETS)
+        graph = ir.Graph(
+            given, outputs, nodes=self._nodes, initializers=initializers, name="step", opset_imports=_OPSETS
+        )
         return ir.Model(graph, ir_version=9, producer_name="ort_trainer")
 
     def _assign_results(self) -> dict[Node, str]:
@@ -108,15 +116,17 @@ class _Builder:
             later |= {base_of(node) for node in used_by(program)}
         return found[::-1]
 
-    def _add(self, program: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> list[ir.Value]:
+    def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> list[ir.Value]:
         """Adds the node of a program."""
         for node in results:
             self._orders[node] = None if node in names else memory_order(node.meta["val"])
         encoder = Encoder(self._symbols, self._sizes, self._orders)
-        text = encoder.write(program, results)
+        program = encoder.write(nodes, results)
+        program.outputs.update((str(index), names[node]) for index, node in enumerate(results) if node in names)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
         inputs = [self._values[node] for node in encoder.inputs]
-        self._nodes.append(_call(text, inputs, outputs, outputs[0].name or ""))
+        self.programs[program.key] = program.to_text()
+        self._nodes.append(_call(program.key, inputs, outputs, outputs[0].name or ""))
         for node, output in zip(results, outputs, strict=True):
             self._values.setdefault(node, output)
             if node in names:
@@ -127,8 +137,8 @@ class _Builder:
 _OPSETS = {"": 18, DOMAIN: 1}
 
 
-def _call(program: Program, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
-    attributes = {"operator": program.key, "overload_name": program.to_text()}
+def _call(key: str, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
+    attributes = {"operator": key, "overload_name": ""}
     return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=f"{name}_node")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 
@@ -66,4 +65,3 @@ def size_in_bytes(value: torch.Tensor) -> int:
     for size in value.shape:
         count *= hint(size)
     return count * int(value.element_size())
-

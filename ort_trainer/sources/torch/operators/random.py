@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import onnx_ir as ir
 import torch
 
 from ....errors import ExportError
@@ -68,7 +69,9 @@ def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: floa
         )
     mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (kept, float(number)))
     return _Noise(
-        lambda x, backward: call(aten.mul.Tensor, x, call(own.noise.default, mask, factor, x.meta["val"].dtype, backward)),
+        lambda x, backward: call(
+            aten.mul.Tensor, x, call(own.noise.default, mask, factor, x.meta["val"].dtype, backward)
+        ),
         lambda: call(aten.ne.Scalar, mask, 0),
     )
 

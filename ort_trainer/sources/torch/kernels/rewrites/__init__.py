@@ -1,0 +1,26 @@
+"""What is rewritten in a captured graph whose operators PyTorch runs: one file a rewrite, in the order of their names here."""
+
+from __future__ import annotations
+
+import torch
+
+from .cross_entropy import fuse_cross_entropy
+from .gelu import fuse_gelu
+from .linear import use_onednn
+from .views import drop_needless_views
+
+__all__ = ["rewrite", "rewrite_forward"]
+
+_REWRITES = (drop_needless_views, use_onednn, fuse_cross_entropy)
+
+
+def rewrite_forward(graph: torch.fx.Graph) -> None:
+    """Makes a graph faster that is not differentiated yet, in place."""
+    fuse_gelu(graph)
+
+
+def rewrite(graph: torch.fx.Graph) -> None:
+    """Makes a differentiated graph faster, in place; what it computes stays the same but for rounding."""
+    for function in _REWRITES:
+        function(graph)
+    graph.eliminate_dead_code()

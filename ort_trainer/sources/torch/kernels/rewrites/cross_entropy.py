@@ -1,0 +1,33 @@
+"""The gradient of a cross entropy in one pass over the logits."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["fuse_cross_entropy"]
+
+aten = torch.ops.aten
+
+
+def fuse_cross_entropy(graph: torch.fx.Graph) -> None:
+    """Takes the gradients of log-softmax and of the negative log likelihood together::
+
+        nll_loss_backward -> _log_softmax_backward_data    =>    cross_entropy_backward
+
+    The first one is a matrix of zeros with one number in each row, as large as the logits; it is never made.
+    """
+    own = torch.ops.ort_trainer.cross_entropy_backward.default
+    for node in list(graph.nodes):
+        if node.target is not aten._log_softmax_backward_data.default:
+            continue
+        sparse, output, axis, dtype = node.args
+        if sparse.target is not aten.nll_loss_backward.default or len(sparse.users) != 1:
+            continue
+        gradient, scores, target, weight, reduction, ignored, total = sparse.args
+        fake = output.meta["val"]
+        if scores is not output or weight is not None or fake.dim() != 2 or axis not in (1, -1) or fake.dtype != dtype:
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(own, (gradient, output, target, reduction, ignored, total))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)

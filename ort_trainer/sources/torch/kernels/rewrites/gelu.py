@@ -1,0 +1,71 @@
+"""GELU that a model writes out in single operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["fuse_gelu"]
+
+aten = torch.ops.aten
+
+_X = "x"
+_ROOT = math.sqrt(2.0 / math.pi)
+_CUBE = ("mul", ("pow", _X, 3), 0.044715)
+_TANH = ("mul", ("mul", _X, 0.5), ("add", ("tanh", ("mul", ("add", _X, _CUBE), _ROOT)), 1))
+_FAST = ("tanh", ("mul", ("mul", _X, _ROOT), ("add", ("mul", ("mul", _X, 0.044715), _X), 1)))
+_ERF = ("mul", ("mul", _X, 0.5), ("add", ("erf", ("div", _X, math.sqrt(2.0))), 1))
+_FORMS = (("tanh", _TANH), ("tanh", ("mul", ("mul", _X, 0.5), ("add", _FAST, 1))), ("none", _ERF))
+
+_OPERATORS = {
+    "mul": aten.mul.Tensor,
+    "add": aten.add.Tensor,
+    "div": aten.div.Tensor,
+    "pow": aten.pow.Tensor_Scalar,
+    "tanh": aten.tanh.default,
+    "erf": aten.erf.default,
+}
+
+
+def fuse_gelu(graph: torch.fx.Graph) -> None:
+    """Puts one operator in the place of its formula, before it is differentiated::
+
+        0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))    =>    gelu(x, approximate="tanh")
+        0.5 x (1 + erf(x / sqrt(2)))                         =>    gelu(x)
+
+    The formula goes over the memory eight times, and its gradient twenty times. The first form is that of GPT-2
+    (Hendrycks and Gimpel, 2016), which Hugging Face's ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` write out.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor:
+            continue
+        for approximation, form in _FORMS:
+            found: dict[str, torch.fx.Node] = {}
+            if not _matches(node, form, found) or found[_X].meta["val"].dtype != torch.float32:
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(aten.gelu.default, (found[_X],), {"approximate": approximation})
+            new.meta.update(node.meta)
+            node.replace_all_uses_with(new)
+            break
+    graph.eliminate_dead_code()
+
+
+def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:
+    """Returns whether a value is computed in a certain way; ``found`` gets what stands for x."""
+    if form is _X:
+        return isinstance(value, torch.fx.Node) and found.setdefault(_X, value) is value
+    if isinstance(form, (int, float)):
+        return isinstance(value, (int, float)) and math.isclose(value, form, rel_tol=1e-9)
+    kind, *operands = form
+    if not isinstance(value, torch.fx.Node) or value.target is not _OPERATORS[kind] or value.kwargs:
+        return False
+    orders = [operands, operands[::-1]] if kind in ("mul", "add") else [operands]
+    for order in orders:
+        trial = dict(found)
+        if len(value.args) == len(order) and all(map(lambda a, o: _matches(a, o, trial), value.args, order)):
+            found.update(trial)
+            return True
+    return False

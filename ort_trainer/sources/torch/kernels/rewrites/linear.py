@@ -1,0 +1,56 @@
+"""Matrix products with weights by oneDNN."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["use_onednn"]
+
+aten = torch.ops.aten
+
+
+def use_onednn(graph: torch.fx.Graph) -> None:
+    """Makes products of a contiguous matrix calls of oneDNN, whose kernels are 5 to 25 % faster than MKL's::
+
+        addmm(bias, x, t(weight))         =>    _linear_pointwise(x, weight, bias)
+        relu(addmm(bias, x, t(weight)))   =>    _linear_pointwise(x, weight, bias, "relu")
+        mm(gradient, weight)              =>    _linear_pointwise(gradient, t(weight))
+
+    The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower where that product is large.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    for node in list(graph.nodes):
+        if node.target is aten.addmm.default and not node.kwargs:
+            bias, left, right = node.args
+            if bias.meta["val"].dim() != 1:
+                bias = None
+        elif node.target is aten.mm.default:
+            bias, (left, right) = None, node.args
+        else:
+            continue
+        if node.target is aten.addmm.default and bias is None:
+            continue
+        value = node.meta["val"]
+        if value.dtype != torch.float32 or left.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            continue
+        with graph.inserting_before(node):
+            weight = _transposed(graph, right)
+            activation, last = "none", node
+            if bias is not None and len(node.users) == 1 and next(iter(node.users)).target is aten.relu.default:
+                activation, last = "relu", next(iter(node.users))
+            new = graph.call_function(linear, (left, weight, bias, activation, [], ""))
+        new.meta.update(node.meta)
+        last.replace_all_uses_with(new)
+
+
+def _transposed(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    if node.target is aten.t.default:
+        source = node.args[0]
+        assert isinstance(source, torch.fx.Node)
+        return source
+    new = graph.call_function(aten.t.default, (node,))
+    new.meta.update(node.meta)
+    new.meta["val"] = node.meta["val"].t()
+    return new

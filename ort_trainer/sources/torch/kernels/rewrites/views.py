@@ -1,0 +1,49 @@
+"""Views that lead back to where they came from."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["drop_needless_views"]
+
+aten = torch.ops.aten
+
+
+def drop_needless_views(graph: torch.fx.Graph) -> None:
+    """Drops what only looks at a tensor as it is, as PyTorch's own backward formulas are full of::
+
+        weight -> t -> t -> mm        =>    weight -> mm
+        x -> view -> view -> mm       =>    x -> view -> mm
+        x -> detach -> mm             =>    x -> mm
+
+    Without it, the gradient of a weight would be a view of what was computed, and a program would have to do three views
+    where one does; each costs a microsecond.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.all_input_nodes:
+            continue
+        source = node.args[0]
+        if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default):
+            node.replace_all_uses_with(source)
+        elif node.target is aten.t.default and source.target is aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+        elif node.target in _RESHAPES and source.target in _RESHAPES:
+            node.update_arg(0, source.args[0])
+    for node in list(graph.nodes):
+        if node.target in _RESHAPES and _same_shape(node, node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def _same_shape(node: torch.fx.Node, other: torch.fx.Node) -> bool:
+    mine, its = node.meta["val"].shape, other.meta["val"].shape
+    if len(mine) != len(its):
+        return False
+    # As expressions: a comparison of symbolic sizes would bind the graph to the sample's.
+    return all(_expression(a) == _expression(b) for a, b in zip(mine, its, strict=True))
+
+
+def _expression(size: int | torch.SymInt) -> object:
+    return size if isinstance(size, int) else size.node.expr
