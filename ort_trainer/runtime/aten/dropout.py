@@ -19,9 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["LIBRARY", "apply_mask", "draw_mask", "unpacked"]
-
-LIBRARY = "ort_trainer"
+__all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked", "words_for"]
 
 # Elements of a mask that one stream draws: large enough for its seeding (ten microseconds) not to count.
 _BLOCK = 1 << 18
@@ -30,7 +28,8 @@ _LEVELS = 1 << 16
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
 
 
-def _words(count: int) -> int:
+def words_for(count: int) -> int:
+    """Returns how many words the packed mask of so many elements has."""
     return -(-count // 4)
 
 
@@ -43,7 +42,7 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
         number: Of the dropout in the model.
         kept: Probability that an element is kept.
     """
-    words, seed = _words(count), int(key)
+    words, seed = words_for(count), int(key)
     blocks = range(0, words, _BLOCK // 4)
 
     def drawn(block: int) -> torch.Tensor:
@@ -81,32 +80,3 @@ def apply_mask(value: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.
     noise = mask.bitwise_left_shift(_SHIFTS).bitwise_right_shift_(31).bitwise_and_(bits).view(torch.float32)
     noise = noise.view(-1)[: value.numel()].view(value.shape)
     return noise.mul_(value) if value.dtype == torch.float32 else noise.to(value.dtype).mul_(value)
-
-
-def _mask_for(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
-    return key.new_empty(_words(count), dtype=torch.int32)
-
-
-def _booleans_like(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like, dtype=torch.bool, memory_format=torch.contiguous_format)
-
-
-def _empty_like(value: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
-    return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library(LIBRARY, "FRAGMENT")
-    for signature, function, meta in (
-        ("draw_mask(Tensor key, SymInt count, int number, float kept) -> Tensor", draw_mask, _mask_for),
-        ("apply_mask(Tensor value, Tensor mask, float factor) -> Tensor", apply_mask, _empty_like),
-        ("unpack_mask(Tensor mask, Tensor like) -> Tensor", unpack_mask, _booleans_like),
-    ):
-        library.define(signature)
-        name = signature.partition("(")[0]
-        library.impl(name, function, "CPU")
-        library.impl(name, meta, "Meta")
-    return library
-
-
-_library = _define()

@@ -30,28 +30,3 @@ def cross_entropy_backward(
     share = torch.where(counts, share, 0.0).unsqueeze(1)
     result = log_probabilities.exp().mul_(share)
     return result.scatter_add_(1, torch.where(counts, target, 0).unsqueeze(1), share.neg())
-
-
-def _like(
-    gradient: torch.Tensor,
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
-    return torch.empty_like(log_probabilities)
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library("ort_trainer", "FRAGMENT")
-    library.define(
-        "cross_entropy_backward(Tensor gradient, Tensor log_probabilities, Tensor target, int reduction, "
-        "SymInt ignore_index, Tensor total_weight) -> Tensor"
-    )
-    library.impl("cross_entropy_backward", cross_entropy_backward, "CPU")
-    library.impl("cross_entropy_backward", _like, "Meta")
-    return library
-
-
-_library = _define()

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 
 from ...graph.dims import evaluate
-from . import dropout, losses  # noqa: F401 - which define operators
+from .operators import LIBRARY, OWN
 
-__all__ = ["GETITEM", "Order", "Program", "find_operator"]
+__all__ = ["GETITEM", "LIBRARIES", "Order", "Program", "find_operator"]
 
 GETITEM = "getitem"
 """Target of a step that takes one of several results of another one."""
 
 # Libraries of operators that a file may name; none of them reads or writes anything but tensors.
-_LIBRARIES = ("aten", "mkldnn", dropout.LIBRARY)
+LIBRARIES = ("aten", "mkldnn", LIBRARY)
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 
 Order = Sequence[int] | None
@@ -103,10 +103,14 @@ def find_operator(target: str) -> Callable[..., Any]:
     if target == GETITEM:
         return operator.getitem
     library, name, overload = target.split(".")
-    if library not in _LIBRARIES:
-        raise ValueError(f"{target} is not in one of the libraries {_LIBRARIES}")
+    if library not in LIBRARIES:
+        raise ValueError(f"{target} is not in one of the libraries {LIBRARIES}")
+    own = OWN.get(target)
+    if own is not None:  # without PyTorch's dispatcher, which takes longer than many of them
+        return own
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
-    return found
+    # Only while gradients are recorded does it keep what its backward operator needs; it can't be asked for otherwise.
+    return torch.enable_grad()(found) if target == "aten.mkldnn_rnn_layer.default" else found
 
 
 class _Compiler:

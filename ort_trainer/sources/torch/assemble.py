@@ -18,7 +18,7 @@ from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
 from .kernels.build import kernel_model
 from .random_inputs import Draws, lift_random_numbers
-from .recompute import apply_recompute
+from .recompute import apply_recompute, asks_for_recomputation
 from .source_lines import drop_source, onnx_source_line
 from .step_module import ExportedStep, canonical_names
 from .to_onnx import set_shapes, to_onnx
@@ -54,7 +54,9 @@ def assemble(
     draws = Draws(step.fast_random, for_kernels)
     random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
     random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
-    if training:
+    if for_kernels and asks_for_recomputation(step.recompute, found):
+        raise ExportError("what is recomputed in the backward pass is arranged for ONNX Runtime's own kernels")
+    if training and not for_kernels:
         apply_recompute(step.recompute, found, random, step.model)
     state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}

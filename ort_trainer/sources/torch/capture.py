@@ -31,6 +31,7 @@ from .composites import replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
 from .kernels import rewrite_forward
+from .operators.recurrent import unrolled_layers
 from .program import Program, capturing, names_in_model
 from .size_one import squeezed_sizes
 from .source_lines import source_line
@@ -98,13 +99,15 @@ def differentiate(
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
                 special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
-                replace_composites(part, own=not for_kernels)
+                replace_composites(part, for_onnx=not for_kernels)
                 if for_kernels:
                     rewrite_forward(part.graph)
                     part.recompile()
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if program.as_it_stands else exported
+        if not for_kernels:
+            stack.enter_context(unrolled_layers())
         stack.enter_context(program.fake_mode)
         table = {} if for_kernels else decomposition_table()
         joint = _differentiate(stack, core, program, module, table)

@@ -14,14 +14,14 @@ from .operators.registry import Operator, composites, replacements
 __all__ = ["exportable_functions", "replace_composites"]
 
 
-def replace_composites(module: torch.fx.GraphModule, own: bool = True) -> None:
+def replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> None:
     """Puts compositions of simple operators in the place of operators, in a graph that is not differentiated yet.
 
     Args:
         module: The graph.
-        own: Whether with those of the package, which make up for what ONNX lacks, or with the user's alone.
+        for_onnx: Whether with those that only make up for what ONNX lacks.
     """
-    known = composites(own)
+    known = composites(for_onnx)
     for node in module.graph.nodes:
         composite = known.get(node.target) if node.op == "call_function" else None
         if composite is not None:

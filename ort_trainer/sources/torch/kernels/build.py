@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 import torch
 
+from ....errors import ExportError
 from ....graph.names import Names
 from ....runtime.aten.bridge import DOMAIN, OPERATOR
 from ....runtime.aten.program import Order
@@ -42,6 +43,9 @@ def kernel_model(
     Raises:
         ExportError: If there is something that no program can do.
     """
+    for node, name in (*inputs, *results):
+        if node.meta["val"].dtype == torch.bfloat16:
+            raise ExportError(f"{name!r} is of bfloat16, which is not handed to PyTorch's kernels")
     (end,) = module.graph.find_nodes(op="output")
     end.args = (tuple(node for node, _ in results),)
     rewrite(module.graph)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ....runtime.aten.program import LIBRARIES
+from ..operators.registry import is_registered_by_user
 from ..symbols import hint
 from .values import Node, is_view, refuse, size_in_bytes, tensors_of
 
@@ -49,6 +51,8 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise refuse(node, "is no plain operator")
+        if node.target.namespace not in LIBRARIES or is_registered_by_user(node.target):
+            raise refuse(node, "is none of PyTorch's operators, or is registered for ONNX")
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
         if work >= _ENOUGH:

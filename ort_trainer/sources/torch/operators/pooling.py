@@ -47,14 +47,14 @@ for _dims, _operator in enumerate((aten.adaptive_max_pool1d, aten.adaptive_max_p
     composite(_operator.default)(_adaptive_max_pool(_dims))
 
 
-@composite(aten.adaptive_avg_pool1d.default)
+@composite(aten.adaptive_avg_pool1d.default, for_onnx=True)
 def _adaptive_avg_pool1d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     if list(output_size) == [1]:
         return input.mean(-1, keepdim=True)
     return aten.adaptive_avg_pool1d.default(input, output_size)  # type: ignore[no-any-return]
 
 
-@composite(aten.adaptive_avg_pool2d.default)
+@composite(aten.adaptive_avg_pool2d.default, for_onnx=True)
 def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     """PyTorch's own makes views of one pixel by their strides, for the layout with channels last."""
     if list(output_size) in ([1], [1, 1]):
@@ -62,7 +62,7 @@ def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> to
     return aten.adaptive_avg_pool2d.default(input, output_size)  # type: ignore[no-any-return]
 
 
-@composite(aten.adaptive_avg_pool3d.default)
+@composite(aten.adaptive_avg_pool3d.default, for_onnx=True)
 def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     """The mean of a box is a mean of means, axis by axis; a product with a matrix would spread infinities."""
     counts = [*output_size] * 3 if len(output_size) == 1 else output_size

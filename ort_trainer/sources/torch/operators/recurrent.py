@@ -1,7 +1,14 @@
-"""LSTM, GRU and RNN, whose decompositions in torch 2.13 are mended: always arithmetic, and with all their dropout."""
+"""LSTM, GRU and RNN, whose decompositions in torch 2.13 are mended: with all their dropout, and oneDNN's LSTM if wanted.
+
+PyTorch's kernels run a layer of an LSTM as one operator, for sequences of any length. For ONNX it is unrolled, which fixes
+the length.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -9,6 +16,7 @@ from torch._decomp import decompositions
 
 from .registry import replacement
 
+_unrolling: ContextVar[bool] = ContextVar("unrolling", default=False)
 _one_layer, _plain_lstm = decompositions._rnn_helper, decompositions.one_layer_lstm
 
 
@@ -33,6 +41,35 @@ def _layers(
 
 
 @replacement(decompositions, "select_one_layer_lstm_function")
-def _select_one_layer_lstm_function(*_: Any) -> Any:
-    """Picks no kernel of oneDNN where the input needs no gradient: nothing translates its backward operator."""
-    return _plain_lstm
+def _select_one_layer_lstm(input: torch.Tensor, hx: Any, params: Any) -> Any:
+    """Picks oneDNN's layer for what it computes; PyTorch itself does so without gradients only."""
+    tensors = [input, *hx, *(weight for layer in params for weight in layer)]
+    fit = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+    projects = hx[0].size(2) != hx[1].size(2)
+    whole = fit and not projects and torch._C._get_mkldnn_enabled() and not _unrolling.get()
+    return _onednn_lstm if whole else _plain_lstm
+
+
+@contextlib.contextmanager
+def unrolled_layers() -> Iterator[None]:
+    """Under which oneDNN's layer is never picked: its backward operator has no translation."""
+    before = _unrolling.set(True)
+    try:
+        yield
+    finally:
+        _unrolling.reset(before)
+
+
+_LSTM = 2  # oneDNN's number for the kind of layer
+
+
+def _onednn_lstm(
+    input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """One layer in one direction, in training: the backward operator needs the workspace that it keeps."""
+    weights = list(params) if has_biases else [*params, *(torch.zeros(params[0].shape[:1]) for _ in range(2))]
+    first, cell = (state.unsqueeze(0).contiguous() for state in hidden)
+    output, last, last_cell, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+        input.contiguous(), *weights[:4], first, cell, reverse, [], _LSTM, first.size(2), 1, has_biases, False, False, True
+    )
+    return output, (last.squeeze(0), last_cell.squeeze(0))

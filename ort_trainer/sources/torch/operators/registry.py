@@ -36,6 +36,7 @@ __all__ = [
     "composites",
     "decomposition",
     "decompositions",
+    "is_registered_by_user",
     "keep",
     "op",
     "random_operator",
@@ -90,20 +91,26 @@ class _Table:
 
         return register
 
-    def all(self, own: bool = True) -> dict[Operator, Callable[..., Any] | None]:
-        """Returns all entries, or only what users have registered."""
+    def all(self) -> dict[Operator, Callable[..., Any] | None]:
         _find_families()
-        return {**self.own, **self.user} if own else dict(self.user)
+        return {**self.own, **self.user}
 
 
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
 _random_operators = _Table()
+_for_onnx: set[Operator] = set()
 _replacements: dict[tuple[ModuleType, str], Any] = {}
 _revision = 0
 
 
-def composite(*operators: Operator) -> Callable[[_Function], _Function]:
-    """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate."""
+def composite(*operators: Operator, for_onnx: bool = False) -> Callable[[_Function], _Function]:
+    """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate.
+
+    Args:
+        operators: The operators.
+        for_onnx: Whether it makes up for what ONNX lacks only, and PyTorch's own kernels need it not.
+    """
+    _for_onnx.update(operators if for_onnx else ())
     return _composites.add(*operators)
 
 
@@ -195,9 +202,15 @@ def register_operator(
     _revision += 1
 
 
-def composites(own: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
-    """Returns the composites, those of the package among them or not."""
-    return _composites.all(own)
+def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
+    """Returns the composites, those among them or not that only ONNX needs."""
+    known = _composites.all()
+    return {name: f for name, f in known.items() if for_onnx or name not in _for_onnx or name in _composites.user}
+
+
+def is_registered_by_user(operator: Operator) -> bool:
+    """Returns whether a user has said how an operator becomes ONNX after differentiation."""
+    return operator in _decompositions.user or operator in _translations.user
 
 
 def decompositions() -> Mapping[Operator, Callable[..., Any] | None]:

@@ -16,6 +16,6 @@ whatever order a runtime executes the nodes.
 Random numbers are inputs of the graph, so a copy sees the dropout masks of its original.
 """
 
-from .apply import apply_recompute
+from .apply import apply_recompute, asks_for_recomputation
 
-__all__ = ["apply_recompute"]
+__all__ = ["apply_recompute", "asks_for_recomputation"]

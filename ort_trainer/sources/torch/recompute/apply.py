@@ -17,9 +17,15 @@ from .joint_graph import JointGraph, Node, Region, ancestors, has_tensors, is_te
 from .minimum_cut import cheap_regions
 from .model_parts import attention_dropouts, gelus, layers
 
-__all__ = ["apply_recompute"]
+__all__ = ["apply_recompute", "asks_for_recomputation"]
 
 aten = torch.ops.aten
+
+
+def asks_for_recomputation(options: RecomputeOptions, found: Capture) -> bool:
+    """Returns whether :func:`apply_recompute` would have something to do."""
+    marked = any(CHECKPOINT in (node.meta.get("custom") or {}) for node in found.module.graph.nodes)
+    return marked or options != RecomputeOptions()
 
 
 def apply_recompute(

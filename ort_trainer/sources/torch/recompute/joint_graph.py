@@ -62,11 +62,14 @@ class JointGraph:
         self.backward.discard(end)
         self.forward = ancestors([*found.outputs, *found.buffer_updates.values()])
         self.results = {*found.gradients.values()}
-        self.random = frozenset(random)
+        noises = self.graph.find_nodes(op="call_function", target=torch.ops.ort_trainer.noise.default)
+        self.random = frozenset(random) | {*noises}
         # Always there: reading them again keeps nothing that would go away.
-        self.free = {*found.state, *found.constants, *random}
+        self.free = {*found.state, *found.constants, *self.random}
         self.candidates = [
-            n for n in self.position if n.op == "call_function" and n not in self.backward and has_tensors(n)
+            n
+            for n in self.position
+            if n.op == "call_function" and n not in self.backward | self.random and has_tensors(n)
         ]
 
     def read_by_backward(self, nodes: Iterable[Node]) -> set[Node]:

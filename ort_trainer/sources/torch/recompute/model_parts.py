@@ -66,7 +66,7 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
 
 def attention_dropouts(graph: JointGraph, random: Mapping[Node, RandomInput]) -> dict[Node, Node]:
     """Returns the dropouts of softmax results, and what only hands their results on; each node with its dropout."""
-    masks = {node for node, spec in random.items() if spec.kind == "bernoulli"}
+    masks = {node for node in graph.random if node not in random or random[node].kind == "bernoulli"}
     found: dict[Node, Node] = {}
     for node in graph.candidates:
         if node.target is aten.mul.Tensor and node in graph.forward:

@@ -1,0 +1,55 @@
+"""The package's own operators: known to PyTorch, so that graphs can hold them, and called directly by programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import dropout, linear, losses
+
+__all__ = ["LIBRARY", "OWN"]
+
+LIBRARY = "ort_trainer"
+
+_library = torch.library.Library(LIBRARY, "FRAGMENT")
+OWN: dict[str, Callable[..., Any]] = {}
+"""Target of a program's step -> function."""
+
+
+def _define(signature: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines an operator; ``fake`` gives results of the right shape and type, without numbers."""
+    _library.define(signature)
+    name = signature.partition("(")[0]
+    _library.impl(name, function, "CPU")
+    _library.impl(name, fake, "Meta")
+    OWN[f"{LIBRARY}.{name}.default"] = function
+
+
+_define(
+    "draw_mask(Tensor key, SymInt count, int number, float kept) -> Tensor",
+    dropout.draw_mask,
+    lambda key, count, number, kept: key.new_empty(dropout.words_for(count), dtype=torch.int32),
+)
+_define(
+    "apply_mask(Tensor value, Tensor mask, float factor) -> Tensor",
+    dropout.apply_mask,
+    lambda value, mask, factor: torch.empty_like(value, memory_format=torch.contiguous_format),
+)
+_define(
+    "unpack_mask(Tensor mask, Tensor like) -> Tensor",
+    dropout.unpack_mask,
+    lambda mask, like: torch.empty_like(like, dtype=torch.bool, memory_format=torch.contiguous_format),
+)
+_define(
+    "linear(Tensor value, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    linear.linear,
+    lambda value, weight, bias, activation: value.new_empty((*value.shape[:-1], weight.shape[0])),
+)
+_define(
+    "cross_entropy_backward(Tensor gradient, Tensor log_probabilities, Tensor target, int reduction, "
+    "SymInt ignore_index, Tensor total_weight) -> Tensor",
+    losses.cross_entropy_backward,
+    lambda gradient, log_probabilities, *_: torch.empty_like(log_probabilities),
+)
