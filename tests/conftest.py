@@ -12,6 +12,7 @@ import pytest
 import torch
 from onnxruntime.capi import _pybind_state
 
+from ort_trainer.options import trainer_options
 from ort_trainer.sources.torch import assemble  # noqa: F401
 from ort_trainer.sources.torch.decompositions import decomposition_table
 
@@ -35,6 +36,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("needs_gradient_builder"):
             item.add_marker(pytest.mark.skip(reason="stock onnxruntime does not differentiate ONNX models"))
+
+
+def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
+    """Gives the options of section ``utils`` that a mark names other defaults."""
+    known = trainer_options._SCHEMA["utils"]["schema"]
+    mark = node.get_closest_marker("options")
+    chosen = {} if mark is None else mark.kwargs
+    before = {name: known[name]["default"] for name in chosen}
+    for name, value in chosen.items():
+        known[name]["default"] = value
+    yield
+    for name, value in before.items():
+        known[name]["default"] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _options_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from _chosen(request.node)
+
+
+@pytest.fixture(autouse=True)
+def _options_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from _chosen(request.node)
 
 
 @pytest.fixture(autouse=True)

@@ -257,6 +257,7 @@ class Cased(nn.Module):
         ("", {"outputs": [("loss", [], True), ("a", ["b"])]}, F.cross_entropy, "output 'a' has 2 dimensions"),
     ],
 )
+@pytest.mark.options(kernels="onnxruntime")
 def test_what_can_not_be_exported(case: str, desc: dict[str, Any], loss_fn: Any, message: str) -> None:
     model = Cased(case).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

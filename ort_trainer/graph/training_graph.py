@@ -47,11 +47,13 @@ class RandomInput:
     Attributes:
         name: Name of the graph input.
         kind: ``key`` (a whole number, that masks are drawn from within the graph), ``mask`` (1 with probability p, else
-            0, drawn from such a key), ``bernoulli`` (the same, drawn as PyTorch does), ``uniform`` ([0, 1)), ``normal`` (mean 0, deviation
-            1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to the one size - 1).
+            0, drawn from such a key), ``bernoulli`` (the same, drawn as PyTorch does), ``uniform`` ([0, 1)), ``normal``
+            (mean 0, deviation 1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to the one
+            size - 1).
         dtype: Element type.
         shape: Sizes.
-        parameters: (p, number of the mask in the graph) of ``mask``, (p, factor on the result) of ``bernoulli``, (low, high) of ``integers``, (rate,) of
+        parameters: (p, number of the mask in the graph) of ``mask``, (p, factor on the result) of ``bernoulli``, (low,
+            high) of ``integers``, (rate,) of
             ``exponential``; empty otherwise.
         order: The dimensions in the order of memory, the one with the largest stride first, where that is not their own
             order: PyTorch fills a transposed tensor in another order than a contiguous one.
@@ -86,7 +88,8 @@ class TrainingGraph:
         random: Random inputs, in the order in which PyTorch would draw them.
         guards: Conditions on the symbols under which the graph is the right one.
         fixed: Symbol -> the only size that the graph has for it, where the model itself fixes the size.
-        programs: Key -> program of PyTorch's operators, where the graph's nodes call some; they name them by their keys.
+        programs: Key -> program of PyTorch's operators, where the graph's nodes call some; they name them by their
+            keys.
     """
 
     stored: ir.Model | bytes
@@ -115,7 +118,8 @@ class TrainingGraph:
         import onnx
         import onnx_ir as ir
 
-        return ir.from_proto(onnx.ModelProto.FromString(self.stored))
+        model: ir.Model = ir.from_proto(onnx.ModelProto.FromString(self.stored))
+        return model
 
     def serialized(self) -> bytes:
         """Returns the ONNX model as bytes."""

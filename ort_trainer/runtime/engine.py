@@ -55,7 +55,8 @@ def __getattr__(name: str) -> Any:
 def engine() -> Any:
     """Returns the module ``onnxruntime``.
 
-    That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and ONNX:
+    That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and
+    ONNX:
     half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
     """
     kept_out = "onnxruntime.training"

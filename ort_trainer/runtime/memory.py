@@ -19,10 +19,10 @@ _NEVER = 2**31 - 1
 def keep_freed_memory() -> None:
     """Asks the C library to keep what is freed, for the whole process.
 
-    PyTorch has no memory of its own on the CPU. What a step frees, glibc would give back to the system, and the next step
-    would ask for it again, page by page: a tenth of a transformer's step, a quarter of that of a convolutional net. The
-    process keeps what it needed most at one time; blocks above 32 MiB, the largest limit that glibc allows, do go back.
-    Elsewhere than on Linux with glibc nothing happens.
+    PyTorch has no memory of its own on the CPU. What a step frees, glibc would give back to the system, and the next
+    step would ask for it again, page by page: a tenth of a transformer's step, a quarter of that of a convolutional
+    net. The process keeps what it needed most at one time; blocks above 32 MiB, the largest limit that glibc allows, do
+    go back. Elsewhere than on Linux with glibc nothing happens.
     """
     if sys.platform == "linux":
         option = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -56,10 +56,10 @@ def test_state_is_bound_once_and_its_memory_is_the_callers() -> None:
     run, weight = runner([helper.make_node("Mul", ["x", "w"], ["y"])], {"y": (N, F32)})
     x = torch.ones(3, 2)
     plan = run.plan({"x": x.shape}, ["y"])
-    first = run.run(plan, {"x": x})["y"]
+    first = run.run(plan, {"x": x})[0]["y"]
     assert torch.equal(first, torch.tensor([[2.0, 3.0]] * 3))
     weight.mul_(10)  # in place: nothing is bound anew
-    second = run.run(plan, {"x": x})["y"]
+    second = run.run(plan, {"x": x})[0]["y"]
     assert torch.equal(second, 10 * torch.tensor([[2.0, 3.0]] * 3))
     assert torch.equal(first, torch.tensor([[2.0, 3.0]] * 3)), "outputs are new tensors"
     assert len(plan.bindings) == 1
@@ -70,10 +70,10 @@ def test_outputs_of_unknown_shape_and_in_the_order_that_was_asked_for() -> None:
     run, _ = runner(nodes, {"y": (N, F32), "found": (None, torch.int64)})
     x = torch.tensor([[0.0, 1.0], [0.0, 0.0], [4.0, 5.0]])
     plan = run.plan({"x": x.shape}, ["found", "y"])
-    results = run.run(plan, {"x": x})
+    results, _ = run.run(plan, {"x": x})
     assert list(results) == ["found", "y"]
     assert torch.equal(results["found"], x.nonzero().T)
-    fewer = run.run(plan, {"x": torch.zeros(3, 2)})
+    fewer, _ = run.run(plan, {"x": torch.zeros(3, 2)})
     assert fewer["found"].shape == (2, 0) and results["found"].shape == (2, 3)
 
 
@@ -95,7 +95,7 @@ def test_the_loss_scale_is_bound_anew_where_it_is_another_tensor() -> None:
     plan = run.plan({}, ["y"])
     for scale in (torch.tensor(1.0), torch.tensor(8.0), torch.tensor(1.0)):
         for _ in range(2):
-            assert torch.equal(run.run(plan, {}, loss_scale=scale)["y"], weight * scale)
+            assert torch.equal(run.run(plan, {}, loss_scale=scale)[0]["y"], weight * scale)
 
 
 def test_random_inputs_come_from_the_generator() -> None:
@@ -104,7 +104,7 @@ def test_random_inputs_come_from_the_generator() -> None:
     x = torch.zeros(4, 2)
     plan = run.plan({"x": x.shape}, ["y"])
     generator = torch.Generator().manual_seed(7)
-    ours = [run.run(plan, {"x": x}, generator=generator)["y"] for _ in range(2)]
+    ours = [run.run(plan, {"x": x}, generator=generator)[0]["y"] for _ in range(2)]
     generator.manual_seed(7)
     for value in ours:
         assert torch.equal(value, torch.empty(4, 2).uniform_(generator=generator))

@@ -17,7 +17,7 @@ from ort_trainer import ExportError, ORTTrainer, optim
 from ..fidelity.layer_cases import Apply
 from ..helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.options(random_numbers="pytorch")]
 
 
 def test_masks_are_those_that_pytorch_draws() -> None:

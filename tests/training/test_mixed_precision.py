@@ -353,6 +353,7 @@ def test_convolution_attention_and_norms_in_bfloat16() -> None:
         assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
 
 
+@pytest.mark.options(random_numbers="pytorch")
 def test_dropout_in_bfloat16_has_the_masks_of_pytorch() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:

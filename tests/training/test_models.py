@@ -432,6 +432,7 @@ class Special(nn.Module):
         return self.fc2(y)
 
 
+@pytest.mark.options(random_numbers="pytorch")
 @pytest.mark.parametrize(
     "case", ["straight through", "own backward", "hook", "assigned buffer", "dropout between layers"]
 )

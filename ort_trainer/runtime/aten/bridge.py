@@ -1,8 +1,8 @@
 """Lets ONNX Runtime call programs of PyTorch's operators: two C callbacks, and tensors by DLPack, without copies.
 
-ONNX Runtime asks for the callbacks once per process. What they need to know about the run that they are called in they find
-in a record of the thread, which :func:`execute` fills: ONNX Runtime calls them on the thread that called it, as long
-as the session has one thread.
+ONNX Runtime asks for the callbacks once per process. What they need to know about the run that they are called in they
+find in a record of the thread, which :func:`execute` fills: ONNX Runtime calls them on the thread that called it, as
+long as the session has one thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _run = _Run()
 
 def _execute(key: bytes, _: Any, input_count: int, inputs: Any, output_count: int, outputs: Any) -> None:
     try:
-        # Its steps after one that failed get something that is a tensor, for ONNX Runtime to come to the end of the run.
+        # Its steps after one that failed get something that is a tensor, for ONNX Runtime to come to the end of the
+        # run.
         if _run.error is None:
             program, outputs_of_graph = _programs[key]
             results = program(*[_from_dlpack(_new_capsule(pointer, _FRESH, None)) for pointer in inputs[:input_count]])

@@ -1,14 +1,15 @@
 """Dropout by 16-bit random numbers: masks that are drawn where they are needed, one byte an element.
 
-PyTorch's own ``bernoulli_`` draws one number after the other, on one thread: 6 to 16 ns an element. Here four elements share
-a 64-bit number of NumPy's SFC64, and an element is kept where its 16 bits are not below p * 65536 (so p is rounded to a
-multiple of 1 / 65536, by at most 0.000008). Each mask has streams of its own, which follow from the key of the step, the
-number of the dropout in the model, and the block of the mask: whoever draws which block, and in whatever order, the
-numbers are the same. (Drawn on two threads at once they cost more than on one, where PyTorch's own threads compute.)
+PyTorch's own ``bernoulli_`` draws one number after the other, on one thread: 6 to 16 ns an element. Here four elements
+share a 64-bit number of NumPy's SFC64, and an element is kept where its 16 bits are not below p * 65536 (so p is
+rounded to a multiple of 1 / 65536, by at most 0.000008). Each mask has streams of its own, which follow from the key of
+the step, the number of the dropout in the model, and the block of the mask: whoever draws which block, and in whatever
+order, the numbers are the same. (Drawn on two threads at once they cost more than on one, where PyTorch's own threads
+compute.)
 
-A mask is packed: a word of 32 bits has one byte for an element in each quarter of the tensor, so that taking it apart is
-shifts and products of whole words, which PyTorch does with vector instructions; its conversions between bytes and floats are
-five times slower.
+A mask is packed: a word of 32 bits has one byte for an element in each quarter of the tensor, so that taking it apart
+is shifts and products of whole words, which PyTorch does with vector instructions; its conversions between bytes and
+floats are five times slower.
 """
 
 from __future__ import annotations

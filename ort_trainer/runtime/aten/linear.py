@@ -9,9 +9,7 @@ __all__ = ["linear"]
 _linear = torch.ops.mkldnn._linear_pointwise.default
 
 
-def linear(
-    value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Returns value @ weight.T + bias, and a function of it, by oneDNN's kernel.
 
     Args:

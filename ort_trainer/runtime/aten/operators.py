@@ -13,7 +13,7 @@ __all__ = ["LIBRARY", "OWN"]
 
 LIBRARY = "ort_trainer"
 
-_library = torch.library.Library(LIBRARY, "FRAGMENT")
+_library: Any = torch.library.Library(LIBRARY, "FRAGMENT")  # type: ignore[no-untyped-call]
 OWN: dict[str, Callable[..., Any]] = {}
 """Target of a program's step -> function."""
 

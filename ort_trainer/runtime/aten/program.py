@@ -1,7 +1,7 @@
 """``Program``: what one node computes with PyTorch's kernels, as data that can be written into an ONNX file.
 
-A node calls several operators in a row, since a call from ONNX Runtime into Python costs ten microseconds. Written as JSON
-(and not as Python code, which a file that is read must not hold), a program is::
+A node calls several operators in a row, since a call from ONNX Runtime into Python costs ten microseconds. Written as
+JSON (and not as Python code, which a file that is read must not hold), a program is::
 
     {"inputs":  [["float32", null], ["bool", [0, 2, 1]], ...],
      "symbols": {"batch": [0, 0], ...},
@@ -9,11 +9,11 @@ A node calls several operators in a row, since a call from ONNX Runtime into Pyt
      "results": [[4, null], [6, [0, 2, 1]], ...],
      "outputs": {"1": "fc.weight.grad", ...}}
 
-``symbols`` says which axis of which input has a symbolic size. An argument is a number, a text, null, a list of arguments,
-or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` and ``{"torch": "float32"}``, an
-attribute of torch. Between nodes a tensor lies contiguous in memory; the permutation beside an input or a result has its
-dimensions in the order of memory, where that is not their own. Booleans travel as bytes. ``outputs`` says which results are
-outputs of the whole graph, and what they are called there.
+``symbols`` says which axis of which input has a symbolic size. An argument is a number, a text, null, a list of
+arguments, or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` and ``{"torch":
+"float32"}``, an attribute of torch. Between nodes a tensor lies contiguous in memory; the permutation beside an input
+or a result has its dimensions in the order of memory, where that is not their own. Booleans travel as bytes.
+``outputs`` says which results are outputs of the whole graph, and what they are called there.
 """
 
 from __future__ import annotations

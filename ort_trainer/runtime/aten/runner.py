@@ -24,8 +24,8 @@ def calls_pytorch(graph: TrainingGraph) -> bool:
 class KernelRunner(GraphRunner):
     """An ONNX Runtime session of a graph of programs.
 
-    A value that PyTorch has made can't be written into memory that was bound before. So results come out in memory of their
-    own, and destinations get that memory instead of a copy.
+    A value that PyTorch has made can't be written into memory that was bound before. So results come out in memory of
+    their own, and destinations get that memory instead of a copy.
     """
 
     @property

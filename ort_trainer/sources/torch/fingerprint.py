@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.engine import engine_identity
 from ..export_cache import SOURCES_AT_IMPORT, hash_of_sources
-from .operators.registry import revision
+from .operators.registry import is_extended
 from .program import Program, names_in_model
 from .step_module import ExportedStep, StepModule, canonical_names
 from .symbols import is_choice_of_library
@@ -59,7 +59,7 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
     Raises:
         NoFingerprint: If the graph depends on something that can't be written down.
     """
-    if revision():
+    if is_extended():
         raise NoFingerprint("operators have been registered, whose code is not in the captured graph")
     if program.as_it_stands:
         raise NoFingerprint("the model has custom autograd functions or hooks, whose code is not in the captured graph")

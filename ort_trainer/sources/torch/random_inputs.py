@@ -35,7 +35,8 @@ class Draws:
 
     Attributes:
         fast: Whether by 16-bit numbers, or by PyTorch's own.
-        within: Whether within the graph, at the moment when they are needed, from a key that is an input. Otherwise they
+        within: Whether within the graph, at the moment when they are needed, from a key that is an input. Otherwise
+            they
             are inputs themselves.
     """
 

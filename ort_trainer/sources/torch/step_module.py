@@ -62,7 +62,8 @@ class ExportedStep:
         opset: ONNX operator set.
         simplified: Whether the graph is made smaller after its translation.
         recompute: What the backward pass recomputes.
-        kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if they can.
+        kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if they
+            can.
         fast_random: Whether dropout draws its masks in a faster way than PyTorch.
     """
 

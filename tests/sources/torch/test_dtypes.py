@@ -192,6 +192,7 @@ def test_other_types_in_front_of_a_float_head(function: Any) -> None:
     ],
     ids=["convolution", "gelu"],
 )
+@pytest.mark.options(kernels="onnxruntime")
 def test_what_has_no_kernel_is_named_with_its_line(function: Any, message: str) -> None:
     trainer = ORTTrainer(Head(function), HEAD_DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
     with pytest.raises(ExportError, match=message):

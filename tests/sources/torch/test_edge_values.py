@@ -218,6 +218,7 @@ class Failing(torch.nn.Module):
         return self.linear(x).double().erf().sum().float()
 
 
+@pytest.mark.options(kernels="onnxruntime")
 def test_what_can_not_be_loaded_is_named() -> None:
     trainer = ORTTrainer(
         Failing(), {"inputs": [("x", [2, 3])], "outputs": [("loss", [], True)]}, optim.SGDConfig(lr=0.1)
@@ -226,6 +227,7 @@ def test_what_can_not_be_loaded_is_named() -> None:
         trainer.train_step(torch.ones(2, 3))
 
 
+@pytest.mark.options(kernels="onnxruntime")
 def test_nodes_are_named_by_their_operators() -> None:
     """What ONNX Runtime can't load or run it calls by the name of the node, and by nothing else."""
     comparison = Comparison([Call(lambda x: F.gelu(x).cos(), [torch.rand(3).requires_grad_()])])
@@ -235,6 +237,7 @@ def test_nodes_are_named_by_their_operators() -> None:
         assert any(name.startswith(f"aten.{operator}.default/") for name in names), operator
 
 
+@pytest.mark.options(kernels="onnxruntime")
 def test_complex_numbers_are_refused() -> None:
     with pytest.raises(ExportError, match=r"aten\.view_as_complex\.default.*complex"):
         Comparison([Call(lambda x: torch.view_as_complex(x).abs(), [torch.ones(3, 2).requires_grad_()])])

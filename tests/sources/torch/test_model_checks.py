@@ -202,6 +202,7 @@ def test_buffers_can_be_assigned_from_inputs_and_from_each_other() -> None:
         ("householder", "linalg_householder_product.default has no ONNX translation: module '0.parametrizations"),
     ],
 )
+@pytest.mark.options(kernels="onnxruntime")
 def test_an_operator_of_a_library_is_named_with_its_module(kind: str, message: str) -> None:
     model = nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map=kind), nn.Linear(8, 3))
     desc = {**DESC, "inputs": [("input", ["b", 8]), ("y", ["b"])]}

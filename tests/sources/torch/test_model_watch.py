@@ -72,6 +72,7 @@ class Pair:
         assert_same_weights(self.trainer, self.reference, 1e-5)
 
 
+@pytest.mark.options(random_numbers="pytorch")
 def test_modes_settings_and_frozen_parameters_have_their_effect_at_every_step() -> None:
     pair = Pair(Net())
     pair.change(lambda m: (m.train(), m.norm.eval()))

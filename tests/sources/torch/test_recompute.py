@@ -18,7 +18,7 @@ from ort_trainer.graph import evaluate
 
 from ...helpers import MLP_DESC, assert_same_training, mlp_batches
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.options(random_numbers="pytorch", kernels="onnxruntime")]
 
 DESC = {"inputs": [("x", ["batch", 6, 8]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
 OPTIONS: dict[str, dict[str, Any]] = {

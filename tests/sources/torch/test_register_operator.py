@@ -69,6 +69,7 @@ def compare(
     assert_close(trainer.state_dict(pytorch_format=True)["weight"], reference.weight.detach(), 1e-5, "weight")
 
 
+@pytest.mark.options(kernels="onnxruntime")
 def test_example_of_the_documentation() -> None:
     with pytest.raises(ExportError, match=r"_linalg_det.* no ONNX translation(.|\n)* a composite of aten.linalg_det.d"):
         compare(torch.linalg.det)

@@ -58,7 +58,7 @@ class Encoder:
         return self._program
 
     def _place(self, node: Node) -> dict[str, int]:
-        """Returns where in the program the value of a node is; views and inputs come into it when they are asked for."""
+        """Returns where in the program the value of a node is; views and inputs come in when they are asked for."""
         if node not in self._places:
             if is_view(node):
                 self._step(node)

@@ -1,7 +1,7 @@
 """Divides a captured graph into the programs that become its nodes.
 
-A call from ONNX Runtime into PyTorch costs some ten microseconds. So a program takes operators in the order of the graph until
-what they do takes long enough for the call not to count::
+A call from ONNX Runtime into PyTorch costs some ten microseconds. So a program takes operators in the order of the
+graph until what they do takes long enough for the call not to count::
 
     layer_norm -> addmm -> gelu -> addmm -> ...    =>    [layer_norm, addmm] -> [gelu, addmm] -> ...
 
@@ -66,7 +66,8 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
 
 def _seconds(node: Node) -> float:
     """Returns about how long an operator takes."""
-    flops = _COUNTS.get(node.target, lambda *_: 0.0)(*node.args)
+    count = _COUNTS.get(node.target)
+    flops = 0.0 if count is None else count(*node.args)
     moved = sum(size_in_bytes(value) for part in (node, *node.all_input_nodes) for value in tensors_of(part))
     return max(flops / _FLOPS, moved / _BYTES) + _OPERATOR
 

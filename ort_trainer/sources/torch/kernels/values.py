@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +11,7 @@ from ....errors import ExportError
 from ..source_lines import source_line
 from ..symbols import hint
 
-__all__ = ["base_of", "is_view", "memory_order", "refuse", "size_in_bytes", "tensors_of"]
+__all__ = ["base_of", "is_view", "memory_order", "refuse", "same_sizes", "size_in_bytes", "tensors_of"]
 
 Node = torch.fx.Node
 
@@ -57,6 +58,12 @@ def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
         expected *= sizes[axis]
     large = [axis for axis in order if sizes[axis] != 1]
     return None if large == sorted(large) else tuple(order)
+
+
+def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
+    """Returns whether two shapes are the same, as expressions: comparing would bind the graph to the sample."""
+    sides = ([size if isinstance(size, int) else size.node.expr for size in sizes] for sizes in (mine, others))
+    return next(sides) == next(sides)
 
 
 def size_in_bytes(value: torch.Tensor) -> int:

@@ -80,7 +80,7 @@ def _noise_of_mask(mask: torch.Tensor, factor: float, dtype: torch.dtype, backwa
     return mask.to(dtype) * factor
 
 
-_library = torch.library.Library("ort_trainer", "FRAGMENT")
+_library: Any = torch.library.Library("ort_trainer", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("noise(Tensor mask, float factor, ScalarType dtype, bool backward) -> Tensor")
 _library.impl("noise", _noise_of_mask, "CompositeExplicitAutograd")
 

@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN, whose decompositions in torch 2.13 are mended: with all their dropout, and oneDNN's LSTM if wanted.
+"""LSTM, GRU and RNN, whose decompositions in torch 2.13 are mended: with all their dropout, and oneDNN's LSTM.
 
-PyTorch's kernels run a layer of an LSTM as one operator, for sequences of any length. For ONNX it is unrolled, which fixes
-the length.
+PyTorch's kernels run a layer of an LSTM as one operator, for sequences of any length. For ONNX it is unrolled, which
+fixes the length.
 """
 
 from __future__ import annotations
@@ -70,6 +70,18 @@ def _onednn_lstm(
     weights = list(params) if has_biases else [*params, *(torch.zeros(params[0].shape[:1]) for _ in range(2))]
     first, cell = (state.unsqueeze(0).contiguous() for state in hidden)
     output, last, last_cell, _ = torch.ops.aten.mkldnn_rnn_layer.default(
-        input.contiguous(), *weights[:4], first, cell, reverse, [], _LSTM, first.size(2), 1, has_biases, False, False, True
+        input.contiguous(),
+        *weights[:4],
+        first,
+        cell,
+        reverse,
+        [],
+        _LSTM,
+        first.size(2),
+        1,
+        has_biases,
+        False,
+        False,
+        True,
     )
     return output, (last.squeeze(0), last_cell.squeeze(0))

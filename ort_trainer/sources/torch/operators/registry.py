@@ -36,6 +36,7 @@ __all__ = [
     "composites",
     "decomposition",
     "decompositions",
+    "is_extended",
     "is_registered_by_user",
     "keep",
     "op",
@@ -232,6 +233,11 @@ def replacements() -> Mapping[tuple[ModuleType, str], Callable[..., Any]]:
     """Returns the functions that are replaced while a model is captured: module and name -> replacement."""
     _find_families()
     return _replacements
+
+
+def is_extended() -> bool:
+    """Returns whether a user has registered anything."""
+    return any(table.user for table in _TABLES)
 
 
 def revision() -> int:

@@ -1,4 +1,4 @@
-"""What is rewritten in a captured graph whose operators PyTorch runs: one file a rewrite, in the order of their names here."""
+"""What is rewritten in a captured graph whose operators PyTorch runs: one file a rewrite."""
 
 from __future__ import annotations
 

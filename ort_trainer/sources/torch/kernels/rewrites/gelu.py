@@ -50,7 +50,6 @@ def fuse_gelu(graph: torch.fx.Graph) -> None:
             new.meta.update(node.meta)
             node.replace_all_uses_with(new)
             break
-    graph.eliminate_dead_code()
 
 
 def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:

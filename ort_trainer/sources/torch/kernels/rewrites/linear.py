@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..values import same_sizes
+
 __all__ = ["use_onednn"]
 
 aten = torch.ops.aten
@@ -18,19 +20,17 @@ def use_onednn(graph: torch.fx.Graph) -> None:
 
     The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower where that product is large.
     """
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return
     linear = torch.ops.ort_trainer.linear.default
     for node in list(graph.nodes):
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
-            if bias.meta["val"].dim() != 1:
-                bias = None
+            if not same_sizes(bias.meta["val"].shape, node.meta["val"].shape[1:]):
+                continue
         elif node.target is aten.mm.default:
             bias, (left, right) = None, node.args
         else:
-            continue
-        if node.target is aten.addmm.default and bias is None:
             continue
         value = node.meta["val"]
         if value.dtype != torch.float32 or left.target in (aten.t.default, aten.transpose.int, aten.permute.default):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..values import same_sizes
+
 __all__ = ["drop_needless_views"]
 
 aten = torch.ops.aten
@@ -16,8 +18,8 @@ def drop_needless_views(graph: torch.fx.Graph) -> None:
         x -> view -> view -> mm       =>    x -> view -> mm
         x -> detach -> mm             =>    x -> mm
 
-    Without it, the gradient of a weight would be a view of what was computed, and a program would have to do three views
-    where one does; each costs a microsecond.
+    Without it, the gradient of a weight would be a view of what was computed, and a program would have to do three
+    views where one does; each costs a microsecond.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.all_input_nodes:
@@ -38,12 +40,4 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _same_shape(node: torch.fx.Node, other: torch.fx.Node) -> bool:
-    mine, its = node.meta["val"].shape, other.meta["val"].shape
-    if len(mine) != len(its):
-        return False
-    # As expressions: a comparison of symbolic sizes would bind the graph to the sample's.
-    return all(_expression(a) == _expression(b) for a, b in zip(mine, its, strict=True))
-
-
-def _expression(size: int | torch.SymInt) -> object:
-    return size if isinstance(size, int) else size.node.expr
+    return same_sizes(node.meta["val"].shape, other.meta["val"].shape)
