@@ -89,7 +89,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "utils.max_grad_norm": [("1", "must be of number type"), (-1.0, "must be positive and finite")],
     "utils.memory_efficient_gradient": [("no", "must be of boolean type")],
     "utils.random_numbers": [("numpy", "unallowed value"), (1, "must be of string type")],
-    "utils.kernels": [("torch", "unallowed value"), (None, "null value not allowed")],
+    "utils.kernels": [("torch", "unallowed value"), (True, "must be of string type")],
     "utils.cache_exports": [("no", "must be of boolean type")],
     "utils.run_symbolic_shape_infer": [(0, "must be of boolean type")],
     "debug.deterministic_compute": [("no", "must be of boolean type")],

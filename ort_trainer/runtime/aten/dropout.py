@@ -53,6 +53,8 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
     raw = drawn(0) if len(blocks) == 1 else torch.cat([*map(drawn, blocks)] or [torch.empty(0, dtype=torch.int64)])
     # From 64-bit numbers to words: comparing in place keeps two bytes an element, and half of the words move aside.
     threshold = round((1.0 - kept) * _LEVELS) - _LEVELS // 2
+    if threshold >= _LEVELS // 2:  # which 16 bits can't reach
+        return torch.zeros(words, dtype=torch.int32)
     halves = raw.view(torch.int16).ge_(threshold).view(torch.int32)
     return halves[words:].bitwise_left_shift(8).bitwise_or_(halves[:words])
 

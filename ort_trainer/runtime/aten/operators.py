@@ -43,6 +43,11 @@ _define(
     lambda mask, like: torch.empty_like(like, dtype=torch.bool, memory_format=torch.contiguous_format),
 )
 _define(
+    "noise(Tensor mask, float factor, ScalarType dtype, bool backward) -> Tensor",
+    lambda mask, factor, dtype, backward: mask.to(dtype) * factor,
+    lambda mask, factor, dtype, backward: torch.empty_like(mask, dtype=dtype),
+)
+_define(
     "linear(Tensor value, Tensor weight, Tensor? bias, str activation) -> Tensor",
     linear.linear,
     lambda value, weight, bias, activation: value.new_empty((*value.shape[:-1], weight.shape[0])),

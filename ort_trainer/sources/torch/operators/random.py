@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 
 from ....errors import ExportError
+from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from ..random_inputs import Lifter
 from ..source_lines import source_line
 from .registry import Value, keep, op, random_operator, translation
@@ -74,15 +75,6 @@ def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: floa
         ),
         lambda: call(aten.ne.Scalar, mask, 0),
     )
-
-
-def _noise_of_mask(mask: torch.Tensor, factor: float, dtype: torch.dtype, backward: bool) -> torch.Tensor:
-    return mask.to(dtype) * factor
-
-
-_library: Any = torch.library.Library("ort_trainer", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("noise(Tensor mask, float factor, ScalarType dtype, bool backward) -> Tensor")
-_library.impl("noise", _noise_of_mask, "CompositeExplicitAutograd")
 
 
 @translation(torch.ops.ort_trainer.noise.default)

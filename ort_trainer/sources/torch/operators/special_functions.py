@@ -23,7 +23,7 @@ def _with_nan(operator: Any) -> Callable[..., torch.Tensor]:
 
 
 for _operator in (aten.erf.default, aten.erfc.default, aten.special_ndtr.default):
-    composite(_operator)(_with_nan(_operator))
+    composite(_operator, for_onnx=True)(_with_nan(_operator))
 
 
 # It is refused: ONNX has no complementary error function, and the difference from 1 has no digits where this one begins
