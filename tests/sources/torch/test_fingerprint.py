@@ -97,8 +97,10 @@ def test_sizes_of_the_sample_do_not_count_where_they_are_symbolic() -> None:
 
 def test_the_key_is_the_same_in_another_process() -> None:
     program = "from tests.sources.torch.test_fingerprint import key; print(key())"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == key()
+    # Both are new: other tests may have changed a configuration of PyTorch in this process, and that counts.
+    command = [sys.executable, "-c", program]
+    done = [subprocess.run(command, check=True, capture_output=True, text=True, timeout=120) for _ in range(2)]
+    assert done[0].stdout == done[1].stdout != ""
 
 
 def renamed(part: str, number: int, name: str) -> dict[str, Any]:
