@@ -90,7 +90,9 @@ def test_resume_in_a_new_process(kind: str, accumulation: int, start: int, tmp_p
     run(part, 0, start)
     part.save_checkpoint(tmp_path / "part", {"start": start, "tensor": torch.tensor(start)})
     arguments = f"{kind!r}, {accumulation}, {start}, {str(tmp_path / 'part')!r}, {str(tmp_path / 'resumed')!r}"
-    program = f"from tests.training.test_resume import resume; resume({arguments})"
+    # The number of threads changes how PyTorch's kernels round.
+    program = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    program += f"from tests.training.test_resume import resume; resume({arguments})"
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, timeout=300)
     expected, _ = load_checkpoint_file(tmp_path / "whole")
