@@ -26,7 +26,9 @@ def kept_graphs(case: str) -> Iterator[None]:
 
     def kept(self: GraphBuilder, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        key = repr((case, self.step.autocast, training, shapes, torch.__version__))
+        # Training graphs for PyTorch's kernels are of no use to an engine without them.
+        kernels = self.step.kernels if training else ""
+        key = repr((case, self.step.autocast, training, kernels, shapes, torch.__version__))
         path = Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.onnx"
         if path.exists():
             return TrainingGraph.from_bytes(path.read_bytes())
