@@ -47,8 +47,8 @@ test: lint setup-stock
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
 	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
 
-bench: setup
-	$(BIN)/python benchmarks/train_step.py
+bench: setup-stock
+	$(BIN)/python benchmarks/train_step.py --write
 
 fidelity: setup
 	$(BIN)/python benchmarks/fidelity.py
