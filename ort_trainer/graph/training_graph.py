@@ -53,8 +53,7 @@ class RandomInput:
         dtype: Element type.
         shape: Sizes.
         parameters: (p, number of the mask in the graph) of ``mask``, (p, factor on the result) of ``bernoulli``, (low,
-            high) of ``integers``, (rate,) of
-            ``exponential``; empty otherwise.
+            high) of ``integers``, (rate,) of ``exponential``; empty otherwise.
         order: The dimensions in the order of memory, the one with the largest stride first, where that is not their own
             order: PyTorch fills a transposed tensor in another order than a contiguous one.
     """

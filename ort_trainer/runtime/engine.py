@@ -45,9 +45,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 def __getattr__(name: str) -> Any:
     """Gives the classes of ONNX Runtime that this module passes on, when they are asked for."""
     if name in ("InferenceSession", "SessionOptions"):
-        onnxruntime = engine()
-
-        return getattr(onnxruntime, name)
+        return getattr(engine(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -56,8 +54,7 @@ def engine() -> Any:
     """Returns the module ``onnxruntime``.
 
     That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and
-    ONNX:
-    half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
+    ONNX: half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
     """
     kept_out = "onnxruntime.training"
     if "onnxruntime" in sys.modules or kept_out in sys.modules:
@@ -148,9 +145,7 @@ def engine_identity() -> str:
 
 def available_providers() -> list[str]:
     """Returns the names of the execution providers of the installed ONNX Runtime."""
-    onnxruntime = engine()
-
-    return list(onnxruntime.get_available_providers())
+    return list(engine().get_available_providers())
 
 
 def has_cuda() -> bool:

@@ -93,7 +93,13 @@ class GraphRunner:
         providers: Execution providers with their options.
         options: Options of the ONNX Runtime session.
         device: Where all tensors are.
+
+    Attributes:
+        keeps_destinations: Whether what a run writes must be in the memory of its destinations. Otherwise there need
+            not be any.
     """
+
+    keeps_destinations = True
 
     def __init__(
         self,
@@ -127,11 +133,6 @@ class GraphRunner:
             tuple((spec, _sizes(spec.shape, sizes) or ()) for spec in self.graph.random),
         )
 
-    @property
-    def keeps_destinations(self) -> bool:
-        """Whether a run writes into the memory of its destinations; otherwise they get the memory of the results."""
-        return True
-
     def run(
         self,
         plan: Plan,
@@ -141,7 +142,6 @@ class GraphRunner:
         destinations: Mapping[str, torch.Tensor] | None = None,
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
-        moves: bool = False,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once.
 
@@ -153,10 +153,10 @@ class GraphRunner:
                 where the plan has no binding of that key yet.
             loss_scale: Value of the loss scale input.
             generator: Draws the random inputs.
-            moves: Whether other tensors may take the place of the destinations.
 
         Returns:
-            The fetched outputs by name, in new tensors; and the destinations, or what takes their place.
+            The fetched outputs by name, in new tensors; and tensors that hold other outputs: the destinations, or what
+            can take their place.
         """
         known = plan.bindings.get(destination_key)
         if known is None:

@@ -74,6 +74,7 @@ class StepSession:
         self.generator = torch.Generator(self._device).manual_seed(seed)
         self._present: set[str] = set()
         self._reset = True
+        self._keeps_destinations = False
         self._scratch: dict[str, torch.Tensor] = {}
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
@@ -107,6 +108,8 @@ class StepSession:
             RuntimeError: If ONNX Runtime can't load it.
         """
         runner = self._make_runner(graph)
+        # One graph that writes into bound memory is enough for gradients to have to stay where they are.
+        self._keeps_destinations |= graph.training and runner.keeps_destinations
         for name in graph.gradients:
             if name not in self.gradients:
                 self.gradients[name] = torch.zeros_like(self.parameters[name])
@@ -210,14 +213,8 @@ class StepSession:
         """
         graph = plan.runner.graph
         fresh = self._reset or not self._present
-        moves = not plan.runner.keeps_destinations and not any(
-            runner.keeps_destinations
-            for (training, _), runners in self._runners.items()
-            if training
-            for runner in runners
-        )
         key = "fresh" if fresh else "add"
-        if moves and fresh:
+        if fresh and not self._keeps_destinations:
             # What is there is used up, and its memory is better spent on this run.
             self.gradients |= dict.fromkeys(graph.gradients, torch.empty(0, device=self._device))
         random_state = self.generator.get_state() if graph.random else None
@@ -226,8 +223,9 @@ class StepSession:
                 plan,
                 batch,
                 destination_key=key,
-                destinations={} if key in plan.bindings else self._destinations(graph, fresh),
-                moves=moves,
+                destinations=self._destinations(graph, fresh)
+                if self._keeps_destinations and key not in plan.bindings
+                else {},
                 loss_scale=self._scale(graph, loss_scale),
                 generator=self.generator,
             )
@@ -235,7 +233,7 @@ class StepSession:
             if random_state is not None:
                 self.generator.set_state(random_state)
             raise
-        if moves:
+        if not self._keeps_destinations:
             gradients = self.gradients if fresh else self._scratch
             gradients |= {name: written[output] for name, output in graph.gradients.items()}
             self._updated |= {name: written[output] for name, output in graph.buffer_updates.items()}
@@ -243,7 +241,7 @@ class StepSession:
             self._present = set(graph.gradients)
         else:
             self._add_gradients(graph)
-            if moves:
+            if not self._keeps_destinations:
                 self._scratch.clear()
         self._reset = False
         for name in graph.buffer_updates:

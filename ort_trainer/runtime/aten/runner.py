@@ -25,13 +25,10 @@ class KernelRunner(GraphRunner):
     """An ONNX Runtime session of a graph of programs.
 
     A value that PyTorch has made can't be written into memory that was bound before. So results come out in memory of
-    their own, and destinations get that memory instead of a copy.
+    their own; they are copied to destinations where there are any.
     """
 
-    @property
-    def keeps_destinations(self) -> bool:
-        """Whether a run writes into the memory of its destinations: no, they get that of the results."""
-        return False
+    keeps_destinations = False
 
     def _prepare(self) -> None:
         keep_freed_memory()
@@ -52,21 +49,18 @@ class KernelRunner(GraphRunner):
         destinations: Mapping[str, torch.Tensor] | None = None,
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
-        moves: bool = False,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs the graph once; see the base class. ``destinations`` are needed every time."""
+        """Runs the graph once; see the base class. ``destinations`` are needed every time, or never."""
         given = dict(batch)
         if self.graph.loss_scale is not None and loss_scale is not None:
             given[self.graph.loss_scale.name] = loss_scale
         given |= zip((spec.name for spec, _ in plan.random), sample(plan.random, self._device, generator), strict=True)
         feeds = {**self._feeds, **{name: from_torch(value) for name, value in given.items()}}
         found = execute(self._session, feeds, self.graph.loss)
-        written = {name: found[name] for name in destinations or ()}
-        if not moves:
-            for name, destination in (destinations or {}).items():
-                written[name] = destination.copy_(found[name])
+        for name, destination in (destinations or {}).items():
+            destination.copy_(found[name])
         results = {output.name: found[output.name] for output in plan.outputs}
         for output in plan.outputs:
             if output.dtype is torch.bool:
                 results[output.name] = results[output.name].view(torch.bool)
-        return results, written
+        return results, found

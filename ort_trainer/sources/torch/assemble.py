@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 import onnx_ir as ir
-import torch
 
 from ...errors import ExportError
 from ...graph import Dim, TensorSpec, TrainingGraph
 from ...graph.dims import symbols_of
 from ...graph.names import Names
-from ...options import InputDescription, ModelDescription
+from ...options import ModelDescription
 from ...runtime.bfloat16 import WidenInterfacePass
 from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
@@ -85,7 +84,7 @@ def assemble(
     programs: dict[str, str] = {}
     if for_kernels:
         stage("translate")
-        model, programs = _kernel_model(found, inputs, results, batch)
+        model, programs = kernel_model(found, inputs, results, batch)
     else:
         model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
         WidenInterfacePass()(model)
@@ -107,20 +106,6 @@ def assemble(
         fixed={**frozen, **found.symbols.fixed},
         programs=programs,
     )
-
-
-def _kernel_model(
-    found: Capture,
-    inputs: list[tuple[torch.fx.Node, str]],
-    results: list[tuple[torch.fx.Node, str]],
-    batch: list[tuple[torch.fx.Node, InputDescription]],
-) -> tuple[ir.Model, dict[str, str]]:
-    sizes: dict[str, tuple[torch.fx.Node, int]] = {}
-    for node, entry in batch:
-        for axis, size in enumerate(entry.shape):
-            if isinstance(size, str):
-                sizes.setdefault(size, (node, axis))
-    return kernel_model(found.module, inputs, results, found.constants, found.symbols, sizes)
 
 
 def _fit(model: ir.Model, device: str) -> None:

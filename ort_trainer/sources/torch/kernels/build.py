@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
 
 from ....errors import ExportError
 from ....graph.names import Names
+from ....options import InputDescription
 from ....runtime.aten.bridge import DOMAIN, OPERATOR
 from ....runtime.aten.program import Order
-from ..symbols import SymbolTable
+from ..capture import Capture
 from .encode import Encoder
 from .partition import partition, used_by
 from .rewrites import rewrite
@@ -23,22 +24,15 @@ Named = Sequence[tuple[Node, str]]
 
 
 def kernel_model(
-    module: torch.fx.GraphModule,
-    inputs: Named,
-    results: Named,
-    constants: Mapping[Node, torch.Tensor],
-    symbols: SymbolTable,
-    sizes: Mapping[str, tuple[Node, int]],
+    found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
 ) -> tuple[ir.Model, dict[str, str]]:
     """Returns a model that computes a captured graph with PyTorch's kernels, and its programs by the keys in its nodes.
 
     Args:
-        module: The graph.
+        found: The captured step; it is used up.
         inputs: Placeholders with the names of the model's inputs, in order.
         results: Nodes with the names of the model's outputs, in order.
-        constants: Placeholders that become constants of the model.
-        symbols: The symbolic sizes.
-        sizes: Symbolic size -> batch input and axis where it can be read.
+        batch: Those of the batch, with their descriptions: where symbolic sizes can be read.
 
     Raises:
         ExportError: If there is something that no program can do.
@@ -46,27 +40,27 @@ def kernel_model(
     for node, name in (*inputs, *results):
         if node.meta["val"].dtype == torch.bfloat16:
             raise ExportError(f"{name!r} is of bfloat16, which is not handed to PyTorch's kernels")
-    (end,) = module.graph.find_nodes(op="output")
+    graph = found.module.graph
+    (end,) = graph.find_nodes(op="output")
     end.args = (tuple(node for node, _ in results),)
-    rewrite(module.graph)
+    rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
-    builder = _Builder(module.graph, inputs, results, constants, symbols, sizes)
+    builder = _Builder(found, inputs, results, batch)
     return builder.model(), builder.programs
 
 
 class _Builder:
     def __init__(
-        self,
-        graph: torch.fx.Graph,
-        inputs: Named,
-        results: Named,
-        constants: Mapping[Node, torch.Tensor],
-        symbols: SymbolTable,
-        sizes: Mapping[str, tuple[Node, int]],
+        self, found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
     ) -> None:
-        self._inputs, self._results, self._constants = inputs, results, constants
-        self._symbols, self._sizes = symbols, sizes
-        self._programs = partition(graph)
+        self._inputs, self._results, self._constants = inputs, results, found.constants
+        self._symbols = found.symbols
+        self._sizes: dict[str, tuple[Node, int]] = {}
+        for node, entry in batch:
+            for axis, size in enumerate(entry.shape):
+                if isinstance(size, str):
+                    self._sizes.setdefault(size, (node, axis))
+        self._programs = partition(found.module.graph)
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {}
@@ -88,7 +82,7 @@ class _Builder:
             value.shape = ir.Shape(tensor.shape)
             initializers.append(value)
         results = self._assign_results()
-        for program, out in zip(self._programs, self._coming_out(), strict=True):
+        for program, out in zip(self._programs, self._coming_out(results), strict=True):
             self._add(program, out, results)
         for node, name in self._results:
             if name not in self._outputs:  # it is no program's own: an input, a view of one, or there twice
@@ -108,9 +102,8 @@ class _Builder:
                 found[node] = name
         return found
 
-    def _coming_out(self) -> list[list[Node]]:
+    def _coming_out(self, results: Collection[Node]) -> list[list[Node]]:
         """Returns what each program gives to later ones or to the outside, which may be views of what it computes."""
-        results = self._assign_results()
         later: set[Node] = set()
         found: list[list[Node]] = []
         for program in reversed(self._programs):
@@ -129,8 +122,9 @@ class _Builder:
         program.outputs.update((str(index), names[node]) for index, node in enumerate(results) if node in names)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
         inputs = [self._values[node] for node in encoder.inputs]
-        self.programs[program.key] = program.to_text()
-        self._nodes.append(_call(program.key, inputs, outputs, outputs[0].name or ""))
+        key = program.key
+        self.programs[key] = program.to_text()
+        self._nodes.append(_call(key, inputs, outputs, outputs[0].name or ""))
         for node, output in zip(results, outputs, strict=True):
             self._values.setdefault(node, output)
             if node in names:
