@@ -27,6 +27,7 @@ class ParameterBatch:
         lr: The learning rate.
         divisor: What the gradients are to be divided by: a number, or a scalar tensor where they are clipped.
         hyper: The hyper-parameters, without the learning rate.
+        counter: The memory of all counts, where they lie in one tensor that holds no others.
     """
 
     weights: list[torch.Tensor]
@@ -36,6 +37,7 @@ class ParameterBatch:
     lr: float
     divisor: float | torch.Tensor
     hyper: Mapping[str, Any]
+    counter: torch.Tensor | None = None
 
     def slot(self, name: str) -> list[torch.Tensor]:
         """Returns one state tensor of every parameter."""
@@ -46,6 +48,13 @@ class ParameterBatch:
         if isinstance(self.divisor, torch.Tensor) or self.divisor != 1.0:
             torch._foreach_div_(self.gradients, self.divisor)
             self.divisor = 1.0
+
+    def count_up(self) -> None:
+        """Counts an update of each."""
+        if self.counter is not None:  # ten times faster for many parameters
+            self.counter.add_(1)
+        else:
+            torch._foreach_add_([count for count in self.counts if count is not None], 1)
 
     def part(self, indices: Iterable[int]) -> ParameterBatch:
         """Returns some of the parameters."""

@@ -28,12 +28,13 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class _Group:
-    """Parameters of one group of the config, with their hyper-parameters and the limit of the gradient norm."""
+    """Parameters of one group of the config, with their hyper-parameters, limit of the gradient norm, and counts."""
 
     index: int
     hyper: dict[str, Any]
     limit: float
     names: list[str] = field(default_factory=list)
+    counter: torch.Tensor | None = None
 
 
 class OptimizerUpdate:
@@ -74,9 +75,12 @@ class OptimizerUpdate:
                 slot: torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 for slot in self.rule.slots_for(hyper)
             }
-            if self.rule.keeps_count(hyper):
-                self.counts[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         self._groups = list(found.values())
+        for group in self._groups:
+            if self.rule.keeps_count(group.hyper):
+                device = self._parameters[group.names[0]].device
+                group.counter = torch.zeros(len(group.names), dtype=torch.float32, device=device)
+                self.counts |= zip(group.names, group.counter.unbind(), strict=True)
         # Weights with memory in common are updated one after the other, as PyTorch does.
         self._one_by_one = bool(shared_groups(self._parameters, self._parameters))
         self._clip = any(math.isfinite(group.limit) for group in self._groups)
@@ -121,6 +125,7 @@ class OptimizerUpdate:
                         lr=learning_rates[0 if len(learning_rates) == 1 else group.index],
                         divisor=_divisor(group, norm, divisor),
                         hyper=group.hyper,
+                        counter=group.counter if len(names) == len(group.names) else None,
                     )
                 )
         return True

@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.options import ModelDescription
 from ort_trainer.runtime.engine import can_call_pytorch
+from ort_trainer.sources.torch import model as torch_model
 
 from ..helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
 
@@ -218,3 +220,14 @@ def test_twenty_steps_as_pytorch() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_weights(ours, reference, 1e-4)
+
+
+@needs_pytorch
+def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be tried without a CUDA device: the choice is made for the device of training, which the
+    model need not be on."""
+    monkeypatch.setattr(torch_model, "has_cuda", lambda: True)
+    options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": "pytorch"}})
+    source = torch_model.TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
+    with pytest.raises(ValueError, match="utils.kernels is 'pytorch', but training does not run on the CPU"):
+        source.builder(ModelDescription(MLP_DESC))

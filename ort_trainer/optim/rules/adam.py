@@ -8,7 +8,6 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.adamw import adamw
 
 from ...errors import shown
 from ..config import ParameterGroups, number
@@ -171,30 +170,35 @@ class _Adam(Rule):
                 torch._foreach_mul_(part.weights, 1.0 - batch.lr * hyper["lambda_coef"])
 
     def _update(self, batch: ParameterBatch, epsilon: float, decay: float) -> None:
-        counts = [count for count in batch.counts if count is not None]
-        is_corrected = batch.hyper["do_bias_correction"]
+        batch.count_up()
         divisor = batch.divisor
         if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
             divisor = torch.tensor(divisor, device=batch.weights[0].device)
-        adamw(
-            batch.weights,
-            batch.gradients,
-            batch.slot(MOMENT_1),
-            batch.slot(MOMENT_2),
-            [],
-            counts if is_corrected else [torch.full_like(count, _NO_CORRECTION) for count in counts],
-            fused=True,
-            grad_scale=divisor if isinstance(divisor, torch.Tensor) else None,
-            amsgrad=False,
-            beta1=batch.hyper["alpha"],
-            beta2=batch.hyper["beta"],
-            lr=batch.lr,
-            weight_decay=decay,
-            eps=epsilon,
-            maximize=False,
-        )
-        if not is_corrected:
-            torch._foreach_add_(counts, 1)
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, weight in enumerate(batch.weights):
+            kinds.setdefault(weight.dtype, []).append(index)
+        for part in [batch] if len(kinds) == 1 else map(batch.part, kinds.values()):
+            counts = [count for count in part.counts if count is not None]
+            # What torch.optim.AdamW calls, behind checks that take as long as the update of a small model.
+            torch._fused_adamw_(
+                part.weights,
+                part.gradients,
+                part.slot(MOMENT_1),
+                part.slot(MOMENT_2),
+                [],
+                counts
+                if batch.hyper["do_bias_correction"]
+                else [torch.full_like(count, _NO_CORRECTION) for count in counts],
+                lr=batch.lr,
+                beta1=batch.hyper["alpha"],
+                beta2=batch.hyper["beta"],
+                weight_decay=decay,
+                eps=epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor if isinstance(divisor, torch.Tensor) else None,
+                found_inf=None,
+            )
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots

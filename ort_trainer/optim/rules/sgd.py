@@ -98,7 +98,7 @@ class _SGD(Rule):
             torch._foreach_add_(batch.gradients, averages, alpha=momentum)
         else:
             torch._foreach_copy_(batch.gradients, averages)
-        torch._foreach_add_([count for count in batch.counts if count is not None], 1)
+        batch.count_up()
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots

@@ -12,7 +12,7 @@ from torch import nn
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...ownership import shared_groups
-from ...runtime.engine import can_call_pytorch, maximum_opset
+from ...runtime.engine import can_call_pytorch, has_cuda, maximum_opset
 from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
 from .builder import GraphBuilder
 from .describe import describe, name_sample
@@ -102,6 +102,8 @@ class TorchSource(ModelSource):
         options = self._options
         if not can_call_pytorch():
             return "the installed ONNX Runtime can't call PyTorch, which onnxruntime-training can"
+        if torch.device(options.device.id).type != "cpu" and has_cuda():
+            return "training does not run on the CPU"
         if next(iter(self.parameters.values())).device.type != "cpu":
             return "the model is not on the CPU"
         internal, debug = options._internal_use, options.debug

@@ -10,7 +10,6 @@ A view is no work, and is repeated in every program that looks through it; what 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,14 +19,14 @@ import torch
 from ....runtime.aten.program import LIBRARIES
 from ..operators.registry import is_registered_by_user
 from ..symbols import hint
-from .values import Node, is_view, refuse, size_in_bytes, tensors_of
+from .values import Node, is_view, number_of_elements, product_flops, refuse, size_in_bytes, tensors_of
 
 __all__ = ["partition"]
 
 aten = torch.ops.aten
 
 # Seconds of work from which on a program is long enough, on a processor that does so much in one.
-_ENOUGH = 300e-6
+_ENOUGH = 1e-3
 _FLOPS, _BYTES = 100e9, 10e9
 _OPERATOR = 2e-6
 
@@ -72,21 +71,22 @@ def _seconds(node: Node) -> float:
     return max(flops / _FLOPS, moved / _BYTES) + _OPERATOR
 
 
-def _numel(value: Any) -> int:
-    return math.prod(hint(size) for size in value.meta["val"].shape)
-
-
 def _product(left: Node, right: Node, *_: Any) -> float:
-    return 2.0 * _numel(left) * hint(right.meta["val"].shape[-1])
+    return product_flops(left, right)
+
+
+def _linear(value: Node, weight: Node, *_: Any) -> float:
+    return 2.0 * number_of_elements(value.meta["val"]) * hint(weight.meta["val"].shape[0])
 
 
 def _convolution(value: Node, weight: Node, *_: Any) -> float:
     # Every element of the input meets every weight of its channel, about.
-    return 2.0 * _numel(value) / hint(value.meta["val"].shape[1]) * _numel(weight)
+    elements, weights = (number_of_elements(node.meta["val"]) for node in (value, weight))
+    return 2.0 * elements / hint(value.meta["val"].shape[1]) * weights
 
 
 def _attention(query: Node, key: Node, *_: Any) -> float:
-    return 4.0 * _numel(query) * hint(key.meta["val"].shape[-2])
+    return 4.0 * number_of_elements(query.meta["val"]) * hint(key.meta["val"].shape[-2])
 
 
 _COUNTS: dict[Any, Callable[..., float]] = {
@@ -94,6 +94,7 @@ _COUNTS: dict[Any, Callable[..., float]] = {
     aten.bmm.default: _product,
     aten.addmm.default: lambda _, left, right, *rest: _product(left, right),
     aten.baddbmm.default: lambda _, left, right, *rest: _product(left, right),
+    torch.ops.ort_trainer.linear.default: _linear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: lambda _, value, weight, *rest: 2 * _convolution(value, weight),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,

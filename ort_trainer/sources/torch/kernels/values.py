@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -11,7 +12,17 @@ from ....errors import ExportError
 from ..source_lines import source_line
 from ..symbols import hint
 
-__all__ = ["base_of", "is_view", "memory_order", "refuse", "same_sizes", "size_in_bytes", "tensors_of"]
+__all__ = [
+    "base_of",
+    "is_view",
+    "memory_order",
+    "number_of_elements",
+    "product_flops",
+    "refuse",
+    "same_sizes",
+    "size_in_bytes",
+    "tensors_of",
+]
 
 Node = torch.fx.Node
 
@@ -66,9 +77,16 @@ def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.
     return next(sides) == next(sides)
 
 
+def number_of_elements(value: torch.Tensor) -> int:
+    """Returns how many elements a tensor of the sample's sizes has."""
+    return math.prod(hint(size) for size in value.shape)
+
+
 def size_in_bytes(value: torch.Tensor) -> int:
     """Returns the bytes of a tensor of the sample's sizes."""
-    count = 1
-    for size in value.shape:
-        count *= hint(size)
-    return count * int(value.element_size())
+    return number_of_elements(value) * int(value.element_size())
+
+
+def product_flops(left: Node, right: Node) -> float:
+    """Returns the floating-point operations of a matrix product (..., m, k) x (..., k, n), for the sample's sizes."""
+    return 2.0 * number_of_elements(left.meta["val"]) * hint(right.meta["val"].shape[-1])

@@ -27,21 +27,21 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 class Model(nn.Module):
     """A function of a linear layer, and its mean square."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, width: int) -> None:
         super().__init__()
-        self.linear, self.function = nn.Linear(6, 5), function
+        self.linear, self.function = nn.Linear(width, 5 * width // 6), function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self.linear(x)).square().mean()
 
 
-def trained(function: Function) -> Counter[str]:
+def trained(function: Function, rows: int = 7, width: int = 6) -> Counter[str]:
     """Compares loss and gradients with PyTorch's, within 1e-5; returns the operators that were called."""
-    model = Model(function)
-    desc = {"inputs": [("x", ["batch", 6])], "outputs": [("loss", [], True)]}
+    model = Model(function, width)
+    desc = {"inputs": [("x", ["batch", width])], "outputs": [("loss", [], True)]}
     options = ORTTrainerOptions({"utils": {"kernels": "pytorch", "grad_norm_clip": False}})
     ours = ORTTrainer(model, desc, optim.SGDConfig(lr=1.0), options=options)
-    x = torch.randn(7, 6) * 2
+    x = torch.randn(rows, width) * 2
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     loss = ours.train_step(x)
     expected = model(x)
@@ -81,15 +81,25 @@ def test_what_is_no_gelu_stays(name: str) -> None:
     assert "aten.gelu.default" not in trained(NO_GELUS[name])
 
 
+# Rows and columns of a product for which oneDNN is worth its preparation.
+LARGE = (128, 300)
+
+
 def test_products_with_weights_are_onednns() -> None:
-    calls = trained(torch.relu)
+    calls = trained(torch.relu, *LARGE)
     assert calls["ort_trainer.linear.default"] == 1 and "aten.addmm.default" not in calls
     assert "aten.relu.default" not in calls, "it is a part of the product"
     assert calls["aten.mm.default"] == 1, "the gradient of the weight"
 
 
 def test_a_relu_is_no_part_of_a_product_that_others_read() -> None:
-    assert trained(lambda x: torch.relu(x) + x)["aten.relu.default"] == 1
+    calls = trained(lambda x: torch.relu(x) + x, *LARGE)
+    assert calls["aten.relu.default"] == calls["ort_trainer.linear.default"] == 1
+
+
+def test_a_small_product_stays() -> None:
+    calls = trained(torch.relu)
+    assert calls["aten.addmm.default"] == 1 and "ort_trainer.linear.default" not in calls
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -1,4 +1,4 @@
-"""The gradient of a cross entropy in one pass over the logits."""
+"""The gradient of a cross entropy without a second matrix of the size of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fuse_cross_entropy(graph: torch.fx.Graph) -> None:
 
         nll_loss_backward -> _log_softmax_backward_data    =>    cross_entropy_backward
 
-    The first one is a matrix of zeros with one number in each row, as large as the logits; it is never made.
+    The first one is a matrix of zeros with one number in each row, as large as the logits; the result takes its place.
     """
     own = torch.ops.ort_trainer.cross_entropy_backward.default
     for node in list(graph.nodes):

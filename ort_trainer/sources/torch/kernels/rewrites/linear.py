@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..values import same_sizes
+from ..values import product_flops, same_sizes
 
 __all__ = ["use_onednn"]
 
 aten = torch.ops.aten
+
+# Floating-point operations of a product from which on oneDNN is the faster one.
+_WORTH_IT = 16e6
 
 
 def use_onednn(graph: torch.fx.Graph) -> None:
@@ -18,7 +21,9 @@ def use_onednn(graph: torch.fx.Graph) -> None:
         relu(addmm(bias, x, t(weight)))   =>    linear(x, weight, bias, "relu")
         mm(gradient, weight)              =>    linear(gradient, t(weight))
 
-    The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower where that product is large.
+    The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower where that product is large. So do
+    small products, for which a call of oneDNN takes longer to prepare: 28 microseconds instead of 24 for a batch of 64
+    and a layer of 512 x 10, 42 instead of 22 for a batch of 8 and one of 256 x 256.
     """
     if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return
@@ -33,7 +38,9 @@ def use_onednn(graph: torch.fx.Graph) -> None:
         else:
             continue
         value = node.meta["val"]
-        if value.dtype != torch.float32 or left.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+        if value.dtype != torch.float32 or product_flops(left, right) < _WORTH_IT:
+            continue
+        if left.target in (aten.t.default, aten.transpose.int, aten.permute.default):
             continue
         with graph.inserting_before(node):
             weight = _transposed(graph, right)
