@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 
 # The newest stock onnxruntime, which replaces onnxruntime-training when its folder comes first on the path.
 STOCK := .stock
+# The last release of onnxruntime-training that has ORTTrainer, with all that it needs, for `make bench`.
+LEGACY := .legacy
 # Two workers, each on one thread.
 PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock demo test lint format bench fidelity operators docs clean
+.PHONY: setup setup-stock setup-legacy demo test lint format bench fidelity operators docs clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,9 +26,17 @@ $(STOCK)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(STOCK) onnxruntime
 	touch $@
 
+$(LEGACY)/.installed: benchmarks/legacy-requirements.txt
+	rm -rf $(LEGACY)
+	$(PYTHON) -m venv $(LEGACY)
+	$(LEGACY)/bin/python -m pip install --quiet --requirement benchmarks/legacy-requirements.txt
+	touch $@
+
 setup: $(VENV)/.installed
 
 setup-stock: $(STOCK)/.installed
+
+setup-legacy: $(LEGACY)/.installed
 
 demo: setup
 	$(BIN)/python examples/digits.py --out out/digits
@@ -47,8 +57,10 @@ test: lint setup-stock
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
 	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
 
+# An hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
 bench: setup-stock
 	$(BIN)/python benchmarks/train_step.py --write
+	$(BIN)/python benchmarks/rewrites.py --write
 
 fidelity: setup
 	$(BIN)/python benchmarks/fidelity.py
@@ -61,4 +73,4 @@ docs: setup
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(STOCK) out dist build
+	rm -rf $(VENV) $(STOCK) $(LEGACY) out dist build

@@ -1,0 +1,71 @@
+"""The rows of the tables of training steps, and how ort_trainer trains each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from turns import Training
+
+__all__ = ["ROWS", "Row", "ort_training"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is measured.
+
+    Attributes:
+        title: For the table.
+        label: For the charts, where a title has to make sense without the one before it.
+        model: Name in ``step_models.MODELS``.
+        steps: Steps of a block.
+        dropout: Whether the model keeps its dropout.
+        bf16: Whether with mixed precision in bfloat16.
+        accumulation: Micro-batches of an update.
+    """
+
+    title: str
+    label: str
+    model: str
+    steps: int
+    dropout: bool = True
+    bf16: bool = False
+    accumulation: int = 1
+
+
+ROWS = {
+    "mlp": Row("MLP 784-512-10, batch 64", "MLP", "mlp", 150),
+    "convolutions": Row("six convolutions with batch norm, 16 x 32 x 32", "six convolutions", "convolutions", 8),
+    "resnet18": Row("ResNet-18, 16 x 32 x 32", "ResNet-18", "resnet18", 3),
+    "lstm": Row("two-layer LSTM of 256, 16 x 32 tokens", "LSTM", "lstm", 12),
+    "bert": Row("BERT, 4 layers of 256, 8 x 128 tokens", "BERT", "bert", 5),
+    "bert-no-dropout": Row("the same without dropout", "BERT, no dropout", "bert", 5, dropout=False),
+    "gpt2": Row("GPT-2, 4 layers of 256, vocabulary 8000, 8 x 128 tokens", "GPT-2", "gpt2", 4),
+    "gpt2-no-dropout": Row("the same without dropout", "GPT-2, no dropout", "gpt2", 4, dropout=False),
+    "bert-bf16": Row("BERT in bfloat16", "BERT, bfloat16", "bert", 5, bf16=True),
+    "bert-accumulation": Row("BERT, 4 micro-batches an update", "BERT, 4 micro-batches", "bert", 8, accumulation=4),
+}
+
+
+def ort_training(row: Row, utils: Mapping[str, str] | None = None) -> Training:
+    """Returns the training of a row by ort_trainer.
+
+    Args:
+        row: The row.
+        utils: Options of the section ``utils`` beside those that make it train as the other contenders do.
+    """
+    from step_models import make_task
+
+    from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+
+    task = make_task(row.model, row.dropout)
+    options = ORTTrainerOptions(
+        {
+            "utils": {"grad_norm_clip": False, **(utils or {})},  # the others do not clip either
+            "batch": {"gradient_accumulation_steps": row.accumulation},
+            "mixed_precision": {"enabled": row.bf16, "dtype": "bfloat16"} if row.bf16 else {},
+        }
+    )
+    config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
+    trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=options)
+    return Training(lambda: trainer.train_step(*task.batch), trainer, row.accumulation)

@@ -1,0 +1,251 @@
+"""Contenders that take turns: how training steps are timed on a machine whose speed changes.
+
+Each contender is a process of its own, because two runtimes' thread pools disturb each other. While one computes a
+short block of steps, the others sleep on a pipe; several rounds follow each other. What is compared are the medians of
+the blocks of a round, so that a slow minute hits all contenders alike.
+
+The processes speak in lines. They print ``{"startup": seconds, "loss": number}`` when their first step is done, then
+read requests: ``steps 12`` is answered with the times of the steps, their mean loss and the peak memory, ``profile 10``
+with where the time of a step goes. This file must run with nothing but the standard library, as contenders may live in
+environments of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Contender", "Profile", "Result", "Training", "measure", "ratio", "serve"]
+
+Profile = dict[str, Any]
+"""``milliseconds`` of a step, those in ``products``, ``optimizer`` and ``overhead``, and ``operators``: names and
+milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a contender's process does.
+
+    Attributes:
+        step: Does one training step and returns the loss.
+        trainer: The ORTTrainer, if it is one.
+        accumulation: Calls of ``step`` for an update of the weights.
+    """
+
+    step: Callable[[], Any]
+    trainer: Any = None
+    accumulation: int = 1
+
+    def profile(self, steps: int) -> Profile | None:
+        """Returns where the time of a step goes; None where the trainer can't say."""
+        if not hasattr(self.trainer, "profile"):
+            return None
+        windows = -(-steps // self.accumulation)
+        profile = self.trainer.profile(steps=windows * self.accumulation, trace=None)
+        while not profile.done:
+            self.step()
+        parts = {name: getattr(profile, name) for name in ("milliseconds", "products", "optimizer", "overhead")}
+        return {**parts, "operators": [(row.name, row.milliseconds) for row in profile.operators]}
+
+
+def serve(make: Callable[[], Training]) -> None:
+    """A contender's process: trains as it is told on stdin.
+
+    Args:
+        make: Builds the model and the trainer. Whatever it needs should have been imported before, as imports are no
+            part of the start-up that is measured.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+
+    def answer(content: Any) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
+    begin = time.perf_counter()
+    training = make()
+    loss = training.step()
+    answer({"startup": time.perf_counter() - begin, "loss": float(loss)})
+    for line in sys.stdin:
+        request, count = line.split()
+        if request == "profile":
+            answer({"profile": training.profile(int(count))})
+            continue
+        times, losses = [], []
+        for _ in range(int(count)):
+            begin = time.perf_counter()
+            loss = training.step()
+            times.append(time.perf_counter() - begin)
+            losses.append(float(loss))
+        peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        answer({"times": times, "loss": statistics.fmean(losses), "peak": max(peaks)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """How the process of a contender is started.
+
+    Attributes:
+        command: The command, which must call :func:`serve`.
+        environment: Variables beside those that are set already.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found of one contender: seconds and megabytes.
+
+    Attributes:
+        starts: Start-up with nothing in any cache, and of the processes after it.
+        rounds: The times of each round.
+        losses: Of the first step, and the mean of each block.
+        peak: Largest resident memory, of the process or of its children.
+        profile: Where the time of a step goes, if it was asked for and can be said.
+    """
+
+    starts: list[float] = dataclasses.field(default_factory=list)
+    rounds: list[list[float]] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    peak: float = 0.0
+    profile: Profile | None = None
+
+    @property
+    def times(self) -> list[float]:
+        """All times."""
+        return [value for part in self.rounds for value in part]
+
+    @property
+    def median(self) -> float:
+        """The median step."""
+        return statistics.median(self.times)
+
+
+class _Died(Exception):
+    """A process ended before it answered; the message is the last thing that it said."""
+
+
+class _Process:
+    def __init__(self, contender: Contender, caches: str) -> None:
+        # A pipe that nobody reads would stop a process that warns a lot.
+        self._said = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - open as long as the process runs
+        self._process = subprocess.Popen(
+            contender.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env={
+                **os.environ,
+                "ORT_TRAINER_CACHE": f"{caches}/exports",
+                "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+                **contender.environment,
+            },
+        )
+
+    def ask(self, request: str = "") -> Any:
+        """Returns the answer to a request; without one, what the process says at its start."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            if request:
+                self._process.stdin.write(f"{request}\n")
+                self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        status = self._process.wait()
+        self._said.seek(0)
+        raise _Died(_reason(self._said.read()) or f"status {status}")
+
+    def end(self) -> None:
+        """Lets the process come to its end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._said.close()
+
+
+def _reason(said: str) -> str:
+    """Returns the line that says why a process died: of the last error rather than of what was logged after it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Died)\b", line)]
+    return (errors or lines or [""])[-1]
+
+
+def measure(
+    contenders: Mapping[str, Contender], steps: int, rounds: int, starts: int = 2, profiled: int = 0
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Measures contenders in turns.
+
+    Args:
+        contenders: By name, in the order in which they take their turns.
+        steps: Steps of a block.
+        rounds: Blocks of each contender, after one that warms up.
+        starts: How often each is started; the last process is the one that trains.
+        profiled: How many steps are looked at in detail when all times are taken. None by default.
+
+    Returns:
+        The results by name, and why contenders that died did.
+    """
+    processes: dict[str, _Process] = {}
+    found: dict[str, Result] = {}
+    died: dict[str, str] = {}
+
+    def ask(name: str, request: str = "") -> Any:
+        try:
+            return processes[name].ask(request)
+        except _Died as error:
+            print(f"{name} died: {error}", file=sys.stderr)
+            died[name] = str(error)
+            processes.pop(name).end()
+            return None
+
+    with contextlib.ExitStack() as stack:
+        for name, contender in contenders.items():
+            caches = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            found[name] = Result()
+            for number in range(starts):
+                if number:
+                    processes.pop(name).end()
+                processes[name] = _Process(contender, caches)
+                answer = ask(name)
+                if answer is None:
+                    break
+                found[name].starts.append(answer["startup"])
+                found[name].losses = [answer["loss"]]
+        for number in range(rounds + 1):
+            for name in list(processes):
+                block = ask(name, f"steps {steps}")
+                if block is None:
+                    continue
+                found[name].peak = block["peak"]
+                found[name].losses.append(block["loss"])
+                if number > 0:  # the first round warms up
+                    found[name].rounds.append(block["times"])
+        finished = {name: found[name] for name in processes}
+        for name in list(processes) if profiled else ():
+            answer = ask(name, f"profile {profiled}")
+            found[name].profile = answer and answer["profile"]
+        for process in processes.values():
+            process.end()
+    return finished, {name: why for name, why in died.items() if name not in finished}
+
+
+def ratio(theirs: Result, ours: Result) -> tuple[float, float, float]:
+    """Returns how many times faster ours is, with a 95 % interval from a bootstrap over the rounds."""
+    pairs = [statistics.median(a) / statistics.median(b) for a, b in zip(theirs.rounds, ours.rounds, strict=True)]
+    draw = random.Random(0)
+    resampled = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return statistics.median(pairs), resampled[49], resampled[1949]
