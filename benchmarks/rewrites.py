@@ -1,0 +1,173 @@
+"""What each rewrite of the graph is worth, and each other thing that makes ort_trainer's steps fast.
+
+For each model there is a contender with everything switched on, and one for each lever with everything but it. They
+take turns, each in a process of its own; turns.py says how. A lever is measured on the models that it is there for.
+The gain is the time without it by the time with it, so that those of two levers need not multiply to that of both.
+
+    python benchmarks/rewrites.py                       # everything; a quarter of an hour on two cores
+    python benchmarks/rewrites.py --quick               # three rounds
+    python benchmarks/rewrites.py --rows gpt2           # this model only
+    python benchmarks/rewrites.py --write               # and writes docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from sections import write_section
+from step_rows import ROWS, ort_training
+from turns import Contender, Result, measure, ratio, serve
+from versions import versions
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PACKAGES = ("torch", "onnxruntime-training", "transformers")
+EVERYTHING = "everything"
+REWRITES = "ort_trainer.sources.torch.kernels.rewrites"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """Something that makes steps faster.
+
+    Attributes:
+        title: For the table.
+        rows: The models that it is measured on.
+        utils: Options of the section ``utils`` that switch it off.
+        switch_off: Switches off what no option does, in this process.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    utils: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    switch_off: Callable[[], None] | None = None
+
+
+def replace(module: str, name: str, value: object) -> None:
+    """Replaces a name of a module, which must be there, so that nothing is measured that has another name by now."""
+    found = importlib.import_module(module)
+    getattr(found, name)
+    setattr(found, name, value)
+
+
+def leave_out(name: str) -> None:
+    """Leaves out a rewrite of differentiated graphs."""
+    rewrites = importlib.import_module(REWRITES)
+    kept = tuple(function for function in rewrites._REWRITES if function is not getattr(rewrites, name))
+    assert len(kept) == len(rewrites._REWRITES) - 1
+    replace(REWRITES, "_REWRITES", kept)
+
+
+def without_gelu() -> None:
+    """Leaves out the rewrite that comes before the differentiation."""
+    replace(REWRITES, "fuse_gelu", lambda graph: None)
+
+
+def without_kept_memory() -> None:
+    """Lets the C library give freed memory back to the system."""
+    replace("ort_trainer.runtime.aten.runner", "keep_freed_memory", lambda: None)
+
+
+LEVERS = {
+    "gelu": Lever("rewrite `gelu.py`", ("gpt2",), switch_off=without_gelu),
+    "views": Lever(
+        "rewrite `views.py`", ("mlp", "bert"), switch_off=functools.partial(leave_out, "drop_needless_views")
+    ),
+    "linear": Lever(
+        "rewrite `linear.py`", ("mlp", "bert", "gpt2"), switch_off=functools.partial(leave_out, "use_onednn")
+    ),
+    "cross_entropy": Lever(
+        "rewrite `cross_entropy.py`", ("gpt2",), switch_off=functools.partial(leave_out, "fuse_cross_entropy")
+    ),
+    "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),
+    "memory": Lever("freed memory is kept", ("convolutions", "lstm", "bert", "gpt2"), switch_off=without_kept_memory),
+    "kernels": Lever(
+        "PyTorch's kernels, with all that builds on them",
+        ("mlp", "convolutions", "lstm", "bert", "gpt2"),
+        {"kernels": "onnxruntime"},
+    ),
+}
+MODELS = [name for name in ROWS if any(name in lever.rows for lever in LEVERS.values())]
+
+
+def serve_without(name: str, row: str) -> None:
+    """A contender's process: everything but one lever."""
+    import ort_trainer  # noqa: F401 - imports are no part of the start-up that is measured
+
+    lever = LEVERS.get(name, Lever(EVERYTHING, ()))
+    if lever.switch_off is not None:
+        lever.switch_off()
+    serve(functools.partial(ort_training, ROWS[row], lever.utils))
+
+
+def contender(name: str, row: str) -> Contender:
+    """Returns how the process without a lever is started."""
+    return Contender((sys.executable, __file__, "--serve", name, "--rows", row))
+
+
+HEAD = [
+    "| lever | model | step with it, ms | without, ms | gain: without / with (95 %) | peak memory with it, MB "
+    "| without, MB |",
+    "|---|---|---|---|---|---|---|",
+]
+
+
+def table(row: str, results: Mapping[str, Result]) -> list[str]:
+    """Returns the lines of a model."""
+    ours = results[EVERYTHING]
+    lines = []
+    for name, without in results.items():
+        if name == EVERYTHING:
+            continue
+        middle, low, high = ratio(without, ours)
+        lines.append(
+            f"| {LEVERS[name].title} | {ROWS[row].title} | {ours.median * 1e3:.4g} | {without.median * 1e3:.4g} | "
+            f"**{middle:.2f}** ({low:.2f} - {high:.2f}) | {ours.peak:.0f} | {without.peak:.0f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--levers", nargs="+", default=list(LEVERS), choices=list(LEVERS))
+    parser.add_argument("--rounds", type=int, help="blocks of steps of every contender; 8, or 3 with --quick")
+    parser.add_argument("--steps", type=int, help="steps of a block, instead of the row's own number")
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--serve", choices=(EVERYTHING, *LEVERS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve_without(arguments.serve, arguments.rows[0])
+        return
+    rounds = arguments.rounds or (3 if arguments.quick else 8)
+    text = [f"Python {platform.python_version()}, {versions(PACKAGES)}; {os.cpu_count()} cores.", "", *HEAD]
+    print("\n".join(text), flush=True)
+    below: list[str] = []
+    for row in arguments.rows:
+        names = [EVERYTHING, *(name for name in arguments.levers if row in LEVERS[name].rows)]
+        contenders = {name: contender(name, row) for name in names}
+        # One start each: it is the steps that are looked at.
+        results, died = measure(contenders, arguments.steps or ROWS[row].steps, rounds, starts=1)
+        lines = table(row, results)
+        print("\n".join(lines), flush=True)
+        text += lines
+        below += [
+            f"- without {LEVERS[name].title}, {ROWS[row].label}: fails with `{why[:200]}`."
+            for name, why in died.items()
+        ]
+    for line in below:
+        print(line)
+    if arguments.write:
+        write_section(PAGE, "levers", "\n".join([*text, "", *below]))
+
+
+if __name__ == "__main__":
+    main()
