@@ -57,7 +57,7 @@ test: lint setup-stock
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
 	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
 
-# An hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
+# Up to an hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
 bench: setup-stock
 	$(BIN)/python benchmarks/train_step.py --write
 	$(BIN)/python benchmarks/rewrites.py --write

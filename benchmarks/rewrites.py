@@ -4,7 +4,7 @@ For each model there is a contender with everything switched on, and one for eac
 take turns, each in a process of its own; turns.py says how. A lever is measured on the models that it is there for.
 The gain is the time without it by the time with it, so that those of two levers need not multiply to that of both.
 
-    python benchmarks/rewrites.py                       # everything; a quarter of an hour on two cores
+    python benchmarks/rewrites.py                       # everything; ten minutes on two cores
     python benchmarks/rewrites.py --quick               # three rounds
     python benchmarks/rewrites.py --rows gpt2           # this model only
     python benchmarks/rewrites.py --write               # and writes docs/benchmarks.md
