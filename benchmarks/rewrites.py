@@ -155,7 +155,7 @@ def main() -> None:
         names = [EVERYTHING, *(name for name in arguments.levers if row in LEVERS[name].rows)]
         contenders = {name: contender(name, row) for name in names}
         # One start each: it is the steps that are looked at.
-        results, died = measure(contenders, arguments.steps or ROWS[row].steps, rounds, starts=1)
+        results, died = measure(contenders, arguments.steps or ROWS[row].steps, rounds, starts=1, needed=EVERYTHING)
         lines = table(row, results)
         print("\n".join(lines), flush=True)
         text += lines

@@ -230,7 +230,7 @@ def main() -> None:
             if takes_part(each, row) and (each in wanted or each == EAGER)
         }
         starts = 1 if arguments.quick else 2
-        results, died = measure(contenders, arguments.steps or row.steps, rounds, starts, PROFILED)
+        results, died = measure(contenders, arguments.steps or row.steps, rounds, starts, PROFILED, EAGER)
         lines = table(row, results, died)
         print("\n".join(lines), flush=True)
         text += lines

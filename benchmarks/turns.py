@@ -185,7 +185,12 @@ def _reason(said: str) -> str:
 
 
 def measure(
-    contenders: Mapping[str, Contender], steps: int, rounds: int, starts: int = 2, profiled: int = 0
+    contenders: Mapping[str, Contender],
+    steps: int,
+    rounds: int,
+    starts: int = 2,
+    profiled: int = 0,
+    needed: str = "",
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Measures contenders in turns.
 
@@ -195,9 +200,13 @@ def measure(
         rounds: Blocks of each contender, after one that warms up.
         starts: How often each is started; the last process is the one that trains.
         profiled: How many steps are looked at in detail when all times are taken. None by default.
+        needed: The contender without which the others say nothing.
 
     Returns:
         The results by name, and why contenders that died did.
+
+    Raises:
+        SystemExit: If the one that is needed died.
     """
     processes: dict[str, _Process] = {}
     found: dict[str, Result] = {}
@@ -210,9 +219,12 @@ def measure(
             print(f"{name} died: {error}", file=sys.stderr)
             died[name] = str(error)
             processes.pop(name).end()
+            if name == needed:
+                raise SystemExit(f"{name} died, which the others are compared with") from None
             return None
 
     with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [process.end() for process in processes.values()])
         for name, contender in contenders.items():
             caches = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             found[name] = Result()
@@ -238,8 +250,6 @@ def measure(
         for name in list(processes) if profiled else ():
             answer = ask(name, f"profile {profiled}")
             found[name].profile = answer and answer["profile"]
-        for process in processes.values():
-            process.end()
     return finished, {name: why for name, why in died.items() if name not in finished}
 
 

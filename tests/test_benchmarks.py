@@ -84,6 +84,12 @@ def test_contenders_take_turns_and_one_may_die() -> None:
     assert result.losses == [19.0, 17.0, 14.0, 11.0] and result.peak > 0 and result.profile is None
 
 
+def test_nothing_is_measured_without_the_one_to_compare_with() -> None:
+    turns = importlib.import_module("turns")
+    with pytest.raises(SystemExit, match="dies died, which the others are compared with"):
+        turns.measure({"lives": contender(turns, 0), "dies": contender(turns, 12)}, 3, 2, needed="dies")
+
+
 def test_charts_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     charts = importlib.import_module("charts")
     rows = {"MLP": {"ours": charts.Bar(1.2, 1.1, 1.3), "theirs": charts.Bar(0.8)}, "BERT": {"ours": charts.Bar(1.5)}}
