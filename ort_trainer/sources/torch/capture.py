@@ -104,6 +104,8 @@ def differentiate(
                 if for_kernels:
                     rewrite_forward(part.graph)
                     part.recompile()
+                if part is not exported:  # node by node, or the joint graph would not know their modules and lines
+                    part.forward = torch.fx.Interpreter(part).run
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if program.as_it_stands else exported
