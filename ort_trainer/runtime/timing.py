@@ -222,7 +222,8 @@ class _TimedSession(_TimedRunner):
         nodes: list[list[dict[str, Any]]] = [[] for _ in runs]
         for event in events:
             index = bisect.bisect_right(starts, event.get("ts", 0)) - 1
-            if event["name"].endswith(_KERNEL) and index >= 0:
+            # Behind the last run there may be the beginning of one whose end the profiler has no room for.
+            if event["name"].endswith(_KERNEL) and index >= 0 and event["ts"] <= starts[index] + runs[index]["dur"]:
                 nodes[index].append(event)
         # One that failed has its event as well.
         for (start, run), event, inside in zip(self._launches, runs, nodes, strict=False):
