@@ -30,6 +30,10 @@ class Encoder:
         symbols: The symbolic sizes.
         sizes: Symbolic size -> batch input and axis where it can be read.
         orders: Value that lies between programs -> its order of memory.
+
+    Attributes:
+        inputs: What the program takes.
+        operators: What each of its steps computes.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Encoder:
     ) -> None:
         self._symbols, self._sizes, self._orders = symbols, sizes, orders
         self.inputs: list[Node] = []
+        self.operators: list[Node] = []
         self._program = Program()
         self._places: dict[Node, dict[str, int]] = {}
 
@@ -53,7 +58,7 @@ class Encoder:
             place = self._place(node)
             if "x" in self._places[base_of(node)] or (is_view(node) and base_of(node) in results):
                 # Memory that ONNX Runtime lent, or that is another result, must not come out under another name.
-                place = self._add("aten.clone.default", [place], {})
+                place = self._add(node, "aten.clone.default", [place], {})
             self._program.results.append((place["v"], self._orders.get(node)))
         return self._program
 
@@ -85,9 +90,10 @@ class Encoder:
         kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
         # Everything is on one device, and pinned memory is the caller's affair.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-        self._places[node] = self._add(_TARGETS.get(target, target), args, kwargs)
+        self._places[node] = self._add(node, _TARGETS.get(target, target), args, kwargs)
 
-    def _add(self, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
+    def _add(self, node: Node, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
+        self.operators.append(node)
         self._program.steps.append((target, args, kwargs))
         return {"v": len(self._program.steps) - 1}
 
