@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from ....graph.dims import symbols_of
 from ....runtime.aten import Program
 from ....runtime.aten.program import GETITEM, Order
 from ..symbols import SymbolTable
-from .values import Node, base_of, is_view, refuse
+from .reuse import find_reuse
+from .values import Node, base_of, is_view, refuse, tensors_of
 
 __all__ = ["Encoder"]
 
@@ -44,6 +46,7 @@ class Encoder:
         self.operators: list[Node] = []
         self._program = Program()
         self._places: dict[Node, dict[str, int]] = {}
+        self._done: set[Node] = set()
 
     def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
         """Returns the program of operators.
@@ -86,11 +89,34 @@ class Encoder:
             overload = node.target
             assert isinstance(overload, torch._ops.OpOverload)
             target = str(overload)
+        reuse = (
+            find_reuse(node, functools.partial(self._is_free, node))
+            if target != GETITEM and not is_view(node)
+            else None
+        )
         args = [self._argument(node, value) for value in node.args]
         kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
         # Everything is on one device, and pinned memory is the caller's affair.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        if reuse is not None:
+            target = reuse.target
+            if reuse.argument is not None:
+                kwargs[reuse.argument] = self._place(reuse.operand)
         self._places[node] = self._add(node, _TARGETS.get(target, target), args, kwargs)
+        self._done.add(node)
+
+    def _is_free(self, node: Node, base: Node) -> bool:
+        """Returns whether the program allocated a value, and only an operator will still read it or a view of it."""
+        if base not in self._done:
+            return False
+        pending = [base]
+        while pending:
+            for user in pending.pop().users:
+                if is_view(user):
+                    pending.append(user)
+                elif user not in self._done and user is not node and (tensors_of(user) or user.op == "output"):
+                    return False
+        return True
 
     def _add(self, node: Node, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
         self.operators.append(node)
