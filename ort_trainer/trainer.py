@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +15,15 @@ from .errors import shown, warn
 from .optim import LRScheduler, OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
 from .options import ModelDescription, ORTTrainerOptions
+from .profiling import Profile
 from .runtime import StepSession
 from .runtime.engine import resolve_device, warn_about_mixed_flavours
 from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
 from .training import state, tensors
+from .training.inference_mode import outside_inference_mode
 from .training.loop import TrainingLoop
-from .training.onnx_file import save_onnx
+from .training.onnx_file import names_without_loss, save_onnx
 
 if TYPE_CHECKING:
     import onnx
@@ -35,20 +36,6 @@ _NO_COPY = (
     "an ORTTrainer can't be copied or pickled, as it owns sessions of ONNX Runtime: make another one with the same "
     "arguments and give it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
 )
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _outside_inference_mode(method: Method) -> Method:
-    """Runs a method outside ``torch.inference_mode``, whose tensors could not be changed by later steps."""
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False):
-            return method(*args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
 
 
 class ORTTrainer:
@@ -88,7 +75,7 @@ class ORTTrainer:
         >>> loss, prediction = trainer.train_step(x, y)
     """
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def __init__(
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
@@ -169,7 +156,7 @@ class ORTTrainer:
         """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
         return self._loop.session
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def prepare(self, sample_batch: Any = None) -> None:
         """Exports the model now instead of in the first step; trains nothing.
 
@@ -185,7 +172,7 @@ class ORTTrainer:
         batch = loop.graphs.bind((loop.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
         loop.prepare(batch, True, loop.fetches(()))
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
 
@@ -205,7 +192,7 @@ class ORTTrainer:
         outputs = self._loop.train(args, kwargs)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model and the loss in evaluation mode: dropout off, batch norm with its running statistics.
 
@@ -222,7 +209,26 @@ class ORTTrainer:
         outputs = self._loop.evaluate(args, kwargs, self.train_step_info.fetches)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    @_outside_inference_mode
+    def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
+        """Measures the next calls of :meth:`train_step`, which train as they would have without it.
+
+        After the last one the time per operator and per module of the model is printed, and a trace is written, which
+        ``chrome://tracing`` and https://ui.perfetto.dev show. A call that raises is not counted.
+
+        Args:
+            steps: How many calls.
+            trace: Path of the trace, in a folder that exists; a file that is there is replaced. None for no trace.
+
+        Returns:
+            The profile, which has its figures when the steps are done.
+
+        Raises:
+            RuntimeError: If another profile is not finished yet.
+            TypeError, ValueError, OSError: If ``steps`` is no int of at least 1, or there can be no file at ``trace``.
+        """
+        return self._loop.profile(steps, trace)
+
+    @outside_inference_mode
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
 
@@ -233,7 +239,7 @@ class ORTTrainer:
         """
         return tensors.get_parameter(self._loop, name)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
         """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
 
@@ -243,7 +249,7 @@ class ORTTrainer:
         """
         tensors.set_parameter(self._loop, name, value)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def get_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
 
@@ -256,7 +262,7 @@ class ORTTrainer:
         """
         return tensors.get_gradient(self._loop, name)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def set_gradient(self, name: str, value: Any) -> None:
         """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
 
@@ -266,7 +272,7 @@ class ORTTrainer:
         """
         tensors.set_gradient(self._loop, name, value)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
 
@@ -287,7 +293,7 @@ class ORTTrainer:
             return self._loop.pending_dict  # type: ignore[return-value]
         return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restores what :meth:`state_dict` returned, in either format; also before the first step.
 
@@ -376,14 +382,9 @@ class ORTTrainer:
         Raises:
             ValueError: If the loss is the only described output.
         """
-        names = [output.name for output in self.model_desc.outputs if not output.is_loss]
-        if not names:
-            raise ValueError(
-                "model_desc describes no output but the loss, so nothing is left to infer: describe the prediction too"
-            )
-        self._save_onnx(path, "export_for_inference", names)
+        self._save_onnx(path, "export_for_inference", names_without_loss(self.model_desc))
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
         self._check_started(method)
         save_onnx(self._loop, path, names)

@@ -23,10 +23,12 @@ ALLOWED = {
     "options": LEAVES | {"amp", "optim", "runtime"},
     "graph": LEAVES,
     "runtime": LEAVES | {"graph", "optim"},
+    "profiling": LEAVES | {"graph", "runtime"},
     "checkpoint": LEAVES,
     "sources": LEAVES | {"graph", "optim", "options", "runtime"},
-    "training": LEAVES | {"amp", "graph", "optim", "options", "runtime", "sources"},
-    "trainer": LEAVES | {"amp", "checkpoint", "graph", "optim", "options", "runtime", "sources", "training"},
+    "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
+    "trainer": LEAVES
+    | {"amp", "checkpoint", "graph", "optim", "options", "profiling", "runtime", "sources", "training"},
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},

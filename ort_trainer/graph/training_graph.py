@@ -89,6 +89,8 @@ class TrainingGraph:
         fixed: Symbol -> the only size that the graph has for it, where the model itself fixes the size.
         programs: Key -> program of PyTorch's operators, where the graph's nodes call some; they name them by their
             keys.
+        origins: Where in the user's model the nodes come from, as text of :class:`~ort_trainer.graph.origins.Origins`;
+            empty where that is not known.
     """
 
     stored: ir.Model | bytes
@@ -104,6 +106,7 @@ class TrainingGraph:
     guards: tuple[str, ...] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
+    origins: str = ""
 
     def __post_init__(self) -> None:
         for name in ("state", "gradients", "buffer_updates", "fixed", "programs"):

@@ -6,13 +6,14 @@ under way in another process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "make_session",
     "maximum_opset",
     "preload",
+    "profiling",
     "providers_for",
     "resolve_device",
     "session_options",
@@ -252,6 +254,23 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
     options.use_deterministic_compute = deterministic
     options.log_severity_level = 3
     return options
+
+
+@contextlib.contextmanager
+def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
+    """Sessions that are made within it note the time of every node, and write a file at their ``end_profiling``.
+
+    Args:
+        options: What the sessions are made with. They can't be copied, so they are set and then put back, the user's
+            own too.
+        prefix: What the path of the file begins with.
+    """
+    known = options.enable_profiling, options.profile_file_prefix
+    options.enable_profiling, options.profile_file_prefix = True, prefix
+    try:
+        yield
+    finally:
+        options.enable_profiling, options.profile_file_prefix = known
 
 
 def make_session(

@@ -114,11 +114,15 @@ class GraphRunner:
         self._place = (device.type, device.index or 0)
         self._state = {graph.state[name]: state[name] for name in graph.state}
         self._prepare()
-        self.inference_session = load(graph, providers, options)
+        self._settings = (providers, options)
+        self.inference_session = self._load()
         self._nothing = torch.zeros(1, device=device)
 
     def _prepare(self) -> None:
         """Does what must be done before the graph is loaded."""
+
+    def _load(self) -> InferenceSession:
+        return load(self.graph, *self._settings)
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""
@@ -170,7 +174,7 @@ class GraphRunner:
             name = self.graph.loss_scale.name
             binding.bind_input(name, *self._describe(name, loss_scale))
             known.loss_scale = loss_scale
-        sampled = sample(plan.random, self._device, generator)
+        sampled = self._draw(plan, generator)  # kept as well
         for (spec, _), value in zip(plan.random, sampled, strict=True):
             binding.bind_input(spec.name, *self._describe(spec.name, value))
         results: dict[str, torch.Tensor] = {}
@@ -180,7 +184,7 @@ class GraphRunner:
             else:
                 value = results[output.name] = torch.empty(output.shape, dtype=output.bound, device=self._device)
                 binding.bind_output(output.name, *self._describe(output.name, value))
-        self.inference_session.run_with_iobinding(binding)
+        self._launch(binding)
         if len(results) < len(plan.outputs):
             # In the order in which they were bound first.
             bound = [*known.destinations, *(output.name for output in plan.outputs)]
@@ -193,6 +197,14 @@ class GraphRunner:
             for output in plan.outputs
         }
         return fetched, destinations or {}
+
+    def _draw(self, plan: Plan, generator: torch.Generator | None) -> list[torch.Tensor]:
+        """Returns new random numbers for a run."""
+        return sample(plan.random, self._device, generator)
+
+    def _launch(self, binding: Any) -> None:
+        """Lets ONNX Runtime run what is bound."""
+        self.inference_session.run_with_iobinding(binding)
 
     def _bind(self, destinations: Mapping[str, torch.Tensor]) -> _Binding:
         binding = self.inference_session.io_binding()

@@ -5,6 +5,8 @@ All faces of the trainer run this one loop and translate arguments only.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
 from ..options import ORTTrainerOptions
 from ..ownership import own_copies
+from ..profiling import Profile, Profiler
 from ..runtime import Plan, StepSession
 from ..sources import BORROWED, ModelSource
 from .batch import Batch
@@ -78,6 +81,7 @@ class TrainingLoop:
         self.info = TrainStepInfo(config)
         self.layout = Layout.of(source, config, device)
         self._seed = torch.initial_seed()
+        self._profiler: Profiler | None = None
         self._pending: Restored | None = None
         self.pending_dict: Mapping[str, Any] = {}
         # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
@@ -157,11 +161,29 @@ class TrainingLoop:
         Returns:
             The outputs that ``info.fetches`` asks for.
         """
-        weight, kwargs = self._take_weight(kwargs)
-        batch = self.graphs.bind(args, kwargs)
-        plan = self.prepare(batch, True, self.fetches(self.info.fetches))
-        with uninterrupted():
-            return self.step(plan, batch, weight)
+        profiler = self._profiler
+        if profiler is None:
+            return self._train(args, kwargs)
+        outputs = profiler.step(lambda: self._train(args, kwargs))
+        if profiler.finished:
+            self._profiler = None  # before anything else, so that whatever happens no later step is measured
+            profiler.report()
+        return outputs
+
+    def profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
+        """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
+
+        Raises:
+            RuntimeError: If steps are being measured already.
+            TypeError, ValueError, OSError: If an argument is none that can be.
+        """
+        if self._profiler is not None:
+            raise RuntimeError(
+                f"a profile of {self._profiler.profile.steps} steps is under way, and {self._profiler.profile.left} of "
+                "them are left: call train_step that often, then profile() again"
+            )
+        self._profiler = Profiler(steps, trace, self._device)
+        return self._profiler.profile
 
     def step(
         self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
@@ -220,7 +242,10 @@ class TrainingLoop:
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass before")
         session.set_learning_rate(*(self.rates.upcoming(info, info.step) if rates is None else rates))
         self.strategy.reduce_gradients(session.present_gradients())
-        info.all_finite = session.optimizer_step(divisor=self.window.divisor, check_finite=self.precision.checks_finite)
+        update = session.optimizer_step
+        if self._profiler is not None:
+            update = functools.partial(self._profiler.update, update)
+        info.all_finite = update(divisor=self.window.divisor, check_finite=self.precision.checks_finite)
         self.discard_gradients()
         try:
             self.precision.update(info)
@@ -249,6 +274,15 @@ class TrainingLoop:
         plan = self.prepare(batch, False, self.fetches(fetches))
         assert self._session is not None
         return self._session.evaluate(plan, batch)
+
+    def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        weight, kwargs = self._take_weight(kwargs)
+        batch = self.graphs.bind(args, kwargs)
+        plan = self.prepare(batch, True, self.fetches(self.info.fetches))
+        if self._profiler is not None:
+            plan = self._profiler.plan(plan)
+        with uninterrupted():
+            return self.step(plan, batch, weight)
 
     def _take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
         """Returns what the micro-batch counts in the window's mean, and the arguments without it."""

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..options import ModelDescription
 from .loop import TrainingLoop
 
-__all__ = ["save_onnx"]
+__all__ = ["names_without_loss", "save_onnx"]
 
 
 def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str]) -> None:
@@ -35,3 +36,17 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
     if list(names) != [spec.name for spec in graph.outputs]:
         graph = graph.pruned(names)
     save_model(graph, session.parameters, session.buffers, loop.source.trainable, Path(path))
+
+
+def names_without_loss(description: ModelDescription) -> list[str]:
+    """Returns the described outputs that inference is for.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    names = [output.name for output in description.outputs if not output.is_loss]
+    if not names:
+        raise ValueError(
+            "model_desc describes no output but the loss, so nothing is left to infer: describe the prediction too"
+        )
+    return names

@@ -18,7 +18,7 @@ import torch
 from ..engine import engine
 from .program import Program
 
-__all__ = ["DOMAIN", "OPERATOR", "execute", "from_torch", "prepare"]
+__all__ = ["DOMAIN", "OPERATOR", "Call", "execute", "from_torch", "prepare", "prepare_timed"]
 
 DOMAIN, OPERATOR = "org.pytorch.aten", "ATen"
 
@@ -38,7 +38,12 @@ _Execute = ctypes.CFUNCTYPE(
 )
 
 _programs: dict[bytes, tuple[Callable[..., tuple[torch.Tensor, ...]], list[tuple[int, str]]]] = {}
+_timed: dict[bytes, Callable[..., tuple[torch.Tensor, ...]]] = {}
 _from_dlpack, _to_dlpack = torch._C._from_dlpack, torch._C._to_dlpack  # type: ignore[attr-defined]
+
+
+Call = tuple[str, str, list[int]]
+"""Name of a node, key of its program, and the times in nanoseconds that the program has marked."""
 
 
 class _Run(threading.local):
@@ -46,17 +51,20 @@ class _Run(threading.local):
 
     error: BaseException | None = None
     outputs: dict[str, torch.Tensor] | None = None
+    calls: list[Call] | None = None
 
 
 _run = _Run()
 
 
-def _execute(key: bytes, _: Any, input_count: int, inputs: Any, output_count: int, outputs: Any) -> None:
+def _execute(key: bytes, node: int, input_count: int, inputs: Any, output_count: int, outputs: Any) -> None:
     try:
         # Its steps after one that failed get something that is a tensor, for ONNX Runtime to come to the end of the
         # run.
         if _run.error is None:
             program, outputs_of_graph = _programs[key]
+            if _run.calls is not None:
+                program = _marking(key, node, _run.calls)
             results = program(*[_from_dlpack(_new_capsule(pointer, _FRESH, None)) for pointer in inputs[:input_count]])
             if _run.outputs is not None:
                 for index, name in outputs_of_graph:
@@ -70,6 +78,19 @@ def _execute(key: bytes, _: Any, input_count: int, inputs: Any, output_count: in
         capsule = _to_dlpack(value)
         outputs[index] = _pointer_of(capsule, _FRESH)
         _rename(capsule, _USED)  # the engine owns the tensor now
+
+
+def _marking(key: bytes, node: int, calls: list[Call]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Returns a program that notes when its steps are done.
+
+    Args:
+        key: Of the program.
+        node: Address of the node's name.
+        calls: Where it is noted.
+    """
+    marks: list[int] = []
+    calls.append((ctypes.string_at(node).decode(), key.decode(), marks))
+    return functools.partial(_timed[key], marks.append)
 
 
 _callbacks = (_IsCpuArgument(lambda *_: False), _Execute(_execute))
@@ -90,13 +111,24 @@ def prepare(programs: dict[str, Program]) -> None:
             _programs[key.encode()] = program.compiled(), outputs
 
 
-def execute(session: Any, feeds: Mapping[str, Any], wanted: str) -> dict[str, torch.Tensor]:
+def prepare_timed(programs: dict[str, Program]) -> None:
+    """Makes programs known that can be asked to note when their steps are done."""
+    for key, program in programs.items():
+        if key.encode() not in _timed:
+            _timed[key.encode()] = program.compiled(timed=True)
+
+
+def execute(
+    session: Any, feeds: Mapping[str, Any], wanted: str, calls: list[Call] | None = None
+) -> dict[str, torch.Tensor]:
     """Runs a graph of programs, with PyTorch as the graph was captured: no gradients are recorded, no casts are made.
 
     Args:
         session: The ONNX Runtime session.
         feeds: Inputs by name, as values of ONNX Runtime.
         wanted: Name of one output: ONNX Runtime wants to be asked for something.
+        calls: Gets the calls of programs with their times, in order. The programs must have been handed to
+            :func:`prepare_timed`. None for no times.
 
     Returns:
         The outputs by name, as the programs made them: booleans as bytes. They need not come by way of ONNX Runtime,
@@ -110,7 +142,7 @@ def execute(session: Any, feeds: Mapping[str, Any], wanted: str) -> dict[str, to
     torch.set_grad_enabled(False)
     if autocast:
         torch.set_autocast_enabled("cpu", False)
-    _run.outputs = outputs
+    _run.outputs, _run.calls = outputs, calls
     failed: Exception | None = None
     try:
         session.run_with_ort_values(feeds, [wanted], None)
@@ -120,7 +152,7 @@ def execute(session: Any, feeds: Mapping[str, Any], wanted: str) -> dict[str, to
         torch.set_grad_enabled(grad)
         if autocast:
             torch.set_autocast_enabled("cpu", True)
-        raised, _run.error, _run.outputs = _run.error, None, None
+        raised, _run.error, _run.outputs, _run.calls = _run.error, None, None, None
     # What ONNX Runtime says of a program that failed is a consequence of it.
     if raised is not None:
         raise raised

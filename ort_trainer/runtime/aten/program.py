@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,9 +88,14 @@ class Program:
         """A name for it; equal programs have the same."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:20]
 
-    def compiled(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns the program as a function of its inputs, as they come from ONNX Runtime."""
-        return _Compiler(self).function()
+    def compiled(self, timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Returns the program as a function of its inputs, as they come from ONNX Runtime.
+
+        Args:
+            timed: Whether the function takes one argument more, before the others, which it calls with the time in
+                nanoseconds: before the first step, behind each step, and behind what is done to each result.
+        """
+        return _Compiler(self, timed).function()
 
 
 @functools.cache
@@ -120,9 +126,10 @@ class _Compiler:
     gets into the source.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, timed: bool) -> None:
         self._program = program
-        self._names: dict[str, Any] = {"contiguous": _contiguous}
+        self._timed = timed
+        self._names: dict[str, Any] = {"contiguous": _contiguous, "now": time.perf_counter_ns}
         self._dims: dict[str, str] = {}
         self._last_uses = self._find_last_uses()
 
@@ -135,21 +142,28 @@ class _Compiler:
             if order is not None:
                 back = [list(order).index(axis) for axis in range(len(order))]
                 body.append(f"x{index} = x{index}.permute({back})")
+        mark = ["mark(now())"] if self._timed else []
+        body += mark
         for index, (target, args, kwargs) in enumerate(program.steps):
             given = [self._argument(argument) for argument in args]
             given += [f"{_identifier(name)}={self._argument(argument)}" for name, argument in kwargs.items()]
             body.append(f"v{index} = {self._name(find_operator(target))}({', '.join(given)})")
             body += [f"del {name}" for name in self._last_uses.get(index, ())]
+            body += mark
         results = []
         for step, order in program.results:
             results.append(f"contiguous(v{step}, {None if order is None else [int(axis) for axis in order]})")
+        if self._timed:
+            for index, result in enumerate(results):
+                body += [f"r{index} = {result}", *mark]
+            results = [f"r{index}" for index in range(len(results))]
         body.append(f"return ({', '.join(results)},)")
         if self._dims:
             self._names["sizes"] = _size_function(list(program.symbols), list(self._dims))
             read = [f"x{source}.shape[{axis}]" for source, axis in program.symbols.values()]
             body.insert(0, f"{', '.join(self._dims.values())}, = sizes({', '.join(read)})")
-        inputs = ", ".join(f"x{index}" for index in range(len(program.inputs)))
-        source = f"def program({inputs}):\n" + "\n".join(f"    {line}" for line in body)
+        inputs = ["mark"] * self._timed + [f"x{index}" for index in range(len(program.inputs))]
+        source = f"def program({', '.join(inputs)}):\n" + "\n".join(f"    {line}" for line in body)
         exec(compile(source, f"<{program.key}>", "exec"), self._names)
         function: Callable[..., tuple[torch.Tensor, ...]] = self._names["program"]
         return function

@@ -9,7 +9,7 @@ import torch
 
 from ...graph import TrainingGraph
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Plan, sample
+from ..runner import GraphRunner, Plan
 from .bridge import execute, from_torch, prepare
 from .program import Program
 
@@ -54,9 +54,9 @@ class KernelRunner(GraphRunner):
         given = dict(batch)
         if self.graph.loss_scale is not None and loss_scale is not None:
             given[self.graph.loss_scale.name] = loss_scale
-        given |= zip((spec.name for spec, _ in plan.random), sample(plan.random, self._device, generator), strict=True)
+        given |= zip((spec.name for spec, _ in plan.random), self._draw(plan, generator), strict=True)
         feeds = {**self._feeds, **{name: from_torch(value) for name, value in given.items()}}
-        found = execute(self._session, feeds, self.graph.loss)
+        found = self._execute(feeds)
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
         results = {output.name: found[output.name] for output in plan.outputs}
@@ -64,3 +64,6 @@ class KernelRunner(GraphRunner):
             if output.dtype is torch.bool:
                 results[output.name] = results[output.name].view(torch.bool)
         return results, found
+
+    def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return execute(self._session, feeds, self.graph.loss)

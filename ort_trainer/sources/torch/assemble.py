@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
+import torch
 
 from ...errors import ExportError
 from ...graph import Dim, TensorSpec, TrainingGraph
@@ -16,6 +17,7 @@ from ...runtime.bfloat16 import WidenInterfacePass
 from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
 from .kernels.build import kernel_model
+from .origins import onnx_operators, origins_of
 from .random_inputs import Draws, lift_random_numbers
 from .recompute import apply_recompute, asks_for_recomputation
 from .source_lines import drop_source, onnx_source_line
@@ -81,14 +83,18 @@ def assemble(
         TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
         for node, entry in batch
     )
-    programs: dict[str, str] = {}
+    programs: Mapping[str, str] = {}
+    operators: Mapping[str, Sequence[torch.fx.Node | None]]
     if for_kernels:
         stage("translate")
-        model, programs = kernel_model(found, inputs, results, batch)
+        made = kernel_model(found, inputs, results, batch)
+        model, programs, operators = made.model, made.programs, made.operators
     else:
         model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
         WidenInterfacePass()(model)
         _fit(model, found.outputs[0].meta["val"].device.type)
+        operators = onnx_operators(model, found.module.graph)
+        drop_source(model)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()
     return TrainingGraph(
@@ -105,18 +111,18 @@ def assemble(
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
         programs=programs,
+        origins=origins_of(found, step.model, operators).to_text() if training else "",
     )
 
 
 def _fit(model: ir.Model, device: str) -> None:
-    """Fits a model to the kernels of the engine, after which nobody asks where its nodes come from."""
+    """Fits a model to the kernels of the engine."""
     missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
     if missing:
         raise ExportError(
             "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
             "before.\n  " + "\n  ".join(missing)
         )
-    drop_source(model)
 
 
 def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:

@@ -31,6 +31,7 @@ from .composites import replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
 from .kernels import rewrite_forward
+from .module_marks import marked_modules
 from .operators.recurrent import unrolled_layers
 from .program import Program, capturing, names_in_model
 from .size_one import squeezed_sizes
@@ -103,9 +104,13 @@ def differentiate(
                 if for_kernels:
                     rewrite_forward(part.graph)
                     part.recompile()
+                if part is not exported:  # node by node, or the joint graph would not know their modules and lines
+                    part.forward = torch.fx.Interpreter(part).run
         # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
         # a model with these is differentiated as it stands.
         core = module if program.as_it_stands else exported
+        if program.as_it_stands:
+            stack.enter_context(marked_modules(module))
         if not for_kernels:
             stack.enter_context(unrolled_layers())
         stack.enter_context(program.fake_mode)

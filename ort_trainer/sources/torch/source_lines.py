@@ -14,9 +14,10 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["drop_source", "forward_line", "onnx_source_line", "source_line", "source_line_of_error"]
+__all__ = ["drop_source", "forward_line", "onnx_source_line", "operator_of", "source_line", "source_line_of_error"]
 
 _ONNX_TRACE = "pkg.torch.onnx.stack_trace"
+_ONNX_OPERATOR = "pkg.torch.onnx.fx_node"
 # What is no user's code: PyTorch and this package.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -35,14 +36,25 @@ def onnx_source_line(node: ir.Node) -> str:
     return _last_of_the_user(_frames(node.metadata_props.get(_ONNX_TRACE)))
 
 
+def operator_of(node: ir.Node) -> str | None:
+    """Returns the name of the operator in the captured graph that torch.onnx made a node of; None if it made none."""
+    found = re.match(r"%(\w+)", node.metadata_props.get(_ONNX_OPERATOR, ""))
+    return None if found is None else found[1]
+
+
 def drop_source(model: ir.Model, keep_lines: bool = False) -> None:
-    """Drops what torch.onnx wrote about the origin of nodes, in place; :func:`onnx_source_line` needs the lines."""
+    """Drops what torch.onnx wrote about the origin of nodes, in place.
+
+    Args:
+        model: The model.
+        keep_lines: Whether to keep what :func:`onnx_source_line` and :func:`operator_of` need.
+    """
+    kept = (_ONNX_TRACE, _ONNX_OPERATOR) if keep_lines else ()
     for node in model.graph.all_nodes():
-        trace = node.metadata_props.get(_ONNX_TRACE)
+        known = {key: node.metadata_props[key] for key in kept if key in node.metadata_props}
         node.metadata_props.clear()
         node.meta.clear()  # torch.onnx keeps the whole captured graph alive here
-        if keep_lines and trace:
-            node.metadata_props[_ONNX_TRACE] = trace
+        node.metadata_props.update(known)
     model.graph.metadata_props.clear()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
@@ -13,7 +12,7 @@ from ...graph import TensorSpec
 from ...graph.names import Names
 from ...graph.simplify import SimplifyPass, convert_opset
 from .operators.execution_order import lower_after
-from .source_lines import drop_source
+from .source_lines import drop_source, operator_of
 from .translate import translate
 
 __all__ = ["to_onnx"]
@@ -43,7 +42,7 @@ def to_onnx(
         stage: Called with the name of each stage as it begins.
 
     Returns:
-        The model; its nodes still know the lines of the user's code that they come from.
+        The model; its nodes still know the operators and the lines of the user's code that they come from.
     """
     stage("translate")
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -71,8 +70,7 @@ def to_onnx(
 def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
     """Names every node by the operator that it comes from: ONNX Runtime's errors have nothing but the node's name."""
     for number, node in enumerate(model.graph.all_nodes()):
-        source = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
-        operator = operators.get(source[1]) if source is not None else None
+        operator = operators.get(operator_of(node) or "")
         node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
 
 

@@ -45,6 +45,15 @@ def test_a_program_does_what_it_says(rows: int) -> None:
     assert large.dtype == torch.uint8 and torch.equal(large.bool(), flat > 0.5), "booleans travel as bytes"
 
 
+def test_a_program_that_is_timed_does_the_same() -> None:
+    found = Program.from_text(program())
+    marks: list[int] = []
+    given = torch.randn(3, 6), torch.randn(4, 6)
+    for ours, theirs in zip(found.compiled(timed=True)(marks.append, *given), found.compiled()(*given), strict=True):
+        assert torch.equal(ours, theirs)
+    assert marks == sorted(marks) and len(marks) == 1 + len(found.steps) + len(found.results)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
@@ -18,15 +19,30 @@ from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
-__all__ = ["kernel_model"]
+__all__ = ["KernelModel", "kernel_model"]
 
 Named = Sequence[tuple[Node, str]]
 
 
+@dataclass(frozen=True)
+class KernelModel:
+    """A model that computes a captured graph with PyTorch's kernels.
+
+    Attributes:
+        model: The model.
+        programs: Its programs by the keys in its nodes.
+        operators: Name of a node -> the operator that each step of its program computes.
+    """
+
+    model: ir.Model
+    programs: Mapping[str, str]
+    operators: Mapping[str, Sequence[Node]]
+
+
 def kernel_model(
     found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
-) -> tuple[ir.Model, dict[str, str]]:
-    """Returns a model that computes a captured graph with PyTorch's kernels, and its programs by the keys in its nodes.
+) -> KernelModel:
+    """Returns a model that computes a captured graph with PyTorch's kernels.
 
     Args:
         found: The captured step; it is used up.
@@ -46,7 +62,7 @@ def kernel_model(
     rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     builder = _Builder(found, inputs, results, batch)
-    return builder.model(), builder.programs
+    return KernelModel(builder.model(), builder.programs, builder.operators)
 
 
 class _Builder:
@@ -65,6 +81,7 @@ class _Builder:
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {}
         self.programs: dict[str, str] = {}
+        self.operators: dict[str, list[Node]] = {}
         self._outputs: dict[str, ir.Value] = {}
         self._nodes: list[ir.Node] = []
 
@@ -124,7 +141,9 @@ class _Builder:
         inputs = [self._values[node] for node in encoder.inputs]
         key = program.key
         self.programs[key] = program.to_text()
-        self._nodes.append(_call(key, inputs, outputs, outputs[0].name or ""))
+        name = f"{outputs[0].name}_node"
+        self.operators[name] = encoder.operators
+        self._nodes.append(_call(key, inputs, outputs, name))
         for node, output in zip(results, outputs, strict=True):
             self._values.setdefault(node, output)
             if node in names:
@@ -136,8 +155,9 @@ _OPSETS = {"": 18, DOMAIN: 1}
 
 
 def _call(key: str, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
-    attributes = {"operator": key, "overload_name": ""}
-    return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=f"{name}_node")
+    # Equal programs share a key. A profile must tell their nodes apart, and gets to see the second attribute.
+    attributes = {"operator": key, "overload_name": name}
+    return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=name)
 
 
 def _value(node: Node, name: str) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from ....graph.dims import symbols_of
 from ....runtime.aten import Program
 from ....runtime.aten.program import GETITEM, Order
 from ..symbols import SymbolTable
-from .values import Node, base_of, is_view, refuse
+from .reuse import find_reuse
+from .values import Node, base_of, is_view, refuse, tensors_of
 
 __all__ = ["Encoder"]
 
@@ -30,6 +32,10 @@ class Encoder:
         symbols: The symbolic sizes.
         sizes: Symbolic size -> batch input and axis where it can be read.
         orders: Value that lies between programs -> its order of memory.
+
+    Attributes:
+        inputs: What the program takes.
+        operators: What each of its steps computes.
     """
 
     def __init__(
@@ -37,8 +43,10 @@ class Encoder:
     ) -> None:
         self._symbols, self._sizes, self._orders = symbols, sizes, orders
         self.inputs: list[Node] = []
+        self.operators: list[Node] = []
         self._program = Program()
         self._places: dict[Node, dict[str, int]] = {}
+        self._done: set[Node] = set()
 
     def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
         """Returns the program of operators.
@@ -53,7 +61,7 @@ class Encoder:
             place = self._place(node)
             if "x" in self._places[base_of(node)] or (is_view(node) and base_of(node) in results):
                 # Memory that ONNX Runtime lent, or that is another result, must not come out under another name.
-                place = self._add("aten.clone.default", [place], {})
+                place = self._add(node, "aten.clone.default", [place], {})
             self._program.results.append((place["v"], self._orders.get(node)))
         return self._program
 
@@ -81,13 +89,37 @@ class Encoder:
             overload = node.target
             assert isinstance(overload, torch._ops.OpOverload)
             target = str(overload)
+        reuse = (
+            find_reuse(node, functools.partial(self._is_free, node))
+            if target != GETITEM and not is_view(node)
+            else None
+        )
         args = [self._argument(node, value) for value in node.args]
         kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
         # Everything is on one device, and pinned memory is the caller's affair.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-        self._places[node] = self._add(_TARGETS.get(target, target), args, kwargs)
+        if reuse is not None:
+            target = reuse.target
+            if reuse.argument is not None:
+                kwargs[reuse.argument] = self._place(reuse.operand)
+        self._places[node] = self._add(node, _TARGETS.get(target, target), args, kwargs)
+        self._done.add(node)
 
-    def _add(self, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
+    def _is_free(self, node: Node, base: Node) -> bool:
+        """Returns whether the program allocated a value, and only an operator will still read it or a view of it."""
+        if base not in self._done:
+            return False
+        pending = [base]
+        while pending:
+            for user in pending.pop().users:
+                if is_view(user):
+                    pending.append(user)
+                elif user not in self._done and user is not node and (tensors_of(user) or user.op == "output"):
+                    return False
+        return True
+
+    def _add(self, node: Node, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, int]:
+        self.operators.append(node)
         self._program.steps.append((target, args, kwargs))
         return {"v": len(self._program.steps) - 1}
 

@@ -1,7 +1,7 @@
 """Divides a captured graph into the programs that become its nodes.
 
-A call from ONNX Runtime into PyTorch costs some ten microseconds. So a program takes operators in the order of the
-graph until what they do takes long enough for the call not to count::
+A call from ONNX Runtime into PyTorch costs some ten microseconds, and what lies between two programs keeps its memory,
+which a program would reuse. So a program takes operators in the order of the graph until what they do takes long::
 
     layer_norm -> addmm -> gelu -> addmm -> ...    =>    [layer_norm, addmm] -> [gelu, addmm] -> ...
 
@@ -26,7 +26,7 @@ __all__ = ["partition"]
 aten = torch.ops.aten
 
 # Seconds of work from which on a program is long enough, on a processor that does so much in one.
-_ENOUGH = 1e-3
+_ENOUGH = 10e-3
 _FLOPS, _BYTES = 100e9, 10e9
 _OPERATOR = 2e-6
 

@@ -3,59 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.runtime.aten import Program
-from ort_trainer.runtime.engine import can_call_pytorch
+from .calls import LARGE, Function, needs_pytorch, trained
 
-from ....helpers import assert_close
-
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not can_call_pytorch(), reason="the engine can't call PyTorch"),
-]
-Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Model(nn.Module):
-    """A function of a linear layer, and its mean square."""
-
-    def __init__(self, function: Function, width: int) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(width, 5 * width // 6), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.linear(x)).square().mean()
-
-
-def trained(function: Function, rows: int = 7, width: int = 6) -> Counter[str]:
-    """Compares loss and gradients with PyTorch's, within 1e-5; returns the operators that were called."""
-    model = Model(function, width)
-    desc = {"inputs": [("x", ["batch", width])], "outputs": [("loss", [], True)]}
-    options = ORTTrainerOptions({"utils": {"kernels": "pytorch", "grad_norm_clip": False}})
-    ours = ORTTrainer(model, desc, optim.SGDConfig(lr=1.0), options=options)
-    x = torch.randn(rows, width) * 2
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loss = ours.train_step(x)
-    expected = model(x)
-    expected.backward()
-    assert_close(loss, expected.detach(), 1e-5, "loss")
-    after = ours.state_dict(pytorch_format=True)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert_close(before[name] - after[name], parameter.grad, 1e-5, name)
-    assert ours.session is not None
-    texts = ours.session.graphs(True)[0].programs.values()
-    return Counter(target for text in texts for target, _, _ in Program.from_text(text).steps)
-
-
+pytestmark = needs_pytorch
 ROOT = math.sqrt(2 / math.pi)
 GELUS: dict[str, Function] = {
     "new": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
@@ -79,10 +34,6 @@ def test_a_gelu_that_is_written_out_is_one_operator(name: str) -> None:
 @pytest.mark.parametrize("name", NO_GELUS)
 def test_what_is_no_gelu_stays(name: str) -> None:
     assert "aten.gelu.default" not in trained(NO_GELUS[name])
-
-
-# Rows and columns of a product for which oneDNN is worth its preparation.
-LARGE = (128, 300)
 
 
 def test_products_with_weights_are_onednns() -> None:

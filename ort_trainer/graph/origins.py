@@ -1,0 +1,98 @@
+"""``Origins``: which module of the user's model each node of a training graph belongs to, and to which pass.
+
+A profile is all that asks for it. So a graph keeps it as text, which is read when somebody looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["LOSS", "Origins", "Place", "parent_of"]
+
+LOSS = "(loss)"
+"""Stands for a path where something belongs to the loss function, or to no module of the model."""
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is computed.
+
+    Attributes:
+        module: Path of a module, as in ``model.named_modules()``; the model's own is empty.
+        backward: Whether in the backward pass.
+    """
+
+    module: str
+    backward: bool
+
+
+class Origins:
+    """The places of the nodes of one graph.
+
+    Args:
+        modules: Path and name of the class of every module that occurs, and of those around it, in the model's order.
+        nodes: Name of a node -> twice the index of its module, plus 1 in the backward pass; -1 where it is not known.
+            A node that is a program has one number for each of its steps, any other node has one.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, str]], nodes: Mapping[str, Sequence[int]]) -> None:
+        self.modules = tuple((path, kind) for path, kind in modules)
+        self._nodes = nodes
+        self._renamed: dict[str, str | None] = {}
+
+    @classmethod
+    def of(cls, places: Mapping[str, Sequence[Place | None]], modules: Sequence[tuple[str, str]]) -> Origins:
+        """Returns the origins of nodes.
+
+        Args:
+            places: Name of a node -> the places of what it does.
+            modules: All that may occur in them, in the model's order, with the names of their classes.
+        """
+        found = {place.module for several in places.values() for place in several if place is not None}
+        for path in list(found):
+            while (above := parent_of(path)) is not None:
+                found.add(path := above)
+        kept = [(path, kind) for path, kind in modules if path in found]
+        numbers = {path: 2 * index for index, (path, _) in enumerate(kept)}
+
+        @functools.cache  # a graph has far more nodes than places
+        def number(place: Place | None) -> int:
+            return _UNKNOWN if place is None else numbers[place.module] + place.backward
+
+        return cls(kept, {name: [number(place) for place in several] for name, several in places.items()})
+
+    @classmethod
+    def from_text(cls, text: str) -> Origins:
+        """Returns what :meth:`to_text` wrote; nothing is known where the text is empty."""
+        return cls(**json.loads(text)) if text else cls((), {})
+
+    def to_text(self) -> str:
+        """Returns all of it as text."""
+        return json.dumps({"modules": self.modules, "nodes": self._nodes}, separators=(",", ":"))
+
+    def place(self, node: str, step: int = 0) -> Place | None:
+        """Returns the place of a node, or of one step of it; None if it is not known.
+
+        Args:
+            node: Its name. ONNX Runtime gives nodes that it fuses a new name, which often has the name of one of them
+                in it: that one counts.
+            step: Number of the step in a program.
+        """
+        name = node if node in self._nodes else self._known_within(node)
+        number = _UNKNOWN if name is None else self._nodes[name][step]
+        return None if number == _UNKNOWN else Place(self.modules[number // 2][0], bool(number % 2))
+
+    def _known_within(self, node: str) -> str | None:
+        if node not in self._renamed:
+            self._renamed[node] = max((name for name in self._nodes if name in node), key=len, default=None)
+        return self._renamed[node]
+
+
+def parent_of(path: str) -> str | None:
+    """Returns the path of the module around another; None for the model itself, and for the loss function."""
+    return None if path in ("", LOSS) else path.rpartition(".")[0]

@@ -1,0 +1,122 @@
+"""Writes measured steps as a trace: JSON that ``chrome://tracing`` and https://ui.perfetto.dev show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..atomic import atomic_path
+from ..graph.origins import Place, parent_of
+from ..runtime.timing import TimedRun
+from .figures import GraphOrigins
+from .measured import MeasuredStep
+
+__all__ = ["write_trace"]
+
+_PROCESS = 1
+_MAIN = 1
+
+
+def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins) -> None:
+    """Writes the trace of steps: a step, in it a run of the graph, in it the modules, in them the operators.
+
+    Args:
+        path: Where.
+        steps: Their runs have been collected.
+        origins: Of their graphs.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    events = list(_events(steps, origins))
+    first = min(event["ts"] for event in events)
+    for event in events:
+        event["ts"] = (event["ts"] - first) / 1000
+        event["dur"] /= 1000
+    names = [("process_name", 0, "ort_trainer"), ("thread_name", _MAIN, "train_step")]
+    named: list[dict[str, Any]] = [
+        {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}} for kind, track, name in names
+    ]
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}))
+
+
+def _event(
+    name: str, category: str, start: int, end: int, track: int = _MAIN, arguments: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "ts": start,
+        "dur": end - start,
+        "pid": _PROCESS,
+        "tid": track,
+        "args": arguments or {},
+    }
+
+
+def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[dict[str, Any]]:
+    """Yields the events with their times in nanoseconds, what is around before what is within."""
+    for number, step in enumerate(steps, start=1):
+        yield _event(f"train_step {number}", "step", step.start, step.end)
+        for start, end in step.set_up:
+            yield _event("set-up of the measurement, not counted", "set-up", start, end)
+        for run in step.runs:
+            yield _event("forward and backward pass", "run", run.start, run.end)
+            yield from _run_events(run, origins)
+        for start, end in step.updates:
+            yield _event("optimizer update", "update", start, end)
+
+
+def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]]:
+    """Yields the modules and the operators of a run: a module for as long as one operator of it follows another."""
+    known = origins.of(run.graph)
+    tracks: dict[int, int] = {0: _MAIN}
+    around: list[dict[str, Any]] = []
+    calls = [operation for operation in run.operations if not operation.is_part]
+    for operation in sorted(calls, key=lambda operation: operation.start):
+        # The session's threads by their first use: the first one is the caller's.
+        track = tracks.setdefault(operation.thread, _MAIN if len(tracks) == 1 else len(tracks))
+        end = operation.start + operation.duration
+        place = known.place(operation.node, operation.step) if operation.node else None
+        if track == _MAIN:
+            yield from _enter(around, _scopes(place), operation.start)
+            for event in around:
+                event["dur"] = end - event["ts"]
+        arguments = {} if place is None else {"module": place.module, "pass": _pass(place)}
+        yield _event(operation.name, "operator", operation.start, end, track, arguments)
+
+
+def _pass(place: Place) -> str:
+    return "backward" if place.backward else "forward"
+
+
+def _scopes(place: Place | None) -> list[str]:
+    """Returns what a place is within, outermost first: the pass, and the paths of the modules."""
+    if place is None:
+        return []
+    paths = [place.module]
+    while (above := parent_of(paths[-1])) is not None:
+        paths.append(above)
+    return [_pass(place), *filter(None, reversed(paths))]
+
+
+def _enter(around: list[dict[str, Any]], scopes: Sequence[str], start: int) -> Iterator[dict[str, Any]]:
+    """Leaves the modules that an operator is not in, and enters those that it is in; yields the events of the new ones.
+
+    Args:
+        around: The events of what the last operator was in, outermost first; it is changed, and the events are while
+            operators follow.
+        scopes: What the next one is in.
+        start: When it begins.
+    """
+    shared = 0
+    while shared < min(len(around), len(scopes)) and around[shared]["name"] == scopes[shared]:
+        shared += 1
+    del around[shared:]
+    for name in scopes[shared:]:
+        around.append(_event(name, "module", start, start))
+        yield around[-1]

@@ -1,0 +1,131 @@
+"""Adds up what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..graph import TrainingGraph
+from ..graph.origins import Origins, parent_of
+from ..runtime.timing import Operation
+from .measured import MeasuredStep
+from .profile import Figures, ModuleTime, OperatorTime
+
+__all__ = ["FUSED", "GraphOrigins", "figures_of"]
+
+FUSED = "(fused)"
+
+# Operators that are mostly matrix products, by the parts that their names begin with; PyTorch's, then ONNX's.
+_PRODUCTS = (
+    *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm", "aten.mv", "aten.addmv", "aten.dot"),
+    *("aten.linear", "aten.convolution", "aten.mkldnn_", "aten._scaled_dot_product", "aten._convolution"),
+    *("aten.addr", "ort_trainer.linear", "mkldnn."),
+    *("MatMul", "Gemm", "Conv", "FusedMatMul", "FusedGemm", "FusedConv", "NhwcFusedConv", "TransposeMatMul", "Einsum"),
+    *("LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention"),
+)
+
+
+class GraphOrigins:
+    """The origins of several graphs, read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Origins] = {}
+
+    def of(self, graph: TrainingGraph) -> Origins:
+        """Returns those of a graph."""
+        if id(graph) not in self._known:
+            self._known[id(graph)] = Origins.from_text(graph.origins)
+        return self._known[id(graph)]
+
+
+def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Sequence[str]) -> Figures:
+    """Returns the figures of steps whose runs have been collected.
+
+    Args:
+        steps: At least one.
+        origins: Of their graphs.
+        remarks: What is to be said beside the figures.
+    """
+    remarks = list(remarks)
+    complete = [step for step in steps if step.is_complete]
+    if len(complete) < len(steps):
+        remarks.append(
+            f"the figures are those of {len(complete)} of the {len(steps)} steps: ONNX Runtime's profiler remembers no "
+            "more than a million events"
+        )
+    sums = _Sums(complete or steps, origins)
+    graphs = [run.graph for step in steps for run in step.runs]
+    if not any(graph.origins for graph in graphs):
+        remarks.append("no time per module: the graph was made of an ONNX model, which has no modules")
+    kernels = dict.fromkeys("PyTorch's" if graph.programs else "ONNX Runtime's" for graph in graphs)
+    return Figures(
+        seconds=tuple(step.duration / 1e9 for step in steps),
+        milliseconds=sums.mean(sums.total),
+        operators=sums.operator_times(),
+        modules=sums.module_times(),
+        products=sums.mean(sum(spent for name, spent in sums.operators.items() if name.startswith(_PRODUCTS))),
+        optimizer=sums.mean(sums.updates),
+        # Where a session runs several nodes at a time, there may be more time in operators than in the step.
+        overhead=sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0)),
+        kernels=" and ".join(kernels),
+        remarks=tuple(remarks),
+    )
+
+
+class _Sums:
+    """Nanoseconds of all steps together."""
+
+    def __init__(self, steps: Sequence[MeasuredStep], origins: GraphOrigins) -> None:
+        self._steps = len(steps)
+        self.total = sum(step.duration for step in steps)
+        self.updates = sum(end - start for step in steps for start, end in step.updates)
+        self.operators: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._modules: dict[str, list[int]] = {}
+        self._kinds: dict[str, str] = {}
+        for step in steps:
+            for run in step.runs:
+                known = origins.of(run.graph)
+                self._kinds.update(known.modules)
+                for operation in run.operations:
+                    self._add(operation, known)
+
+    def mean(self, nanoseconds: float) -> float:
+        """Returns the milliseconds a step of a time of all steps."""
+        return nanoseconds / 1e6 / self._steps
+
+    def operator_times(self) -> tuple[OperatorTime, ...]:
+        """Returns the operators, the slowest first."""
+        names = sorted(self.operators, key=lambda name: -self.operators[name])
+        return tuple(
+            OperatorTime(
+                name,
+                self._calls.get(name, 0) / self._steps,
+                self.mean(self.operators[name]),
+                self.operators[name] / self.total,
+            )
+            for name in names
+        )
+
+    def module_times(self) -> tuple[ModuleTime, ...]:
+        """Returns the modules in the order of the model, and what is in none."""
+        order = [path for path in self._kinds if path in self._modules]
+        order += [path for path in self._modules if path not in self._kinds]
+        found = []
+        for path in order:
+            forward, backward = self._modules[path]
+            share = (forward + backward) / self.total
+            found.append(ModuleTime(path, self._kinds.get(path, ""), self.mean(forward), self.mean(backward), share))
+        return tuple(found)
+
+    def _add(self, operation: Operation, origins: Origins) -> None:
+        name, spent = operation.name, operation.duration
+        self.operators[name] = self.operators.get(name, 0) + spent
+        self._calls[name] = self._calls.get(name, 0) + (not operation.is_part)
+        if not operation.node or not origins.modules:
+            return
+        place = origins.place(operation.node, operation.step)
+        path: str | None = FUSED if place is None else place.module
+        backward = place is not None and place.backward
+        while path is not None:
+            self._modules.setdefault(path, [0, 0])[backward] += spent
+            path = None if path == FUSED else parent_of(path)

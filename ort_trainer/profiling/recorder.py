@@ -1,0 +1,112 @@
+"""``Profiler``: measures training steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+import torch
+
+from ..atomic import check_target
+from ..errors import shown, warn
+from ..runtime import Plan
+from ..runtime.timing import Timing
+from .chrome_trace import write_trace
+from .figures import GraphOrigins, figures_of
+from .measured import MeasuredStep
+from .profile import Profile
+
+__all__ = ["Profiler"]
+
+Result = TypeVar("Result")
+
+
+class Profiler:
+    """Measures the next steps of a training loop, which calls it at every stage of a step.
+
+    A step that raises is not counted: the next one takes its place.
+
+    Args:
+        steps: How many.
+        trace: Path of the trace; None for none.
+        device: Where training runs.
+
+    Attributes:
+        profile: What becomes of it.
+
+    Raises:
+        TypeError, ValueError: If an argument is none that can be.
+        FileNotFoundError, IsADirectoryError: If there can be no file at the path.
+    """
+
+    def __init__(self, steps: Any, trace: Any, device: torch.device) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"profile: steps must be an int of at least 1, but {shown(steps)} was given")
+        if steps < 1:
+            raise ValueError(f"profile: steps must be an int of at least 1, but {steps} was given")
+        self.profile = Profile(steps, _trace_path(trace))
+        self._device = device
+        self._timing = Timing()
+        self._steps: list[MeasuredStep] = []
+        self._current = MeasuredStep(0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps have been measured, so that :meth:`report` is due."""
+        return self.profile.left == 0
+
+    def step(self, function: Callable[[], Result]) -> Result:
+        """Calls a function that runs one training step, and measures it."""
+        timing, step = self._timing, MeasuredStep(perf_counter_ns())
+        self._current = step
+        timing.runs, timing.set_up = step.runs, step.set_up
+        result = function()
+        step.end = perf_counter_ns()
+        self._steps.append(step)
+        self.profile.measured(len(self._steps))
+        return result
+
+    def plan(self, plan: Plan) -> Plan:
+        """Returns a plan that does the same, and is measured."""
+        return self._timing.plan(plan, self._current.start)
+
+    def update(self, function: Callable[..., Result], **given: Any) -> Result:
+        """Calls a function that updates the weights, and measures it."""
+        start = perf_counter_ns()
+        result = function(**given)
+        self._current.updates.append((start, perf_counter_ns()))
+        return result
+
+    def report(self) -> None:
+        """Writes the trace, fills the profile and prints it."""
+        self._timing.collect()
+        origins = GraphOrigins()
+        remarks = []
+        if self._device.type != "cpu":
+            remarks.append(f"on {self._device} the times of operators are those of launching them")
+        if self.profile.trace is not None:
+            try:
+                write_trace(self.profile.trace, self._steps, origins)
+            except OSError as error:  # the step is done, and is not to look as if it had failed
+                remarks.append(f"the trace could not be written: {error}")
+                warn(f"the trace of the profile could not be written: {error}")
+        self.profile.measured(len(self._steps), figures_of(self._steps, origins, remarks))
+        print(self.profile)
+
+
+def _trace_path(trace: Any) -> Path | None:
+    if trace is None:
+        return None
+    if not isinstance(trace, (str, os.PathLike)):
+        raise TypeError(f"profile: trace must be a path, or None for no file, but {shown(trace)} was given")
+    if not os.fspath(trace):
+        raise ValueError("profile: trace must be a path, or None for no file, but it is empty")
+    path = Path(trace).absolute()  # the working directory may be another one when the steps are over
+    try:
+        check_target(path)
+    except OSError as error:
+        raise type(error)(f"profile: trace: {error}") from None
+    return path
