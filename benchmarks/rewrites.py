@@ -70,6 +70,11 @@ def without_gelu() -> None:
     replace(REWRITES, "fuse_gelu", lambda graph: None)
 
 
+def without_reuse() -> None:
+    """Gives every result memory of its own."""
+    replace("ort_trainer.sources.torch.kernels.encode", "find_reuse", lambda node, is_free: None)
+
+
 def without_kept_memory() -> None:
     """Lets the C library give freed memory back to the system."""
     replace("ort_trainer.runtime.aten.runner", "keep_freed_memory", lambda: None)
@@ -86,6 +91,7 @@ LEVERS = {
     "cross_entropy": Lever(
         "rewrite `cross_entropy.py`", ("gpt2",), switch_off=functools.partial(leave_out, "fuse_cross_entropy")
     ),
+    "reuse": Lever("results over dead operands, `reuse.py`", ("bert", "gpt2"), switch_off=without_reuse),
     "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),
     "memory": Lever("freed memory is kept", ("convolutions", "lstm", "bert", "gpt2"), switch_off=without_kept_memory),
     "kernels": Lever(

@@ -24,7 +24,8 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rewrites() -> Iterator[ModuleType]:
     """The script, and the package's modules as they were before it switched something off."""
-    names = ("ort_trainer.sources.torch.kernels.rewrites", "ort_trainer.runtime.aten.runner")
+    kernels = "ort_trainer.sources.torch.kernels"
+    names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.runtime.aten.runner")
     modules = [importlib.import_module(name) for name in names]
     known = [dict(vars(module)) for module in modules]
     yield importlib.import_module("rewrites")
