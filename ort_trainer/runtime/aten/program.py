@@ -38,8 +38,9 @@ __all__ = ["GETITEM", "LIBRARIES", "Order", "Program", "find_operator"]
 GETITEM = "getitem"
 """Target of a step that takes one of several results of another one."""
 
-# Libraries of operators that a file may name; none of them reads or writes anything but tensors.
+# Libraries of operators that a file may name; but for one operator, they read and write nothing but tensors.
 LIBRARIES = ("aten", "mkldnn", LIBRARY)
+_READS_FILES = "from_file"
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 
 Order = Sequence[int] | None
@@ -103,14 +104,13 @@ def find_operator(target: str) -> Callable[..., Any]:
     """Returns the operator that a step names.
 
     Raises:
-        ValueError: If it is not in one of the libraries that a program may use, or changes a tensor that is not its
-            first argument.
+        ValueError: If it is not in one of the libraries that a program may use, or opens a file.
     """
     if target == GETITEM:
         return operator.getitem
     library, name, overload = target.split(".")
-    if library not in LIBRARIES:
-        raise ValueError(f"{target} is not in one of the libraries {LIBRARIES}")
+    if library not in LIBRARIES or name == _READS_FILES:
+        raise ValueError(f"{target} is no operator on tensors of the libraries {LIBRARIES}")
     own = OWN.get(target)
     if own is not None:  # without PyTorch's dispatcher, which takes longer than many of them
         return own

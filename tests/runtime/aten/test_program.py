@@ -57,7 +57,8 @@ def test_a_program_that_is_timed_does_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is not in one of the libraries"),
+        ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is no operator on tensors"),
+        ({"steps": [["aten.from_file.default", ["/etc/passwd"], {}]]}, "from_file.default is no operator on tensors"),
         ({"steps": [["aten.no_such_thing.default", [], {}]]}, "no program of PyTorch's operators"),
         ({"steps": [["aten.mm", [], {}]]}, "not enough values"),
         ({"more": []}, "no program of PyTorch's operators"),
