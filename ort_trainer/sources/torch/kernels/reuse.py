@@ -1,6 +1,6 @@
 """Finds operators that can write their result over an operand which nothing reads afterwards.
 
-A result in the memory of an operand needs no memory of its own, and none that the processor must fetch first::
+A result in the memory of an operand needs no memory of its own::
 
     v5 = gelu_backward(v4, v2)       =>    v5 = gelu_backward.grad_input(v4, v2, grad_input=v4)
     v6 = mul.Scalar(v5, 0.125)             v6 = mul_.Scalar(v5, 0.125)
