@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from turns import Profile
 
+from ort_trainer.profiling.figures import is_product
+
 __all__ = ["Bar", "draw_operators", "draw_ratios", "family", "require_matplotlib"]
 
 _WIDTH = 8.0
@@ -28,12 +30,9 @@ _SETTINGS = {
     "legend.frameon": False,
 }
 
-# Kinds of operators, with how the names of PyTorch's and of ONNX's begin. The first that fits counts.
+_PRODUCTS = "products, convolutions"
+# Other kinds of operators, with how the names of PyTorch's and of ONNX's begin. The first that fits counts.
 _FAMILIES = {
-    "products, convolutions": (
-        r"aten\.(mm|addmm|bmm|baddbmm|linear|convolution|mkldnn_|_scaled_dot_product)|ort_trainer\.linear|mkldnn|"
-        r"(Fused)?(MatMul|Gemm|Conv)|LSTM|GRU|RNN|Attention"
-    ),
     "dropout, random numbers": r"random numbers|ort_trainer\.(draw|apply)_mask|aten\.native_dropout|Dropout|Dequantize",
     "norms": r"aten\.(native_(layer|batch|group)_norm|cudnn_batch)|(Layer|Batch|Group)Norm|SimplifiedLayerNorm",
     "softmax, losses": r"aten\._?(safe_|log_)*softmax|aten\.nll_loss|ort_trainer\.cross_entropy|(Log)?Softmax",
@@ -47,7 +46,7 @@ _FAMILIES = {
 _REST = "activations, other arithmetic"
 _UPDATE, _BETWEEN = "update of the weights", "Python, overhead"
 _FAMILY_COLOURS = {
-    "products, convolutions": "#1f6fb4",
+    _PRODUCTS: "#1f6fb4",
     "dropout, random numbers": "#d98032",
     "norms": "#5aa469",
     "softmax, losses": "#b5577d",
@@ -134,6 +133,8 @@ def draw_operators(path: Path, profiles: Mapping[str, Profile]) -> None:
 
 def family(operator: str) -> str:
     """Returns the kind that an operator belongs to, by its name in a profile."""
+    if is_product(operator):
+        return _PRODUCTS
     for name, pattern in _FAMILIES.items():
         if re.match(pattern, operator):
             return name

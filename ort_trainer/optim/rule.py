@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 __all__ = ["RULES", "Nodes", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
+
+Key = TypeVar("Key", bound=Hashable)
 
 RULES: dict[str, Rule] = {}
 """Name of an optimizer -> its rule; every rule enters itself when its class is made."""
@@ -64,13 +66,20 @@ class ParameterBatch:
         )
         return ParameterBatch(weights, gradients, slots, counts, self.lr, self.divisor, self.hyper)  # type: ignore[arg-type]
 
+    def split(self, keys: Iterable[Key]) -> list[tuple[Key, ParameterBatch]]:
+        """Returns the parameters of each key, with one key for each parameter given; mostly all have the same."""
+        groups: dict[Key, list[int]] = {}
+        for index, key in enumerate(keys):
+            groups.setdefault(key, []).append(index)
+        if len(groups) == 1:
+            return [(key, self) for key in groups]
+        return [(key, self.part(indices)) for key, indices in groups.items()]
+
 
 def by_count(batch: ParameterBatch) -> list[tuple[int, ParameterBatch]]:
     """Splits parameters by the number of updates that they have had; there is more than one only in odd cases."""
-    groups: dict[int, list[int]] = {}
-    for index, count in enumerate(batch.counts):
-        groups.setdefault(0 if count is None else int(count), []).append(index)
-    return [(count, batch.part(indices)) for count, indices in sorted(groups.items())]
+    parts = batch.split([0 if count is None else int(count) for count in batch.counts])
+    return sorted(parts, key=lambda part: part[0])
 
 
 @dataclass(frozen=True)

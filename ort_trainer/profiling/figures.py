@@ -10,7 +10,7 @@ from ..runtime.timing import Operation
 from .measured import MeasuredStep
 from .profile import Figures, ModuleTime, OperatorTime
 
-__all__ = ["FUSED", "GraphOrigins", "figures_of"]
+__all__ = ["FUSED", "GraphOrigins", "figures_of", "is_product"]
 
 FUSED = "(fused)"
 
@@ -22,6 +22,11 @@ _PRODUCTS = (
     *("MatMul", "Gemm", "Conv", "FusedMatMul", "FusedGemm", "FusedConv", "NhwcFusedConv", "TransposeMatMul", "Einsum"),
     *("LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention"),
 )
+
+
+def is_product(operator: str) -> bool:
+    """Returns whether an operator is mostly matrix products, by its name in a profile."""
+    return operator.startswith(_PRODUCTS)
 
 
 class GraphOrigins:
@@ -62,7 +67,7 @@ def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Se
         milliseconds=sums.mean(sums.total),
         operators=sums.operator_times(),
         modules=sums.module_times(),
-        products=sums.mean(sum(spent for name, spent in sums.operators.items() if name.startswith(_PRODUCTS))),
+        products=sums.mean(sum(spent for name, spent in sums.operators.items() if is_product(name))),
         optimizer=sums.mean(sums.updates),
         # Where a session runs several nodes at a time, there may be more time in operators than in the step.
         overhead=sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0)),

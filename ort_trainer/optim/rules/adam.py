@@ -174,10 +174,7 @@ class _Adam(Rule):
         divisor = batch.divisor
         if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
             divisor = torch.tensor(divisor, device=batch.weights[0].device)
-        kinds: dict[torch.dtype, list[int]] = {}
-        for index, weight in enumerate(batch.weights):
-            kinds.setdefault(weight.dtype, []).append(index)
-        for part in [batch] if len(kinds) == 1 else map(batch.part, kinds.values()):
+        for _, part in batch.split([weight.dtype for weight in batch.weights]):
             counts = [count for count in part.counts if count is not None]
             # What torch.optim.AdamW calls, behind checks that take as long as the update of a small model.
             torch._fused_adamw_(

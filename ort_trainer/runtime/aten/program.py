@@ -33,13 +33,13 @@ import torch
 from ...graph.dims import evaluate
 from .operators import LIBRARY, OWN
 
-__all__ = ["GETITEM", "LIBRARIES", "Order", "Program", "find_operator"]
+__all__ = ["GETITEM", "Order", "Program", "find_operator", "may_call"]
 
 GETITEM = "getitem"
 """Target of a step that takes one of several results of another one."""
 
 # Libraries of operators that a file may name; but for one operator, they read and write nothing but tensors.
-LIBRARIES = ("aten", "mkldnn", LIBRARY)
+_LIBRARIES = ("aten", "mkldnn", LIBRARY)
 _READS_FILES = "from_file"
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -99,6 +99,11 @@ class Program:
         return _Compiler(self, timed).function()
 
 
+def may_call(library: str, name: str) -> bool:
+    """Returns whether a program may call an operator."""
+    return library in _LIBRARIES and name != _READS_FILES
+
+
 @functools.cache
 def find_operator(target: str) -> Callable[..., Any]:
     """Returns the operator that a step names.
@@ -109,8 +114,8 @@ def find_operator(target: str) -> Callable[..., Any]:
     if target == GETITEM:
         return operator.getitem
     library, name, overload = target.split(".")
-    if library not in LIBRARIES or name == _READS_FILES:
-        raise ValueError(f"{target} is no operator on tensors of the libraries {LIBRARIES}")
+    if not may_call(library, name):
+        raise ValueError(f"{target} is no operator on tensors of the libraries {_LIBRARIES}")
     own = OWN.get(target)
     if own is not None:  # without PyTorch's dispatcher, which takes longer than many of them
         return own

@@ -84,7 +84,7 @@ def assemble(
         for node, entry in batch
     )
     programs: Mapping[str, str] = {}
-    operators: Mapping[str, Sequence[torch.fx.Node | None]]
+    operators: Mapping[str, Sequence[torch.fx.Node | None]] = {}
     if for_kernels:
         stage("translate")
         made = kernel_model(found, inputs, results, batch)
@@ -93,7 +93,8 @@ def assemble(
         model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
         WidenInterfacePass()(model)
         _fit(model, found.outputs[0].meta["val"].device.type)
-        operators = onnx_operators(model, found.module.graph)
+        if training:
+            operators = onnx_operators(model, found.module.graph)
         drop_source(model)
     set_shapes(model, [*specs, *outputs])
     guards, frozen = found.symbols.guards()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ...graph import Dim, evaluate
 from ...options import InputDescription
 
-__all__ = ["SymbolTable", "hint", "is_choice_of_library"]
+__all__ = ["SymbolTable", "hint", "is_choice_of_library", "number_of_elements", "size_in_bytes"]
 
 # PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
@@ -28,6 +29,16 @@ def is_choice_of_library(guard: Any) -> bool:
 def hint(size: int | torch.SymInt) -> int:
     """Returns a size, or the one that the sample had."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def number_of_elements(value: torch.Tensor) -> int:
+    """Returns how many elements a tensor of the sample's sizes has."""
+    return math.prod(hint(size) for size in value.shape)
+
+
+def size_in_bytes(value: torch.Tensor) -> int:
+    """Returns the bytes of a tensor of the sample's sizes."""
+    return number_of_elements(value) * int(value.element_size())
 
 
 class SymbolTable:

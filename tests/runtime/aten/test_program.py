@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ort_trainer.errors import ExportError
 from ort_trainer.runtime.aten import Program
+from ort_trainer.sources.torch.kernels.partition import partition
 
 
 def program(**changes: Any) -> str:
@@ -67,6 +69,14 @@ def test_a_program_that_is_timed_does_the_same() -> None:
 def test_what_is_no_program_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Program.from_text(program(**changes))
+
+
+def test_a_model_that_opens_a_file_is_refused_before_a_program_is_made() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.from_file.default, ("name", False, 3))
+    node.meta["val"] = torch.empty(3)
+    with pytest.raises(ExportError, match="from_file.default is none of PyTorch's operators on tensors"):
+        partition(graph)
 
 
 @pytest.mark.parametrize(

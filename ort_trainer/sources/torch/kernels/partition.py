@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ....runtime.aten.program import LIBRARIES
+from ....runtime.aten.program import may_call
 from ..operators.registry import is_registered_by_user
-from ..symbols import hint
-from .values import Node, is_view, number_of_elements, product_flops, refuse, size_in_bytes, tensors_of
+from ..symbols import hint, number_of_elements, size_in_bytes
+from .values import Node, is_view, product_flops, refuse, tensors_of
 
 __all__ = ["partition"]
 
@@ -50,8 +50,9 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise refuse(node, "is no plain operator")
-        if node.target.namespace not in LIBRARIES or is_registered_by_user(node.target):
-            raise refuse(node, "is none of PyTorch's operators, or is registered for ONNX")
+        name = node.target.overloadpacket.__name__
+        if not may_call(node.target.namespace, name) or is_registered_by_user(node.target):
+            raise refuse(node, "is none of PyTorch's operators on tensors, or is registered for ONNX")
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
         if work >= _ENOUGH:
@@ -71,10 +72,6 @@ def _seconds(node: Node) -> float:
     return max(flops / _FLOPS, moved / _BYTES) + _OPERATOR
 
 
-def _product(left: Node, right: Node, *_: Any) -> float:
-    return product_flops(left, right)
-
-
 def _linear(value: Node, weight: Node, *_: Any) -> float:
     return 2.0 * number_of_elements(value.meta["val"]) * hint(weight.meta["val"].shape[0])
 
@@ -90,10 +87,10 @@ def _attention(query: Node, key: Node, *_: Any) -> float:
 
 
 _COUNTS: dict[Any, Callable[..., float]] = {
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten.addmm.default: lambda _, left, right, *rest: _product(left, right),
-    aten.baddbmm.default: lambda _, left, right, *rest: _product(left, right),
+    aten.mm.default: product_flops,
+    aten.bmm.default: product_flops,
+    aten.addmm.default: lambda _, left, right, *rest: product_flops(left, right),
+    aten.baddbmm.default: lambda _, left, right, *rest: product_flops(left, right),
     torch.ops.ort_trainer.linear.default: _linear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: lambda _, value, weight, *rest: 2 * _convolution(value, weight),

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from .values import Node, base_of, same_sizes, size_in_bytes
+from ..symbols import size_in_bytes
+from .values import Node, base_of, same_sizes
 
 __all__ = ["Reuse", "find_reuse"]
 
@@ -102,7 +103,7 @@ def _overloads(operator: torch._ops.OpOverload) -> tuple[tuple[str, str] | None,
         others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
         if len(written) == 1 and others == given and _has_kernel(overload.name(), "CPU"):
             out = str(overload), written[0]
-    library, _, rest = str(operator).partition(".")
-    name, _, overload_name = rest.rpartition(".")
-    changing = getattr(getattr(aten, f"{name}_", None), overload_name, None) if library == "aten" else None
+    changing = None
+    if operator.namespace == "aten":
+        changing = getattr(getattr(aten, f"{packet.__name__}_", None), operator._overloadname, None)
     return out, None if changing is None else str(changing)

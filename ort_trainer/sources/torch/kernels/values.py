@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 
@@ -10,17 +9,15 @@ import torch
 
 from ....errors import ExportError
 from ..source_lines import source_line
-from ..symbols import hint
+from ..symbols import hint, number_of_elements
 
 __all__ = [
     "base_of",
     "is_view",
     "memory_order",
-    "number_of_elements",
     "product_flops",
     "refuse",
     "same_sizes",
-    "size_in_bytes",
     "tensors_of",
 ]
 
@@ -77,16 +74,6 @@ def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.
     """Returns whether two shapes are the same, as expressions: comparing would bind the graph to the sample."""
     sides = ([size if isinstance(size, int) else size.node.expr for size in sizes] for sizes in (mine, others))
     return next(sides) == next(sides)
-
-
-def number_of_elements(value: torch.Tensor) -> int:
-    """Returns how many elements a tensor of the sample's sizes has."""
-    return math.prod(hint(size) for size in value.shape)
-
-
-def size_in_bytes(value: torch.Tensor) -> int:
-    """Returns the bytes of a tensor of the sample's sizes."""
-    return number_of_elements(value) * int(value.element_size())
 
 
 def product_flops(left: Node, right: Node) -> float:

@@ -7,7 +7,7 @@ import math
 import networkx  # type: ignore[import-untyped]
 import torch
 
-from ..symbols import hint
+from ..symbols import size_in_bytes
 from .joint_graph import PASSED, JointGraph, Node, Region, ancestors, has_tensors, is_tensor
 
 __all__ = ["cheap_regions"]
@@ -58,7 +58,7 @@ def _is_cheap(node: Node) -> bool:
 def _bytes(node: Node) -> int:
     value = node.meta["val"]
     parts = [value] if isinstance(value, torch.Tensor) else [part for part in value if part is not None]
-    return sum(part.element_size() * math.prod(hint(size) for size in part.shape) for part in parts)
+    return sum(map(size_in_bytes, parts))
 
 
 def _reads_activations(nodes: set[Node], graph: JointGraph) -> bool:
