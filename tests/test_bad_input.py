@@ -88,6 +88,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "utils.grad_norm_clip": [(1.0, "must be of boolean type")],
     "utils.max_grad_norm": [("1", "must be of number type"), (-1.0, "must be positive and finite")],
     "utils.memory_efficient_gradient": [("no", "must be of boolean type")],
+    "utils.share_weights": [("no", "must be of boolean type")],
     "utils.random_numbers": [("numpy", "unallowed value"), (1, "must be of string type")],
     "utils.kernels": [("torch", "unallowed value"), (True, "must be of string type")],
     "utils.cache_exports": [("no", "must be of boolean type")],

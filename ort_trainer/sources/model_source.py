@@ -12,6 +12,7 @@ import torch
 from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
+from ..ownership import own_copies
 
 __all__ = ["BORROWED", "Builder", "ModelSource", "Named", "autocast_dtype", "check_names"]
 
@@ -40,7 +41,8 @@ class ModelSource(ABC):
         fixed: Whether nobody can change its weights from outside.
         inputs: Names of its inputs.
         canonical: Every name of a parameter or buffer -> the first name of the same tensor.
-        saved: What is in a state dict, tied names included, in order.
+        saved: What is in a state dict, tied names included, in order; of these and the following only shape and dtype
+            count.
         non_persistent: What is not.
         trainable: Canonical names of the parameters to train.
     """
@@ -62,6 +64,37 @@ class ModelSource(ABC):
     @abstractmethod
     def buffers(self) -> Named:
         """All buffers, likewise."""
+
+    def adopt(self, device: torch.device) -> Named:
+        """Returns what the trainer works on, parameters and buffers by canonical name: copies, if nothing else is said.
+
+        Args:
+            device: Where they are to be.
+        """
+        parameters = self.parameters
+        return own_copies({**parameters, **self.buffers}, parameters, device)
+
+    def take_changes(self) -> None:  # noqa: B027 - nothing to do for copies
+        """Takes over what was changed in the model itself, where the trainer works on its tensors.
+
+        Raises:
+            RuntimeError: If that can't be.
+        """
+
+    def publish(self, names: Collection[str]) -> None:  # noqa: B027 - likewise
+        """Shows the model what has become of its tensors, where it does not see that by itself.
+
+        Args:
+            names: Canonical names of those that have changed.
+        """
+
+    def put(self, values: Named) -> Named:
+        """Gives the model values before :meth:`adopt`, where the trainer will work on its tensors.
+
+        Returns:
+            The values that the model can't take as they are, and that must be put into what the trainer works on.
+        """
+        return values
 
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.

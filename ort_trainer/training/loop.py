@@ -17,7 +17,6 @@ from ..interrupts import uninterrupted
 from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
 from ..options import ORTTrainerOptions
-from ..ownership import own_copies
 from ..profiling import Profile, Profiler
 from ..runtime import Plan, StepSession
 from ..sources import BORROWED, ModelSource
@@ -101,7 +100,14 @@ class TrainingLoop:
 
     @property
     def session(self) -> StepSession | None:
-        """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
+        """The session with all tensors; None before the first step, if the model is a PyTorch model.
+
+        Raises:
+            RuntimeError: If a tensor of the model was changed to one that it can't take over.
+        """
+        if self._session is not None:
+            with BORROWED:
+                self.source.take_changes()
         return self._session
 
     @property
@@ -116,7 +122,10 @@ class TrainingLoop:
             restored: The state.
             state_dict: As the user gave it.
         """
-        self._pending, self.pending_dict = restored.over(self._pending), state_dict
+        restored = restored.over(self._pending)
+        with BORROWED:
+            restored.tensors = dict(self.source.put(restored.tensors))
+        self._pending, self.pending_dict = restored, state_dict
 
     def fetches(self, names: Sequence[str]) -> Sequence[str]:
         """Returns the outputs that a step returns; all of them where no name is given.
@@ -221,6 +230,7 @@ class TrainingLoop:
         assert self._session is not None
         window, scale = self.window, self.precision.loss_scale
         outputs = self._session.train(plan, batch, loss_scale=window.factor(weight, scale))
+        self.source.publish(plan.runner.graph.buffer_updates)
         window.add(weight, scale)
         self.info.step += 1
         return outputs
@@ -246,6 +256,7 @@ class TrainingLoop:
         if self._profiler is not None:
             update = functools.partial(self._profiler.update, update)
         info.all_finite = update(divisor=self.window.divisor, check_finite=self.precision.checks_finite)
+        self.source.publish(session.parameters)
         self.discard_gradients()
         try:
             self.precision.update(info)
@@ -309,6 +320,7 @@ class TrainingLoop:
         with uninterrupted():
             if self._pending is not None:
                 apply_to_session(self._pending, session)
+                self.source.publish({*session.parameters, *session.buffers})
                 self._pending, self.pending_dict = None, {}
             self.graphs.started(batch)
             self._session = session
@@ -318,7 +330,7 @@ class TrainingLoop:
         options, source = self.options, self.source
         with BORROWED:  # an export puts others into the model for a while
             parameters, buffers = source.parameters, source.buffers
-            owned = own_copies({**parameters, **buffers}, parameters, self._device)
+            owned = source.adopt(self._device)
         return StepSession(
             {name: owned[name] for name in parameters},
             {name: owned[name] for name in buffers},

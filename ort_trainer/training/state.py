@@ -119,6 +119,7 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
             raise
         if loop.session is not None:
             apply_to_session(restored, loop.session)
+            loop.source.publish({*loop.session.parameters, *loop.session.buffers})
         else:
             loop.wait_with(restored, state_dict)
         loop.window = restored.window or loop.window

@@ -52,7 +52,7 @@ def test_lamb_takes_a_learning_rate_per_group() -> None:
         "fc2": optim.LambConfig(lr=0.01),
         "both": optim.LambConfig([{"params": FIRST, "lr": 0.05}], lr=0.01),
     }.items():
-        trainer = mlp_trainer(config=config, model=model)
+        trainer = mlp_trainer(config=config, model=copy.deepcopy(model))
         trainer.train_step(*batch)
         moved[name] = trainer.state_dict(pytorch_format=True)
     for name, value in moved["both"].items():

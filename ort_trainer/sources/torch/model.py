@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .builder import GraphBuilder
 from .describe import describe, name_sample
 from .model_checks import check_model
 from .model_watch import ModelWatch
+from .shared_tensors import SharedTensors
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
 __all__ = ["TorchSource"]
@@ -48,8 +49,9 @@ class TorchSource(ModelSource):
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
+        self._shared = SharedTensors(model) if options.utils.share_weights else None
         tensors = {
-            name: tensor.detach()
+            name: torch.empty_like(tensor, device="meta")
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
         }
         saved = [name for name in model.state_dict() if name in tensors]
@@ -67,9 +69,28 @@ class TorchSource(ModelSource):
         """All buffers, likewise."""
         return dict(self._model.named_buffers())
 
+    def adopt(self, device: torch.device) -> Named:
+        """Returns what the trainer works on: the tensors of the model, or copies."""
+        return super().adopt(device) if self._shared is None else self._shared.adopt(device)
+
+    def take_changes(self) -> None:
+        """Takes over what was changed in the model itself."""
+        if self._shared is not None:
+            self._shared.take_changes()
+
+    def publish(self, names: Collection[str]) -> None:
+        """Shows the model what has become of its tensors."""
+        if self._shared is not None:
+            self._shared.publish(names)
+
+    def put(self, values: Named) -> Named:
+        """Gives the model values before training begins."""
+        return values if self._shared is None else self._shared.put(values)
+
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for modes and settings of model and loss; see the base class."""
         variant = tuple(watch.variant(training) for watch in self._watches)
+        self.take_changes()
         self._check_trainable(training, self._watch.trainable)
         return variant
 

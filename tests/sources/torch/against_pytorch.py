@@ -146,7 +146,7 @@ class Comparison:
         with torch.no_grad():
             for name, value in values.items():
                 self.module.get_parameter(name).copy_(value)
-                self.trainer.session.parameters[name].copy_(value)
+                self.trainer.set_parameter(name, value)
 
     def theirs(self, number: int) -> Results:
         """Returns what PyTorch makes of a call."""

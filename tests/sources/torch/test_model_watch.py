@@ -41,9 +41,9 @@ class Net(nn.Module):
 class Pair:
     """A trainer's model and PyTorch's, which are changed and trained alike."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, share: bool = True) -> None:
         self.models = [model, copy.deepcopy(model)]
-        options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+        options = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "share_weights": share}})
         self.trainer = ORTTrainer(model, DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
 
     @property
@@ -251,8 +251,9 @@ def test_another_model_is_refused(change: Callable[[Net], object], message: str)
             watch.variant(True)
 
 
-def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone() -> None:
-    pair = Pair(Net())
+@pytest.mark.parametrize("share", [True, False])
+def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone(share: bool) -> None:
+    pair = Pair(Net(), share)
     pair.step()
     model = pair.models[0]
     head, model.head = model.head, nn.Linear(16, 3)
@@ -269,6 +270,8 @@ def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone() -> None:
     pair.step()
     frozen.requires_grad_(True)
     pair.reference.head.bias.requires_grad_(True)
+    if share:
+        return
     model.to("meta")
     pair.step()  # the graph is there, and the weights are the trainer's
     model.scale = 0.5

@@ -1,0 +1,150 @@
+"""Trains a module's own tensors: what the trainer changes the module shows, and what is changed in it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ...ownership import own_copies, owned_dtype, shared_groups
+
+__all__ = ["SharedTensors"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module keeps a tensor.
+
+    Attributes:
+        name: The tensor's name.
+        tensors: The module's dict of parameters, or of buffers.
+        key: Under which it has the tensor.
+        ours: What the trainer works on.
+        address: Of the memory that the tensor has in the module.
+    """
+
+    name: str
+    tensors: dict[str, Any]
+    key: str
+    ours: torch.Tensor
+    address: int
+
+
+class SharedTensors:
+    """The parameters and buffers of a module, as those of the trainer.
+
+    Graphs are given addresses, so the tensors stay where they are. One that has got other memory from outside
+    (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``) gives its value to the memory that it
+    had, and is put back there.
+
+    A bfloat16 tensor takes in no small update, so the trainer has a float32 copy of it. The module's is that one,
+    rounded after each update; where it is something else, it was changed from outside, and the copy begins anew from
+    it.
+
+    Args:
+        model: The module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._same: list[_Place] = []
+        self._rounded: list[_Place] = []
+
+    def adopt(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the tensors to train on, by canonical name; those of the module are contiguous and there from now on.
+
+        Args:
+            device: Where training runs.
+        """
+        parameters = dict(self._model.named_parameters())
+        named = self._named()
+        apart = {
+            name
+            for name, tensor in named.items()
+            if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
+        }
+        # What has memory in common moves together.
+        apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))
+        copies = own_copies({name: named[name] for name in named if name in apart}, parameters, device)
+        ours = {name: copies[name] if name in copies else tensor.detach() for name, tensor in named.items()}
+        for name, copy in copies.items():
+            if copy.dtype == named[name].dtype:
+                named[name].data = copy
+        names = {id(tensor): name for name, tensor in named.items()}
+        places = [
+            _Place(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
+            for module in self._model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self._same = [place for place in places if place.tensors[place.key].dtype == place.ours.dtype]
+        self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
+        return ours
+
+    def take_changes(self) -> None:
+        """Takes over what was changed from outside; quick where nothing was.
+
+        Raises:
+            RuntimeError: If a tensor is gone, or has become one that graphs can't take.
+        """
+        for place in self._same:
+            tensor = place.tensors.get(place.key)
+            if tensor is None or tensor.data_ptr() != place.address:
+                tensor = self._checked(place)
+                if tensor.device != place.ours.device:
+                    self._refuse(place, f"was moved to {tensor.device}, and training runs on {place.ours.device}")
+                place.ours.copy_(tensor)
+                place.tensors[place.key].data = place.ours
+        for place in self._rounded:
+            tensor = self._checked(place)
+            if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):
+                place.ours.copy_(tensor)
+
+    def publish(self, names: Collection[str]) -> None:
+        """Shows the module new values, where it has a tensor in another dtype; it sees the others by itself.
+
+        Args:
+            names: Of the tensors that have changed.
+        """
+        for place in self._rounded:
+            if place.name in names:
+                place.tensors[place.key].detach().copy_(place.ours)
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Changes values of the module before its tensors are adopted.
+
+        Args:
+            values: By canonical name, of the module's shapes, and of the dtypes that the trainer works in.
+
+        Returns:
+            Those that the module can't take as they are.
+        """
+        named = self._named()
+        for name, value in values.items():
+            named[name].detach().copy_(value)
+        return {name: value for name, value in values.items() if value.dtype != named[name].dtype}
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _checked(self, place: _Place) -> torch.Tensor:
+        """Returns what the module has at a place now, if the trainer can go on with it."""
+        tensor, ours = place.tensors.get(place.key), place.ours
+        if not isinstance(tensor, torch.Tensor):
+            self._refuse(place, "is gone")
+        if tensor.is_meta:
+            self._refuse(place, "is on the meta device, so its value is gone")
+        if tensor.shape != ours.shape or owned_dtype(tensor.dtype) != ours.dtype:
+            self._refuse(place, f"has become one of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+        return tensor.detach()
+
+    def _refuse(self, place: _Place, change: str) -> NoReturn:
+        raise RuntimeError(
+            f"{place.name!r} of {type(self._model).__name__} {change}: the trainer trains the tensors of the model "
+            "itself. Undo the change; or make the trainer with the option utils.share_weights=False, which trains "
+            "copies and leaves the model alone"
+        )
