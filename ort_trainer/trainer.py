@@ -10,18 +10,20 @@ import torch
 from torch import nn
 
 from .amp import LossScaler
-from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
-from .errors import shown, warn
-from .optim import LRScheduler, OptimizerConfig, rules
+from .errors import shown
+from .optim import OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
+from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
+from .own_steps import OwnSteps
 from .profiling import Profile
 from .runtime import StepSession
 from .runtime.engine import resolve_device, warn_about_mixed_flavours
 from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
-from .training import state, tensors
+from .trainer_state import TrainerState
 from .training.inference_mode import outside_inference_mode
+from .training.learning_rates import Schedule
 from .training.loop import TrainingLoop
 from .training.onnx_file import names_without_loss, save_onnx
 
@@ -38,13 +40,12 @@ _NO_COPY = (
 )
 
 
-class ORTTrainer:
+class ORTTrainer(OwnSteps, TrainerState):
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
-    graph. From then on the trainer owns copies of the weights; the model that was passed in keeps its own, while modes,
-    settings and ``requires_grad`` of its parts go on having their effect (docs/models.md). To put trained weights back,
-    call ``model.load_state_dict(trainer.state_dict(pytorch_format=True))``.
+    graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and what is
+    changed in it between steps (weights, modes, settings, ``requires_grad``) has its effect (docs/models.md).
 
     Args:
         model: The model. With ``loss_fn`` it returns the prediction, without it the loss is one of its outputs. Either
@@ -58,7 +59,8 @@ class ORTTrainer:
             derived from the first batch and one forward pass, on copies of both. Then the first dimension of all inputs
             is dynamic, and every dimension of integer inputs; another dimension becomes so when a batch comes with
             another size.
-        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LambConfig`` or ``LionConfig``.
+        optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LambConfig`` or ``LionConfig``; or an
+            optimizer of ``torch.optim`` over parameters of the model, whose own ``step`` updates them then.
         loss_fn: A function or module (prediction, label) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
             returns; of an ONNX model, its first output.
@@ -80,15 +82,17 @@ class ORTTrainer:
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
         model_desc: Mapping[str, Any] | str,
-        optim_config: OptimizerConfig,
+        optim_config: OptimizerConfig | torch.optim.Optimizer,
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | None = None,
     ) -> None:
         warn_about_mixed_flavours()
+        if isinstance(optim_config, torch.optim.Optimizer):
+            optim_config = TorchOptimizerConfig(optim_config)
         if not isinstance(optim_config, OptimizerConfig):
             raise TypeError(
-                f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}), but "
-                f"{shown(optim_config)} was given"
+                f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}) or an "
+                f"optimizer of torch.optim, but {shown(optim_config)} was given"
             )
         loss_fn = loss_function(loss_fn)
         options = ORTTrainerOptions() if options is None else options
@@ -98,6 +102,7 @@ class ORTTrainer:
             )
         self.options, self.optim_config, self.loss_fn = options, optim_config, loss_fn
         device = resolve_device(options.device.id, options.is_given("device.id"))
+        optim_config.bind(model)
         with BORROWED:
             source = model_source(model, loss_fn, optim_config, options)
         self._loop = TrainingLoop(source, model_desc, optim_config, options, device)
@@ -130,7 +135,7 @@ class ORTTrainer:
         return self._loop.precision.scaler
 
     @property
-    def lr_scheduler(self) -> LRScheduler | None:
+    def lr_scheduler(self) -> Schedule | None:
         """The learning-rate schedule, the very object that was given; None if there is none."""
         return self._loop.rates.scheduler
 
@@ -170,7 +175,7 @@ class ORTTrainer:
         """
         loop = self._loop
         batch = loop.graphs.bind((loop.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
-        loop.prepare(batch, True, loop.fetches(()))
+        loop.prepare(batch, True, loop.graphs.fetches(()))
 
     @outside_inference_mode
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,138 +233,6 @@ class ORTTrainer:
         """
         return self._loop.profile(steps, trace)
 
-    @outside_inference_mode
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
-
-        Before the first step it is the value that training will begin with.
-
-        Raises:
-            ValueError: If the model has no such parameter.
-        """
-        return tensors.get_parameter(self._loop, name)
-
-    @outside_inference_mode
-    def set_parameter(self, name: str, value: Any) -> None:
-        """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
-
-        Raises:
-            RuntimeError: Before the first step: change the model itself then, or call :meth:`prepare` first.
-            TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
-        """
-        tensors.set_parameter(self._loop, name, value)
-
-    @outside_inference_mode
-    def get_gradient(self, name: str) -> torch.Tensor | None:
-        """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
-
-        It is what an update right now would use, before clipping: without the loss scale, and reduced as
-        ``batch.gradient_reduction`` says. None where there is none: before the first step, right after an update, and
-        for parameters that are not trained or that the loss does not depend on.
-
-        Raises:
-            ValueError: If the model has no such parameter.
-        """
-        return tensors.get_gradient(self._loop, name)
-
-    @outside_inference_mode
-    def set_gradient(self, name: str, value: Any) -> None:
-        """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
-
-        Raises:
-            RuntimeError: If no micro-batch of a window has been run, so that the next one would overwrite it.
-            TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
-        """
-        tensors.set_gradient(self._loop, name, value)
-
-    @outside_inference_mode
-    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
-        """Returns the state of the trainer as copies on the CPU.
-
-        Args:
-            pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
-                tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
-                ``optimizer`` (per weight what its rule keeps, such as ``Moment_1``, and ``Update_Count``; LAMB
-                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the
-                accumulation window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` where
-                there are any. Update counts are updates done plus 1, as they always were.
-
-        Returns:
-            The state. Before the first step there is none: a warning is given, and the state that was loaded and waits
-            for the first step is returned, or an empty dict.
-        """
-        if self._loop.session is None:
-            warn(state.NOT_INITIALIZED)
-            return self._loop.pending_dict  # type: ignore[return-value]
-        return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)
-
-    @outside_inference_mode
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores what :meth:`state_dict` returned, in either format; also before the first step.
-
-        Everything is checked first: if anything does not fit, nothing has changed.
-
-        Args:
-            state_dict: The state, or the state dict of a PyTorch model, which restores weights and buffers only.
-            strict: Whether names must match exactly; if not, only what both have is restored.
-
-        Raises:
-            RuntimeError: If names do not match and ``strict`` is True.
-            TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
-        """
-        state.load(self._loop, state_dict, strict)
-
-    def save_checkpoint(
-        self,
-        path: PathOrFile,
-        user_dict: Mapping[str, Any] | None = None,
-        include_optimizer_states: bool = True,
-        overwrite: bool = False,
-    ) -> None:
-        """Writes the whole state to one safetensors file, atomically.
-
-        Args:
-            path: A path, or an open binary file.
-            user_dict: Values of your own that :meth:`load_checkpoint` gives back: dicts with str keys, lists, numbers,
-                strings, bools, None, tensors and numpy arrays. (Tuples come back as lists.)
-            include_optimizer_states: Whether to write moments and accumulated gradients too.
-            overwrite: Whether a file that is there already may be replaced.
-
-        Raises:
-            RuntimeError: Before the first step.
-            FileExistsError: If the path exists and ``overwrite`` is False.
-            FileNotFoundError: If the folder does not exist.
-            TypeError: If ``user_dict`` holds something else.
-        """
-        self._check_started("save_checkpoint")
-        found = state.collect(self._loop, include_optimizer=include_optimizer_states, copy=False)
-        save_checkpoint_file(path, found, {} if user_dict is None else user_dict, overwrite)
-
-    def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
-        """Restores a checkpoint; also before the first step.
-
-        HDF5 files of the legacy ``ORTTrainer`` are read too (with the extra ``legacy``), but for the user's dict in
-        them, which is a pickle.
-
-        Args:
-            *paths: The one file, as a path or an open binary file; of a legacy run with ZeRO the files of all ranks.
-            strict: As for :meth:`load_state_dict`.
-
-        Returns:
-            The user's dict.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            CheckpointError: If the file is damaged or no checkpoint. Nothing has changed then.
-            ImportError: If it is a legacy file and h5py is not installed.
-            RuntimeError, TypeError, ValueError: As :meth:`load_state_dict`.
-        """
-        if not paths:
-            raise ValueError("Expected number of files to load: 1, got 0")
-        found, user_dict = load_checkpoint_file(*paths)
-        self.load_state_dict(found, strict)
-        return user_dict
-
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
@@ -386,15 +259,9 @@ class ORTTrainer:
 
     @outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
-        self._check_started(method)
+        self._loop.check_started(method)
         save_onnx(self._loop, path, names)
 
     # Copying asks for this too.
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY)
-
-    def _check_started(self, method: str) -> None:
-        if self._loop.session is None:
-            raise RuntimeError(
-                f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
-            )

@@ -175,10 +175,13 @@ class TrainingGraph:
         return cls(stored=data[end:], **rest)
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
-        """Returns the part of an evaluation graph that some of its outputs need, without the other inputs."""
+        """Returns the part of a graph that some of its outputs and its buffers need, without the other inputs.
+
+        Of a training graph that is its forward pass.
+        """
         from .prune import prune
 
-        model = prune(self.model, names)
+        model = prune(self.model, [*names, *self.buffer_updates.values()])
         left = {value.name for value in model.graph.inputs}
         return dataclasses.replace(
             self,
@@ -186,6 +189,9 @@ class TrainingGraph:
             inputs=tuple(spec for spec in self.inputs if spec.name in left),
             outputs=tuple(spec for spec in self.outputs if spec.name in names),
             state={name: value for name, value in self.state.items() if value in left},
+            gradients={},
+            loss_scale=self.loss_scale if self.loss_scale is not None and self.loss_scale.name in left else None,
+            random=tuple(spec for spec in self.random if spec.name in left),
         )
 
 

@@ -11,6 +11,7 @@ from .lr_scheduler import (
 )
 from .rules import *  # noqa: F403 - what is found there, so that a new optimizer is a new file and nothing else
 from .rules import AdamConfig, AdamWConfig, LambConfig, LionConfig, SGDConfig
+from .torch_optimizer import from_torch
 
 # The names that the legacy package had for the bases.
 _LRScheduler = LRScheduler
@@ -30,5 +31,6 @@ __all__ = [
     "SGDConfig",
     "_LRScheduler",
     "_OptimizerConfig",
+    "from_torch",
 ]
 __all__ += [name for name in rules.__all__ if name not in __all__]

@@ -46,6 +46,11 @@ class OptimizerConfig:
         defaults: Hyper-parameters of all parameters that no group overrides, ``lr`` among them.
     """
 
+    is_live = False
+    """Whether hyper-parameters may change from update to update."""
+    needs_closure = False
+    """Whether an update computes the loss several times."""
+
     def __init__(self, name: str, params: ParameterGroups, defaults: Mapping[str, Any]) -> None:
         if name not in RULES:
             raise ValueError(f"name must be one of {sorted(RULES)}, but {shown(name)} was given")
@@ -126,6 +131,23 @@ class OptimizerConfig:
     def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns hyper-parameters under the names that the constructor has for them."""
         return dict(values)
+
+    def bind(self, model: object) -> None:
+        """Connects the config with a model, which a trainer does once.
+
+        Raises:
+            TypeError, ValueError: If they do not fit.
+        """
+
+    def trains(self, name: str) -> bool:
+        """Returns whether the optimizer has a parameter of this name."""
+        return True
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Is told the rates of an update, before it."""
+
+    def scheduled(self) -> None:
+        """Is told that a schedule starts from :attr:`learning_rates`."""
 
     def group_of(self, *names: str) -> int:
         """Returns the index of a parameter's group; the default group comes after all others.

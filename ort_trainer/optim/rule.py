@@ -23,7 +23,7 @@ class ParameterBatch:
 
     Attributes:
         weights: The parameters; they are changed in place.
-        gradients: Their gradients, of the same shapes; they may be used as scratch memory.
+        gradients: Their gradients, of the same shapes; the update leaves them divided, and unchanged otherwise.
         slots: The state tensors of each, by slot; they are changed in place.
         counts: Updates done, of each, a float32 scalar; it is counted up in place. None of those that keep no count.
         lr: The learning rate.
@@ -50,6 +50,13 @@ class ParameterBatch:
         if isinstance(self.divisor, torch.Tensor) or self.divisor != 1.0:
             torch._foreach_div_(self.gradients, self.divisor)
             self.divisor = 1.0
+
+    def scale(self) -> torch.Tensor | None:
+        """Returns the divisor as PyTorch's fused kernels take it, which divide the gradients in place by it."""
+        divisor = self.divisor
+        if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
+            divisor = torch.tensor(divisor, device=self.weights[0].device)
+        return divisor if isinstance(divisor, torch.Tensor) else None
 
     def count_up(self) -> None:
         """Counts an update of each."""
@@ -133,9 +140,10 @@ class Rule(ABC):
     slots: ClassVar[tuple[str, ...]]
     shares_count: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
+    def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        RULES[cls.name] = cls()
+        if registered:
+            RULES[cls.name] = cls()
 
     def slots_for(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the state tensors that parameters with these hyper-parameters have."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import torch
 
 from ..errors import shown
 from .config import OptimizerConfig
 
 __all__ = ["TrainStepInfo"]
+
+Norm = float | torch.Tensor | Callable[[], torch.Tensor | None] | None
 
 
 def _count(name: str, value: Any) -> int:
@@ -46,8 +50,42 @@ class TrainStepInfo:
         self.optimizer_config = optimizer_config
         self.all_finite = all_finite
         self.fetches = fetches
+        self._rates: list[float] = []
+        self._norm: Norm = None
         self.optimization_step = _count("optimization_step", optimization_step)
         self.step = _count("step", step)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the gradients of the last update, before they were clipped; None before the first.
+
+        Where no limit or check asks for it, it is computed when it is read, from gradients that are there until the
+        next step begins; afterwards it is None.
+        """
+        if callable(self._norm):
+            self._norm = self._norm()
+        if isinstance(self._norm, torch.Tensor):
+            self._norm = float(self._norm)
+        return self._norm
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Learning rates of the last update: one for all parameters, or one per group and one for the others."""
+        return list(self._rates)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The first of :attr:`learning_rates`; None before the first update."""
+        return self._rates[0] if self._rates else None
+
+    def note_update(self, rates: Sequence[float], norm: Norm) -> None:
+        """Is told what an update used.
+
+        Args:
+            rates: The learning rates.
+            norm: The gradients' norm, or what computes it.
+        """
+        self._rates, self._norm = [float(rate) for rate in rates], norm
 
     @property
     def fetches(self) -> list[str]:

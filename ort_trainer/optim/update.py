@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ from ..ownership import shared_groups
 from .config import OptimizerConfig
 from .rule import ParameterBatch
 
-__all__ = ["OptimizerUpdate", "global_norm"]
+__all__ = ["Again", "OptimizerUpdate", "global_norm"]
+
+Again = Callable[[], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""Runs forward and backward pass once more; returns the loss, and the gradients by parameter name."""
 
 
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -46,11 +49,14 @@ class OptimizerUpdate:
         groups: Index of the config's group of each, by the same names.
         clip: Whether gradients are clipped to ``max_norm_clip``.
         max_norm: A limit of the gradient norm instead of the config's, for every optimizer; None for the config's.
+        max_value: A limit of the absolute value of each element of a gradient; None for none.
 
     Attributes:
         rule: How weights are updated.
         slots: Parameter name -> its state tensors by slot, such as ``Moment_1``; empty where there are none.
         counts: Parameter name -> number of updates done, a float32 scalar as torch's kernels want it, where it is kept.
+        norm: The global norm of the gradients of the last update, divided and not clipped, a scalar; None where it was
+            not needed.
     """
 
     def __init__(
@@ -60,8 +66,11 @@ class OptimizerUpdate:
         groups: Mapping[str, int],
         clip: bool = True,
         max_norm: float | None = None,
+        max_value: float | None = None,
     ) -> None:
-        self.rule = config.rule
+        self.norm: torch.Tensor | None = None
+        self._max_value = max_value
+        self.rule, self._config = config.rule, config
         self._parameters = dict(parameters)
         self.slots: dict[str, dict[str, torch.Tensor]] = {}
         self.counts: dict[str, torch.Tensor] = {}
@@ -83,7 +92,7 @@ class OptimizerUpdate:
                 self.counts |= zip(group.names, group.counter.unbind(), strict=True)
         # Weights with memory in common are updated one after the other, as PyTorch does.
         self._one_by_one = bool(shared_groups(self._parameters, self._parameters))
-        self._clip = any(math.isfinite(group.limit) for group in self._groups)
+        self._clips = any(math.isfinite(group.limit) for group in self._groups)
 
     @property
     def groups(self) -> Iterator[tuple[int, dict[str, Any], float, list[str]]]:
@@ -97,24 +106,41 @@ class OptimizerUpdate:
         learning_rates: Sequence[float],
         divisor: float = 1.0,
         check_finite: bool = False,
+        again: Again | None = None,
     ) -> bool:
         """Updates the weights once.
 
         Args:
             gradients: Gradient of every parameter that has one; the others are left alone, as PyTorch does. They are
-                scratch memory afterwards.
+                divided and clipped in place.
             learning_rates: One for all groups, or one for each group of the config in order and the default group.
             divisor: What the gradients are divided by first: loss scale times micro-batches.
             check_finite: Whether to skip the whole update if any gradient is not finite.
+            again: Computes loss and gradients anew with the weights of now, for optimizers that ask for it.
 
         Returns:
             Whether the gradients were finite; always True where that was not checked.
         """
-        norm = global_norm(gradients.values()) / divisor if (self._clip or check_finite) and gradients else None
-        if check_finite and norm is not None and not torch.isfinite(norm):
+        self.norm = global_norm(gradients.values()) / divisor if (self._clips or check_finite) and gradients else None
+        if check_finite and self.norm is not None and not torch.isfinite(self.norm):
+            torch._foreach_div_(list(gradients.values()), divisor)
             return False
+        self._update(gradients, learning_rates, divisor, again)
+        return True
+
+    def forget(self, used: Mapping[str, torch.Tensor]) -> None:
+        """Is told that gradients which it has used are needed no longer."""
+
+    def _update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        learning_rates: Sequence[float],
+        divisor: float,
+        again: Again | None,
+    ) -> None:
         for group in self._groups:
             found = [name for name in group.names if name in gradients]
+            divided = self._clip_values([gradients[name] for name in found], _divisor(group, self.norm, divisor))
             for names in ([name] for name in found) if self._one_by_one else [found] if found else []:
                 self.rule.update(
                     ParameterBatch(
@@ -123,12 +149,28 @@ class OptimizerUpdate:
                         slots=[self.slots[name] for name in names],
                         counts=[self.counts.get(name) for name in names],
                         lr=learning_rates[0 if len(learning_rates) == 1 else group.index],
-                        divisor=_divisor(group, norm, divisor),
-                        hyper=group.hyper,
+                        divisor=divided,
+                        hyper=self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper,
                         counter=group.counter if len(names) == len(group.names) else None,
                     )
                 )
-        return True
+
+    def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
+        """Divides and clips gradients in place."""
+        for group in self._groups:
+            found = [gradients[name] for name in group.names if name in gradients]
+            rest = self._clip_values(found, _divisor(group, self.norm, divisor))
+            if found and (isinstance(rest, torch.Tensor) or rest != 1.0):
+                torch._foreach_div_(found, rest)
+
+    def _clip_values(self, gradients: list[torch.Tensor], divisor: float | torch.Tensor) -> float | torch.Tensor:
+        """Clips each element, if that was asked for; returns what the gradients are to be divided by afterwards."""
+        if self._max_value is None or not gradients:
+            return divisor
+        torch._foreach_div_(gradients, divisor)
+        torch._foreach_clamp_min_(gradients, -self._max_value)
+        torch._foreach_clamp_max_(gradients, self._max_value)
+        return 1.0
 
 
 def _divisor(group: _Group, norm: torch.Tensor | None, divisor: float) -> float | torch.Tensor:

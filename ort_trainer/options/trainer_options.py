@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from ..amp import LossScaler
 from ..errors import shown
@@ -33,9 +34,22 @@ class _SessionOptions(metaclass=_SessionOptionsKind):
     pass
 
 
+class _FunctionKind(type):
+    """Takes what can be called for an instance, but for classes."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return callable(instance) and not isinstance(instance, type)
+
+
+class _Function(metaclass=_FunctionKind):
+    pass
+
+
 class _OptionsValidator(
     SchemaValidator.with_types(  # type: ignore[misc]
-        lr_scheduler=(LRScheduler,), loss_scaler=(LossScaler,), session_options=(_SessionOptions,)
+        lr_scheduler=(LRScheduler, TorchScheduler, _Function),
+        loss_scaler=(LossScaler,),
+        session_options=(_SessionOptions,),
     )
 ):
     def _normalize_coerce_enum_name(self, value: Any) -> Any:

@@ -96,6 +96,24 @@ class ModelSource(ABC):
         """
         return values
 
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to those that the model's parameters hold, as a backward pass of PyTorch does.
+
+        Args:
+            gradients: By canonical name, new tensors, which the model may keep.
+
+        Raises:
+            RuntimeError: If the trainer does not work on the tensors of the model.
+        """
+        raise RuntimeError(
+            f"gradients can't go into {self.name}, as the trainer works on copies of its weights: use train_step, or "
+            "a PyTorch model without utils.share_weights=False"
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients that the parameters to train hold, by canonical name."""
+        return {}
+
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
 

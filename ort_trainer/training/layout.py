@@ -9,6 +9,7 @@ import torch
 
 from ..optim import OptimizerConfig
 from ..optim.rule import Rule
+from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..sources import ModelSource
 
 __all__ = ["SHARED", "STEP", "TRAINER_OPTIONS", "UPDATE_COUNT", "Layout"]
@@ -41,6 +42,7 @@ class Layout:
         slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
         counted: Canonical names of the parameters whose updates are counted.
         device: Where training runs.
+        torch_config: The optimizer of PyTorch that does the updates, if one does.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -51,6 +53,7 @@ class Layout:
     slots: Mapping[str, Sequence[str]]
     counted: Collection[str]
     device: torch.device
+    torch_config: TorchOptimizerConfig | None = None
 
     @classmethod
     def of(cls, source: ModelSource, config: OptimizerConfig, device: torch.device) -> Layout:
@@ -67,4 +70,5 @@ class Layout:
             slots={name: rule.slots_for(values) for name, values in hyper.items()},
             counted={name for name, values in hyper.items() if rule.keeps_count(values)},
             device=device,
+            torch_config=config if isinstance(config, TorchOptimizerConfig) else None,
         )

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import shown
 from ..optim import LRScheduler, OptimizerConfig
 from ..optim.step_info import TrainStepInfo
 from .user_objects import load_state
 
-__all__ = ["LearningRates"]
+__all__ = ["LearningRates", "Schedule", "learning_rates"]
+
+_GROUPS = "param_groups"
+Schedule = LRScheduler | TorchScheduler | Callable[[int], float]
+"""What the option ``lr_scheduler`` takes: one of ours, one of PyTorch's, or update number -> factor on the rates."""
 
 
 class LearningRates:
-    """Asks the schedule, if there is one.
+    """Those of the config: without a schedule, or with one of PyTorch's that the user steps.
 
     Args:
-        config: Has the rates that a schedule starts from.
+        config: Has the rates.
+
+    Attributes:
         scheduler: The user's own object, or None.
     """
 
-    def __init__(self, config: OptimizerConfig, scheduler: LRScheduler | None) -> None:
+    scheduler: Schedule | None = None
+
+    def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        self.scheduler = scheduler
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
         """Returns one learning rate for all parameters, or one per group and one for the others.
@@ -37,9 +49,35 @@ class LearningRates:
         Raises:
             TypeError, ValueError: If the schedule returns something else.
         """
+        return self._config.learning_rates
+
+    def updated(self) -> None:
+        """Is told that the weights were updated."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the schedule's state; None where there is none."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """Restores what :meth:`state_dict` returned; None, and a state without a schedule for it, change nothing.
+
+        Raises:
+            RuntimeError, ValueError: If it does not fit. The schedule is what it was then.
+        """
+
+
+class _Scheduled(LearningRates):
+    """A schedule of this package's interface computes the rates from the config's."""
+
+    scheduler: LRScheduler
+
+    def __init__(self, config: OptimizerConfig, scheduler: LRScheduler) -> None:
+        super().__init__(config)
+        self.scheduler = scheduler
+        config.scheduled()
+
+    def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
         scheduler = self.scheduler
-        if scheduler is None:
-            return self._config.learning_rates
         seen = copy.copy(info)
         seen.step = step
         before = scheduler.get_last_lr()
@@ -50,17 +88,11 @@ class LearningRates:
             scheduler._last_lr = before  # a refused rate was never in use, and no checkpoint could keep it
             raise
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Returns the schedule's state; None where there is no schedule."""
-        return None if self.scheduler is None else dict(self.scheduler.state_dict())
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """Restores what :meth:`state_dict` returned; None, and a state without a schedule for it, change nothing.
-
-        Raises:
-            RuntimeError, ValueError: If it does not fit. The schedule is what it was then.
-        """
-        if self.scheduler is not None and state is not None:
+        if state is not None:
             load_state(self.scheduler, state, "lr_scheduler", strict)
 
     def _checked(self, given: Sequence[Any], name: str) -> list[float]:
@@ -91,3 +123,103 @@ class LearningRates:
                 f"get_lr() of {name} must return finite numbers, at least 0, but it returned {shown(given)}"
             )
         return rates
+
+
+class _Factor(LearningRates):
+    """A function gives the factor on the config's rates."""
+
+    def __init__(self, config: OptimizerConfig, factor: Callable[[int], float]) -> None:
+        super().__init__(config)
+        self.scheduler = self._factor = factor
+        config.scheduled()
+
+    def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
+        given = self._factor(info.optimization_step)
+        value = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(
+                f"the function in the option lr_scheduler must return a finite number, at least 0, but for update "
+                f"{info.optimization_step} it returned {shown(given)}"
+            )
+        return [rate * value for rate in self._config.learning_rates]
+
+
+class _FromTorch(LearningRates):
+    """A schedule of PyTorch changes the rates of its optimizer, one step after each update."""
+
+    scheduler: TorchScheduler
+
+    def __init__(self, config: OptimizerConfig, scheduler: TorchScheduler) -> None:
+        super().__init__(config)
+        name = f"torch.optim.lr_scheduler.{type(scheduler).__name__}"
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                f"option lr_scheduler: {name} needs a metric at each step: leave it out of the options and call "
+                "scheduler.step(metric) yourself. The rates of its optimizer count at every update"
+            )
+        own = getattr(config, "optimizer", None)
+        if scheduler.optimizer is not own:
+            raise ValueError(
+                f"option lr_scheduler: {name} changes the rates of its own {type(scheduler.optimizer).__name__}, which "
+                "the trainer does not look at: give that optimizer as optim_config, or "
+                "ort_trainer.optim.from_torch(optimizer)"
+            )
+        self.scheduler = scheduler
+
+    def updated(self) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**_plain(self.scheduler.state_dict()), _GROUPS: _plain(self._groups())}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        if state is None:
+            return
+        state, groups, own = dict(state), state.get(_GROUPS), self._groups()
+        state.pop(_GROUPS, None)
+        load_state(self.scheduler, _like(state, self.scheduler.state_dict()), "lr_scheduler", strict)
+        # What a schedule has changed besides its own state: rates, and of some the momentum.
+        for group, values in zip(self.scheduler.optimizer.param_groups, _like(groups or own, own), strict=True):
+            group.update(values)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the hyper-parameters of the optimizer's groups."""
+        return [
+            {key: value for key, value in group.items() if key in ("lr", "momentum", "betas")}
+            for group in self.scheduler.optimizer.param_groups
+        ]
+
+
+def _plain(value: Any) -> Any:
+    """Returns the state of a schedule with str keys throughout, as a checkpoint takes it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Returns what :func:`_plain` made with the types of a schedule's own state."""
+    if isinstance(own, Counter):
+        return Counter({int(key): count for key, count in value.items()})
+    if isinstance(own, Mapping) and isinstance(value, Mapping):
+        return {key: _like(entry, own.get(key)) for key, entry in value.items()}
+    if isinstance(own, (list, tuple)) and isinstance(value, (list, tuple)) and len(own) == len(value):
+        return type(own)(_like(entry, other) for entry, other in zip(value, own, strict=True))
+    return value
+
+
+def learning_rates(config: OptimizerConfig, scheduler: Schedule | None) -> LearningRates:
+    """Returns what asks a schedule, whatever kind it is.
+
+    Args:
+        config: Has the rates that a schedule starts from.
+        scheduler: The user's own object, or None.
+
+    Raises:
+        ValueError: If it is one of PyTorch's for another optimizer, or one that can't be stepped after each update.
+    """
+    if scheduler is None:
+        return LearningRates(config)
+    if isinstance(scheduler, LRScheduler):
+        return _Scheduled(config, scheduler)
+    return _FromTorch(config, scheduler) if isinstance(scheduler, TorchScheduler) else _Factor(config, scheduler)

@@ -16,6 +16,7 @@ from ..graph import TrainingGraph
 from ..interrupts import uninterrupted
 from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
+from ..optim.update import Again, global_norm
 from ..options import ORTTrainerOptions
 from ..profiling import Profile, Profiler
 from ..runtime import Plan, StepSession
@@ -23,7 +24,8 @@ from ..sources import BORROWED, ModelSource
 from .batch import Batch
 from .debug_files import check_graph_paths, save_graphs
 from .layout import Layout
-from .learning_rates import LearningRates
+from .learning_rates import learning_rates
+from .make_session import make_session
 from .precision import choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
@@ -58,6 +60,7 @@ class TrainingLoop:
         strategy: Where gradients of several processes meet.
         info: The counters.
         layout: What the state consists of.
+        holds_gradients: Whether the model's parameters hold gradients that were made for an update.
     """
 
     def __init__(
@@ -75,16 +78,17 @@ class TrainingLoop:
         self.graphs = StepGraphs(source, model_desc, device, self._graph_built)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
-        self.rates = LearningRates(config, options.lr_scheduler)
+        self.rates = learning_rates(config, options.lr_scheduler)
         self.strategy = SingleProcess() if strategy is None else strategy
         self.info = TrainStepInfo(config)
         self.layout = Layout.of(source, config, device)
         self._seed = torch.initial_seed()
         self._profiler: Profiler | None = None
+        self.holds_gradients = False
         self._pending: Restored | None = None
         self.pending_dict: Mapping[str, Any] = {}
         # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
-        self._session = self._make_session() if source.fixed else None
+        self._session = make_session(source, config, options, device, self._seed) if source.fixed else None
         if self.window.reduction == "weighted" and _GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
                 f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
@@ -94,6 +98,7 @@ class TrainingLoop:
         for thing, option in (
             (self.precision.scaler, "mixed_precision.loss_scaler"),
             (self.rates.scheduler, "lr_scheduler"),
+            (getattr(config, "optimizer", None), "optim_config"),
         ):
             if thing is not None:
                 claim(thing, self, option)
@@ -127,29 +132,21 @@ class TrainingLoop:
             restored.tensors = dict(self.source.put(restored.tensors))
         self._pending, self.pending_dict = restored, state_dict
 
-    def fetches(self, names: Sequence[str]) -> Sequence[str]:
-        """Returns the outputs that a step returns; all of them where no name is given.
-
-        Raises:
-            RuntimeError: If a name is unknown, or there twice.
-        """
-        known = self.graphs.output_names
-        if not names:
-            return known
-        if not set(names) <= set(known) or len(set(names)) < len(names):
+    def check_started(self, method: str) -> None:
+        """Raises a RuntimeError before the first step, when there is nothing to save."""
+        if self._session is None:
             raise RuntimeError(
-                f"The specified fetches list contains invalid output names: {list(names)}; each of {list(known)} may "
-                "be in it once"
+                f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
             )
-        return names
 
-    def prepare(self, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+    def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Returns what runs a step for a batch; makes session and graph where there are none yet.
 
         Args:
             batch: A checked batch, from ``graphs.bind``.
             training: Whether for :meth:`step`, or for evaluation.
             names: Outputs to return, from :meth:`fetches`.
+            backward: Whether a step makes gradients.
 
         Raises:
             ExportError: If the model can't be exported. Everything is as it was then.
@@ -157,8 +154,8 @@ class TrainingLoop:
         """
         if self.graphs.has_started:
             assert self._session is not None
-            return self.graphs.plan(self._session, batch, training, names)
-        return self._start(batch, training, names)
+            return self.graphs.plan(self._session, batch, training, names, backward)
+        return self._start(batch, training, names, backward)
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Binds arguments to inputs and runs a :meth:`step`.
@@ -209,11 +206,20 @@ class TrainingLoop:
         Returns:
             The outputs that the plan fetches.
         """
+        again = None
+        if self.config.needs_closure:
+            if self.window.size > 1:
+                raise RuntimeError(
+                    f"{self.config.name} computes the loss several times in an update, and the batches of a window are "
+                    "not kept: set gradient_accumulation_steps to 1, or write the loop with forward_backward() and "
+                    "optimizer.step(closure)"
+                )
+            again = functools.partial(self._again, batch)
         # Asked before anything has changed, as a schedule may refuse.
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
         outputs = self.backward(plan, batch, weight)
         if self.window.complete:
-            self.optimizer_step(rates)
+            self.optimizer_step(rates, again)
         return outputs
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
@@ -235,11 +241,26 @@ class TrainingLoop:
         self.info.step += 1
         return outputs
 
-    def optimizer_step(self, rates: Sequence[float] | None = None) -> bool:
+    def gradients_of(self, plan: Plan, batch: Batch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Runs forward and backward pass and changes nothing but random state and buffers.
+
+        Returns:
+            The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
+        """
+        assert self._session is not None
+        scale = self.precision.loss_scale
+        outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale)
+        if scale != 1.0 and gradients:
+            torch._foreach_div_(list(gradients.values()), scale)
+        self.source.publish(plan.runner.graph.buffer_updates)
+        return outputs, gradients
+
+    def optimizer_step(self, rates: Sequence[float] | None = None, again: Again | None = None) -> bool:
         """Updates the weights with the gradients of the window so far, whether it is complete or not, and ends it.
 
         Args:
             rates: As for :meth:`step`.
+            again: Computes loss and gradients anew.
 
         Returns:
             Whether all gradients were finite. If not, the weights are what they were; True where that was not checked.
@@ -247,21 +268,54 @@ class TrainingLoop:
         Raises:
             RuntimeError: If the window has no micro-batch.
         """
-        session, info = self._session, self.info
-        if session is None or not self.window.micro_batches:
+        if self._session is None or not self.window.micro_batches:
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass before")
-        session.set_learning_rate(*(self.rates.upcoming(info, info.step) if rates is None else rates))
-        self.strategy.reduce_gradients(session.present_gradients())
+        return self.update(None, rates, again)
+
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor] | None,
+        rates: Sequence[float] | None = None,
+        again: Again | None = None,
+    ) -> bool:
+        """Updates the weights and ends the window.
+
+        Args:
+            gradients: By parameter name; they are divided and clipped in place. None for those of the window.
+            rates: As for :meth:`step`.
+            again: Computes loss and gradients anew.
+
+        Returns:
+            As :meth:`optimizer_step`.
+        """
+        session, info = self._session, self.info
+        assert session is not None
+        rates = self.rates.upcoming(info, info.step) if rates is None else rates
+        session.set_learning_rate(*rates)
+        self.config.set_rates(rates)
+        self.strategy.reduce_gradients(session.present_gradients() if gradients is None else gradients)
         update = session.optimizer_step
         if self._profiler is not None:
             update = functools.partial(self._profiler.update, update)
-        info.all_finite = update(divisor=self.window.divisor, check_finite=self.precision.checks_finite)
+        info.all_finite = update(
+            divisor=self.window.divisor if gradients is None else 1.0,
+            check_finite=self.precision.checks_finite,
+            gradients=gradients,
+            again=again,
+        )
+        norm = session.optimizer.norm
+        if norm is None and gradients:  # the user may change them
+            norm = global_norm(gradients.values())
         self.source.publish(session.parameters)
         self.discard_gradients()
+        self.holds_gradients = False
+        info.note_update(rates, session.norm_of_used if norm is None else norm)
         try:
             self.precision.update(info)
         finally:
             info.optimization_step += int(info.all_finite)
+        if info.all_finite:
+            self.rates.updated()
         return info.all_finite
 
     def discard_gradients(self) -> None:
@@ -282,18 +336,25 @@ class TrainingLoop:
             The outputs.
         """
         batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
-        plan = self.prepare(batch, False, self.fetches(fetches))
+        plan = self.prepare(batch, False, self.graphs.fetches(fetches))
         assert self._session is not None
         return self._session.evaluate(plan, batch)
 
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         weight, kwargs = self._take_weight(kwargs)
         batch = self.graphs.bind(args, kwargs)
-        plan = self.prepare(batch, True, self.fetches(self.info.fetches))
+        plan = self.prepare(batch, True, self.graphs.fetches(self.info.fetches))
         if self._profiler is not None:
             plan = self._profiler.plan(plan)
         with uninterrupted():
             return self.step(plan, batch, weight)
+
+    def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns loss and gradients of a batch with the weights of now."""
+        assert self._session is not None
+        plan = self.graphs.plan(self._session, batch, True, [self.graphs.loss_name])
+        (loss,), gradients = self.gradients_of(plan, batch)
+        return loss, gradients
 
     def _take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
         """Returns what the micro-batch counts in the window's mean, and the arguments without it."""
@@ -307,16 +368,16 @@ class TrainingLoop:
             )
         return 1.0, kwargs
 
-    def _start(self, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+    def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
         """Makes session and first graph; keeps them last, so that a failure leaves the loop as it was."""
         description = self.graphs.description
         if len(batch) < len(description.inputs):
             missing = [name for name in description.input_names if name not in batch]
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
-        session = self._session or self._make_session()
+        session = self._session or make_session(self.source, self.config, self.options, self._device, self._seed)
         if self.options.debug.check_model_export:
             self.graphs.check_export(session, batch)
-        plan = self.graphs.plan(session, batch, training, names)
+        plan = self.graphs.plan(session, batch, training, names, backward)
         with uninterrupted():
             if self._pending is not None:
                 apply_to_session(self._pending, session)
@@ -325,26 +386,6 @@ class TrainingLoop:
             self.graphs.started(batch)
             self._session = session
         return plan
-
-    def _make_session(self) -> StepSession:
-        options, source = self.options, self.source
-        with BORROWED:  # an export puts others into the model for a while
-            parameters, buffers = source.parameters, source.buffers
-            owned = source.adopt(self._device)
-        return StepSession(
-            {name: owned[name] for name in parameters},
-            {name: owned[name] for name in buffers},
-            source.names_of_trainable(),
-            self.config,
-            clip=options.utils.grad_norm_clip,
-            max_norm=options.utils.max_grad_norm,
-            device=self._device,
-            given_options=options.session_options,
-            deterministic=options.debug.deterministic_compute,
-            provider_options=options.provider_options,
-            mem_limit=options.device.mem_limit,
-            seed=self._seed,
-        )
 
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""

@@ -32,7 +32,7 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
         raise ValueError("path must not be empty")
     session = loop.session
     assert session is not None
-    graph = loop.prepare(loop.graphs.blank_batch(), False, loop.fetches(())).runner.graph
+    graph = loop.prepare(loop.graphs.blank_batch(), False, loop.graphs.fetches(())).runner.graph
     if list(names) != [spec.name for spec in graph.outputs]:
         graph = graph.pruned(names)
     save_model(graph, session.parameters, session.buffers, loop.source.trainable, Path(path))

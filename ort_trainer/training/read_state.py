@@ -21,7 +21,7 @@ __all__ = ["Restored", "apply_to_session", "compare_keys", "read"]
 
 # What legacy wrote, and what came after. Only a state dict of this package has a window, and the others as well.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
-_NEW_KEYS = ("window", "random", "transient_buffers", "gradients", "loss_scaler", "lr_scheduler")
+_NEW_KEYS = ("window", "random", "transient_buffers", "gradients", "loss_scaler", "lr_scheduler", "torch_optimizer")
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Restored:
     optimization_step: int | None = None
     loss_scaler: Mapping[str, Any] | None = None
     lr_scheduler: Mapping[str, Any] | None = None
+    torch_optimizer: Mapping[str, Any] | None = None
 
     def over(self, earlier: Restored | None) -> Restored:
         """Returns this state with what it lacks from one that was loaded earlier."""
@@ -90,7 +91,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         _read_optimizer(state_dict, layout, strict, restored)
     else:
         _warn_missing("optimizer")
-    for key in ("loss_scaler", "lr_scheduler"):
+    for key in ("loss_scaler", "lr_scheduler", "torch_optimizer"):
         if key in state_dict:
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
     _read_counters(state_dict, layout, window, strict, restored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ..errors import warn
 from ..interrupts import uninterrupted
+from ..optim import torch_state
 from ..runtime import StepSession
 from .layout import SHARED, STEP, UPDATE_COUNT, Layout
 from .loop import TrainingLoop
@@ -61,6 +63,8 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
     if include_optimizer:
         state["optimizer"] = _collect_optimizer(session, layout, array)
+        if layout.torch_config is not None:
+            state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
         state["gradients"] = {name: array(value) for name, value in session.present_gradients().items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: value for key, value in kept.items() if value is not None}
@@ -106,7 +110,7 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
     """
     restored = read(state_dict, loop.layout, loop.window, strict)
     precision, rates, info = loop.precision, loop.rates, loop.info
-    own_scale = precision.state_dict()
+    own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
         _warn_of_difference("loss_scaler", own_scale, restored.loss_scaler)
         _warn_of_difference("lr_scheduler", rates.state_dict(), restored.lr_scheduler)
@@ -114,8 +118,11 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
         precision.load_state_dict(restored.loss_scaler, strict)
         try:
             rates.load_state_dict(restored.lr_scheduler, strict)
+            if restored.torch_optimizer is not None and loop.layout.torch_config is not None:
+                torch_state.restore(loop.layout.torch_config, restored.torch_optimizer)
         except BaseException:
             precision.load_state_dict(own_scale, strict=True)
+            rates.load_state_dict(own_rates, strict=True)
             raise
         if loop.session is not None:
             apply_to_session(restored, loop.session)

@@ -128,8 +128,38 @@ class StepGraphs:
             name: torch.zeros(shape, dtype=dtype, device=self._device) for name, (shape, dtype) in self._sample.items()
         }
 
-    def plan(self, session: StepSession, batch: Batch, training: bool, names: Sequence[str]) -> Plan:
+    def fetches(self, names: Sequence[str]) -> Sequence[str]:
+        """Returns the outputs that a step returns; all of them where no name is given.
+
+        Raises:
+            RuntimeError: If a name is unknown, or there twice.
+        """
+        known = self._output_names
+        if not names:
+            return known
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise RuntimeError(
+                f"The specified fetches list contains invalid output names: {list(names)}; each of {list(known)} may "
+                "be in it once"
+            )
+        return names
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the output that is the loss."""
+        return next(entry.name for entry in self.description.outputs if entry.is_loss)
+
+    def plan(
+        self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
+    ) -> Plan:
         """Returns the session's plan for a batch; builds a graph if none accepts the batch's sizes.
+
+        Args:
+            session: Has the graphs.
+            batch: The batch.
+            training: Whether in training mode.
+            names: Outputs to return.
+            backward: Whether a run in training mode makes gradients.
 
         Raises:
             RuntimeError: If there are too many graphs already, or the model has become another one.
@@ -138,10 +168,10 @@ class StepGraphs:
         """
         with BORROWED:  # by an export in another thread, whose modes are not the user's
             session.choose_variant(training, self._source.variant(training))
-        plan = session.plan(training, batch, names)
+        plan = session.plan(training, batch, names, backward)
         if plan is None:
             self._add_graph(session, batch, training)
-            plan = session.plan(training, batch, names)
+            plan = session.plan(training, batch, names, backward)
             assert plan is not None
         return plan
 

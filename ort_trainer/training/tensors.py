@@ -38,10 +38,14 @@ def set_parameter(loop: TrainingLoop, name: str, value: Any) -> None:
 def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
     """Returns a copy of a gradient of the window so far; see ``ORTTrainer.get_gradient``."""
     canonical = _canonical(loop, name)
-    gradients = {} if loop.session is None else loop.session.present_gradients()
-    if canonical not in gradients:
+    session = loop.session
+    if session is None:
         return None
-    return gradients[canonical].cpu() / loop.window.divisor
+    if loop.window.micro_batches:
+        found = session.present_gradients().get(canonical)
+        return None if found is None else found.cpu() / loop.window.divisor
+    used = session.used_gradients().get(canonical)
+    return None if used is None else used.cpu().clone()
 
 
 def set_gradient(loop: TrainingLoop, name: str, value: Any) -> None:

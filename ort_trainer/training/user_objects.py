@@ -22,7 +22,7 @@ class HasState(Protocol):
         """Returns the state."""
         ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores it."""
         ...
 
@@ -72,7 +72,7 @@ def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool
     own = thing.state_dict()
     compare_keys(own, state, strict, f"state_dict[{key}]")
     try:
-        thing.load_state_dict(state if strict else {**own, **state})
+        thing.load_state_dict(dict(state) if strict else {**own, **state})
     except Exception as error:
         thing.load_state_dict(own)
         if not isinstance(error, (KeyError, TypeError, ValueError)):

@@ -171,9 +171,7 @@ class _Adam(Rule):
 
     def _update(self, batch: ParameterBatch, epsilon: float, decay: float) -> None:
         batch.count_up()
-        divisor = batch.divisor
-        if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
-            divisor = torch.tensor(divisor, device=batch.weights[0].device)
+        scale = batch.scale()
         for _, part in batch.split([weight.dtype for weight in batch.weights]):
             counts = [count for count in part.counts if count is not None]
             # What torch.optim.AdamW calls, behind checks that take as long as the update of a small model.
@@ -193,7 +191,7 @@ class _Adam(Rule):
                 eps=epsilon,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=divisor if isinstance(divisor, torch.Tensor) else None,
+                grad_scale=scale,
                 found_inf=None,
             )
 

@@ -90,8 +90,7 @@ class _Lamb(Rule):
             is_corrected = hyper["do_bias_correction"]
             correction_1 = 1.0 - hyper["alpha"] ** updates if is_corrected else 1.0
             correction_2 = 1.0 - hyper["beta"] ** updates if is_corrected else 1.0
-            # The gradient is scratch memory by now.
-            denominator = torch.div(second, correction_2, out=gradient).sqrt_().add_(hyper["epsilon"])
+            denominator = torch.div(second, correction_2).sqrt_().add_(hyper["epsilon"])
             direction = torch.div(first, denominator, out=denominator).div_(correction_1)
             direction.add_(weight, alpha=hyper["lambda_coef"])
             ratio = weight.norm() / direction.norm()

@@ -13,6 +13,7 @@ from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
 __all__ = ["SGDConfig"]
 
 MOMENTUM = "Momentum"
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 class SGDConfig(OptimizerConfig):
@@ -72,33 +73,46 @@ class _SGD(Rule):
         return bool(hyper.get("momentum"))  # its first update is another one
 
     def update(self, batch: ParameterBatch) -> None:
-        momentum, decay = batch.hyper.get("momentum", 0.0), batch.hyper.get("weight_decay", 0.0)
-        if not momentum and not decay and not isinstance(batch.divisor, torch.Tensor):
-            # The divisor goes into the rate, without a separate pass over the gradients.
-            torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr / batch.divisor)
-            return
-        batch.divide()
-        if decay:
-            torch._foreach_add_(batch.gradients, batch.weights, alpha=decay)
+        momentum = batch.hyper.get("momentum", 0.0)
+        # The average begins at zero, so only with dampening is the first update another one.
+        for count, same in by_count(batch) if momentum and batch.hyper["dampening"] else [(None, batch)]:
+            for is_narrow, part in same.split([weight.dtype in _NARROW for weight in same.weights]):
+                (self._update_narrow if is_narrow else self._update)(part, is_first=count == 0)
         if momentum:
-            # The average begins at zero, so only with dampening is the first update another one.
-            for count, part in by_count(batch) if batch.hyper["dampening"] else [(None, batch)]:
-                self._average(part, momentum, is_first=count == 0)
-        torch._foreach_add_(batch.weights, batch.gradients, alpha=-batch.lr)
+            batch.count_up()
 
-    def _average(self, batch: ParameterBatch, momentum: float, is_first: bool) -> None:
-        """Puts what the weights move by into the gradients."""
-        averages = batch.slot(MOMENTUM)
-        if is_first:
-            torch._foreach_copy_(averages, batch.gradients)
-        else:
-            torch._foreach_mul_(averages, momentum)
-            torch._foreach_add_(averages, batch.gradients, alpha=1.0 - batch.hyper["dampening"])
-        if batch.hyper["nesterov"]:
-            torch._foreach_add_(batch.gradients, averages, alpha=momentum)
-        else:
-            torch._foreach_copy_(batch.gradients, averages)
-        batch.count_up()
+    def _update(self, batch: ParameterBatch, is_first: bool) -> None:
+        hyper = batch.hyper
+        torch._fused_sgd_(
+            batch.weights,
+            batch.gradients,
+            batch.slot(MOMENTUM) if hyper.get("momentum") else [],
+            weight_decay=hyper.get("weight_decay", 0.0),
+            momentum=hyper.get("momentum", 0.0),
+            lr=batch.lr,
+            dampening=hyper.get("dampening", 0.0),
+            nesterov=hyper.get("nesterov", False),
+            maximize=False,
+            is_first_step=is_first,
+            grad_scale=batch.scale(),
+            found_inf=None,
+        )
+
+    def _update_narrow(self, batch: ParameterBatch, is_first: bool) -> None:
+        """The same without the fused kernel, whose results are wrong for halves on a CPU (torch 2.13)."""
+        batch.divide()
+        hyper, step = batch.hyper, tuple(batch.gradients)
+        if hyper.get("weight_decay"):
+            step = torch._foreach_add(step, batch.weights, alpha=hyper["weight_decay"])
+        if hyper.get("momentum"):
+            averages = batch.slot(MOMENTUM)
+            if is_first:
+                torch._foreach_copy_(averages, step)
+            else:
+                torch._foreach_mul_(averages, hyper["momentum"])
+                torch._foreach_add_(averages, step, alpha=1.0 - hyper["dampening"])
+            step = torch._foreach_add(step, averages, alpha=hyper["momentum"]) if hyper["nesterov"] else tuple(averages)
+        torch._foreach_add_(batch.weights, step, alpha=-batch.lr)
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots

@@ -66,4 +66,5 @@ class KernelRunner(GraphRunner):
         return results, found
 
     def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return execute(self._session, feeds, self.graph.loss)
+        names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss
+        return execute(self._session, feeds, self.graph.loss if self.graph.loss in names else names[0])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...optim import OptimizerConfig
+from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...ownership import shared_groups
 from ...runtime.engine import can_call_pytorch, has_cuda, maximum_opset
@@ -40,9 +41,10 @@ class TorchSource(ModelSource):
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
         check_names(list(named), optim_config, options)
-        self._check_options()
+        self._check_options(optim_config)
         self.canonical = canonical_names(model)
         frozen = {self.canonical[name] for name in options.utils.frozen_weights}
+        frozen |= {name for name in self.parameters if not optim_config.trains(name)}
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
         self._watch = ModelWatch(model, self.trainable, frozen)
         self._watches = [self._watch]
@@ -83,6 +85,17 @@ class TorchSource(ModelSource):
         if self._shared is not None:
             self._shared.publish(names)
 
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to those that the model's parameters hold."""
+        if self._shared is None:
+            super().add_gradients(gradients)
+        else:
+            self._shared.add_gradients(gradients)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients that the parameters to train hold."""
+        return {} if self._shared is None else self._shared.gradients(self._watch.trainable)
+
     def put(self, values: Named) -> Named:
         """Gives the model values before training begins."""
         return values if self._shared is None else self._shared.put(values)
@@ -94,7 +107,12 @@ class TorchSource(ModelSource):
         self._check_trainable(training, self._watch.trainable)
         return variant
 
-    def _check_options(self) -> None:
+    def _check_options(self, optim_config: OptimizerConfig) -> None:
+        if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
+            raise ValueError(
+                f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave the "
+                "option out, or use a config of ort_trainer.optim"
+            )
         if self._options.utils.run_symbolic_shape_infer:
             raise ValueError(
                 "utils.run_symbolic_shape_infer is refused for a PyTorch model: it is exported with symbolic shapes, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -113,6 +113,28 @@ class SharedTensors:
         for place in self._rounded:
             if place.name in names:
                 place.tensors[place.key].detach().copy_(place.ours)
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Adds to ``p.grad``.
+
+        Args:
+            gradients: By parameter name, of the dtypes that the trainer works in; the module may keep them.
+        """
+        for name, gradient in gradients.items():
+            parameter = self._model.get_parameter(name)
+            if parameter.grad is None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            else:
+                parameter.grad.add_(gradient)
+
+    def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns what is in ``p.grad``, where something is, in the dtypes that the trainer works in."""
+        held = {name: self._model.get_parameter(name).grad for name in names}
+        return {
+            name: gradient.detach().to(owned_dtype(gradient.dtype)).contiguous()
+            for name, gradient in held.items()
+            if gradient is not None
+        }
 
     def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Changes values of the module before its tensors are adopted.

@@ -1,0 +1,44 @@
+"""Makes the session that owns, or shares, a model's tensors, with all options that concern it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..optim import OptimizerConfig
+from ..options import ORTTrainerOptions
+from ..runtime import StepSession
+from ..sources import BORROWED, ModelSource
+
+__all__ = ["make_session"]
+
+
+def make_session(
+    source: ModelSource, config: OptimizerConfig, options: ORTTrainerOptions, device: torch.device, seed: int
+) -> StepSession:
+    """Returns a session for a model.
+
+    Args:
+        source: The model.
+        config: The optimizer.
+        options: All settings.
+        device: Where training runs.
+        seed: Of the random numbers of training.
+    """
+    with BORROWED:  # an export puts others into the model for a while
+        parameters, buffers = source.parameters, source.buffers
+        tensors = source.adopt(device)
+    return StepSession(
+        {name: tensors[name] for name in parameters},
+        {name: tensors[name] for name in buffers},
+        source.names_of_trainable(),
+        config,
+        clip=options.utils.grad_norm_clip,
+        max_norm=options.utils.max_grad_norm,
+        max_value=options.utils.max_grad_value,
+        device=device,
+        given_options=options.session_options,
+        deterministic=options.debug.deterministic_compute,
+        provider_options=options.provider_options,
+        mem_limit=options.device.mem_limit,
+        seed=seed,
+    )

@@ -1,0 +1,54 @@
+"""For loops of the user's own: passes that only fill ``p.grad``, or nothing, and updates when the user says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..interrupts import uninterrupted
+from ..sources import BORROWED
+from .loop import TrainingLoop
+
+__all__ = ["forward", "forward_backward", "optimizer_step"]
+
+
+def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Adds gradients to ``p.grad``; see ``ORTTrainer.forward_backward``."""
+    if loop.window.micro_batches:
+        raise RuntimeError(
+            f"forward_backward() was called after {loop.window.micro_batches} of {loop.window.size} micro-batches of a "
+            "window of train_step(), whose gradients are kept elsewhere: end it with optimizer_step() first"
+        )
+    batch = loop.graphs.bind(args, kwargs)
+    plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches))
+    with uninterrupted():
+        outputs, gradients = loop.gradients_of(plan, batch)
+        with BORROWED:
+            loop.source.add_gradients(gradients)
+        loop.holds_gradients = True
+    return outputs
+
+
+def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Runs the model in training mode; see ``ORTTrainer.forward``."""
+    batch = loop.graphs.bind(args, kwargs)
+    plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches), backward=False)
+    assert loop.session is not None
+    with uninterrupted():
+        outputs = loop.session.forward(plan, batch)
+        loop.source.publish(plan.runner.graph.buffer_updates)
+    return outputs
+
+
+def optimizer_step(loop: TrainingLoop) -> bool:
+    """Updates the weights with what there is; see ``ORTTrainer.optimizer_step``."""
+    with uninterrupted():
+        if loop.window.micro_batches:
+            return loop.optimizer_step()
+        if not loop.holds_gradients:
+            return False
+        with BORROWED:
+            gradients = loop.source.gradients()
+        return bool(gradients) and loop.update(gradients)
