@@ -110,8 +110,8 @@ class TorchSource(ModelSource):
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
             raise ValueError(
-                f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave the "
-                "option out, or use a config of ort_trainer.optim"
+                f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave "
+                "the option out, or use a config of ort_trainer.optim"
             )
         if self._options.utils.run_symbolic_shape_infer:
             raise ValueError(
