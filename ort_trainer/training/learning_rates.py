@@ -26,6 +26,8 @@ class LearningRates:
     def __init__(self, config: OptimizerConfig, scheduler: LRScheduler | None) -> None:
         self._config = config
         self.scheduler = scheduler
+        if scheduler is not None:
+            scheduler._config = config  # so that it can say what the first step will use
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
         """Returns one learning rate for all parameters, or one per group and one for the others.
@@ -42,7 +44,7 @@ class LearningRates:
             return self._config.learning_rates
         seen = copy.copy(info)
         seen.step = step
-        before = scheduler.get_last_lr()
+        before = scheduler._known_lr()
         given = scheduler._step(seen)
         try:
             return self._checked(given, type(scheduler).__name__)

@@ -72,7 +72,7 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self._device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
-        self.graphs = StepGraphs(source, model_desc, device, self._graph_built)
+        self.graphs = StepGraphs(source, model_desc, device, options.lenient, self._graph_built)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = LearningRates(config, options.lr_scheduler)
@@ -314,7 +314,7 @@ class TrainingLoop:
             missing = [name for name in description.input_names if name not in batch]
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
         session = self._session or self._make_session()
-        if self.options.debug.check_model_export:
+        if self.options.debug.check_model_export and not self.source.fixed:
             self.graphs.check_export(session, batch)
         plan = self.graphs.plan(session, batch, training, names)
         with uninterrupted():
@@ -342,7 +342,7 @@ class TrainingLoop:
             given_options=options.session_options,
             deterministic=options.debug.deterministic_compute,
             provider_options=options.provider_options,
-            mem_limit=options.device.mem_limit,
+            mem_limit=options.memory_limit(self._device),
             seed=self._seed,
         )
 
