@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import ort_trainer
-from ort_trainer.compat.options import ORTTrainerOptions
+from ort_trainer.compat import options as module
+from ort_trainer.compat.options import ORTTrainerOptions, set_cuda_mem_limit
 
 
 def test_documented_spellings_mean_what_the_code_called_them() -> None:
@@ -49,3 +52,35 @@ def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
         ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": "yes"}})
     with pytest.raises(ValueError, match="distributed.world_size: training in 2 processes"):
         ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": True, "world_size": 2}})
+
+
+@pytest.mark.parametrize(
+    ("key", "on", "off"), [("enable_adasum", True, False), ("deepspeed_zero_optimization", {"stage": 1}, {"stage": 0})]
+)
+def test_what_several_processes_do_is_left_out_in_one(key: str, on: Any, off: Any) -> None:
+    with pytest.warns(UserWarning, match=f"distributed.{key} has no effect in one process"):
+        options = ORTTrainerOptions({"distributed": {key: on}})
+    assert options.to_dict()["distributed"][key] == off
+    with pytest.raises(ValueError, match=f"distributed.{key}"):
+        ort_trainer.ORTTrainerOptions({"distributed": {key: on}})
+    with pytest.raises(ValueError, match="distributed.world_size: training in 2 processes"):
+        ORTTrainerOptions({"distributed": {key: on, "world_size": 2}})
+
+
+def test_a_memory_limit_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_cuda", lambda: True)
+    set_cuda_mem_limit(1 << 30)
+    try:
+        assert ORTTrainerOptions().device.mem_limit == ORTTrainerOptions({"device": {}}).device.mem_limit == 1 << 30
+        assert ORTTrainerOptions({"device": {"mem_limit": 5}}).device.mem_limit == 5
+    finally:
+        set_cuda_mem_limit(0)
+    assert ORTTrainerOptions().device.mem_limit == 0
+    monkeypatch.setattr(module, "has_cuda", lambda: False)
+    with pytest.warns(UserWarning, match=r"set_cuda_mem_limit\(7\) has no effect: there is no CUDA device"):
+        set_cuda_mem_limit(7)
+    assert ORTTrainerOptions().device.mem_limit == 0
+    with pytest.raises(ValueError, match="limit must be at least 0, but -1"):
+        set_cuda_mem_limit(-1)
+    with pytest.raises(TypeError, match="limit must be an int, in bytes, but 'all'"):
+        set_cuda_mem_limit("all")  # type: ignore[arg-type]

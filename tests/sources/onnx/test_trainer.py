@@ -567,6 +567,64 @@ def test_symbolic_shape_inference_finds_what_onnx_does_not(tmp_path: Path, monke
         assert len(calls) == expected
 
 
+NORMALIZED = """<ir_version: 7, opset_import: ["" : 12]> graph (float[n, 3, 4] x, float[n, 3, 4] y)
+    => (float loss, float[n, 3, 4] out) <float[4, 4] w, float[4] g> {
+        a = MatMul (x, w)
+        m = ReduceMean <axes = [-1]> (a)
+        d = Sub (a, m)
+        p = Mul (d, d)
+        v = ReduceMean <axes = [-1]> (p)
+        one = Constant <value = float {1.0}> ()
+        shifted = Add (v, one)
+        s = Sqrt (shifted)
+        q = Div (d, s)
+        out = Mul (q, g)
+        r = Sub (out, y)
+        t = Mul (r, r)
+        loss = ReduceMean <keepdims = 0> (t)
+    }"""
+
+
+@needs_builder
+@pytest.mark.parametrize("size", ["n", 1])
+def test_symbolic_shape_inference_knows_reductions_of_older_models(size: int | str) -> None:
+    """Up to operator set 17 a mean's axes are an attribute; what a conversion makes of them is read as well."""
+    proto = onnx.parser.parse_model(NORMALIZED)
+    weight, scale = torch.randn(4, 4), torch.rand(4) + 0.5
+    for name, value in (("w", weight), ("g", scale)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value.numpy(), name))
+    shape = [size, 3, 4]
+    desc = {"inputs": [("x", shape), ("y", shape)], "outputs": [("loss", [], True), ("out", shape)]}
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "run_symbolic_shape_infer": True}})
+    trainer = ORTTrainer(proto, desc, optim.SGDConfig(lr=0.1), options=options)
+    weight.requires_grad_(), scale.requires_grad_()
+    optimizer = torch.optim.SGD([weight, scale], lr=0.1)
+    for batch in (1, 1, 1) if size == 1 else (2, 1, 3):
+        x, y = torch.randn(batch, 3, 4), torch.randn(batch, 3, 4)
+        a = x @ weight
+        d = a - a.mean(-1, keepdim=True)
+        expected = F.mse_loss(d / (d.pow(2).mean(-1, keepdim=True) + 1).sqrt() * scale, y)
+        assert trainer.train_step(x, y)[0].item() == pytest.approx(expected.item(), rel=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert_close(trainer.get_parameter("w"), weight.detach(), 1e-5, "w")
+
+
+@needs_builder
+def test_a_failure_of_symbolic_shape_inference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: onnx.ModelProto) -> None:
+        raise TypeError("object of type 'NoneType' has no len()")
+
+    monkeypatch.setattr("ort_trainer.sources.onnx.passes.infer_shapes.infer_symbolic_shapes", fail)
+    options = ORTTrainerOptions({"utils": {"run_symbolic_shape_infer": True}})
+    trainer = ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="cross_entropy", options=options)
+    with pytest.raises(
+        ExportError, match="inference fails for this ONNX model: object of type .* Leave the option out"
+    ):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
 def test_stock_onnxruntime_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from onnxruntime.capi import _pybind_state
 
