@@ -12,12 +12,6 @@ from ..runtime.engine import has_cuda
 
 __all__ = ["ORTTrainerOptions", "set_cuda_mem_limit"]
 
-# Options of section distributed that mean nothing in one process: what to set them to instead.
-_FOR_PROCESSES = {
-    "allreduce_post_accumulation": (True, False),
-    "enable_adasum": (True, False),
-    "deepspeed_zero_optimization": ({"stage": 1}, {"stage": 0}),
-}
 _memory_limit = 0
 
 
@@ -39,24 +33,6 @@ def set_cuda_mem_limit(limit: int) -> None:
         warn(f"set_cuda_mem_limit({limit}) has no effect: there is no CUDA device")
         limit = 0
     _memory_limit = limit
-
-
-def _without_idle(options: Any) -> Any:
-    """Returns options without those that mean nothing in one process, and says so.
-
-    Scripts for several processes set them also when they run in one, where today's options refuse them.
-    """
-    distributed = options.get("distributed") if isinstance(options, Mapping) else None
-    if not isinstance(distributed, Mapping) or distributed.get("world_size", 1) != 1:
-        return options
-    idle = {key: off for key, (on, off) in _FOR_PROCESSES.items() if _is(distributed.get(key), on)}
-    for key in idle:
-        warn(f"distributed.{key} has no effect in one process (distributed.world_size is 1)")
-    return {**options, "distributed": {**distributed, **idle}}
-
-
-def _is(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other
 
 
 def _with_memory_limit(options: Any) -> Any:
@@ -87,7 +63,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     lenient = True
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(_with_memory_limit(_without_idle(options)))
+        super().__init__(_with_memory_limit(options))
         object.__setattr__(self, "_original_opts", {} if options is None else dict(options))
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
+import torch
 from torch import nn
 
 import ort_trainer
 
+from ..options import ModelDescription
 from ..sources.onnx import OnnxModel
 from ..training.inference_mode import outside_inference_mode
 from ..training.onnx_file import onnx_model
@@ -19,6 +22,24 @@ from ..training_session import TrainerSession
 from .options import ORTTrainerOptions
 
 __all__ = ["ORTTrainer"]
+
+
+class _Input(NamedTuple):
+    """An input as legacy described it when it knew the dtype."""
+
+    name: str
+    shape: list[int | str]
+    dtype: torch.dtype | None
+
+
+class _Output(NamedTuple):
+    """An output, likewise."""
+
+    name: str
+    shape: list[int | str]
+    is_loss: bool
+    dtype: torch.dtype | None
+    dtype_amp: torch.dtype | None = None
 
 
 class ORTTrainer(ort_trainer.ORTTrainer):
@@ -45,6 +66,19 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         options: ort_trainer.ORTTrainerOptions | None = None,
     ) -> None:
         super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions() if options is None else options)
+
+    @property
+    def model_desc(self) -> ModelDescription:
+        """The model description; when training or evaluation has begun, its entries have dtypes as well."""
+        known, session = super().model_desc, self.session
+        graphs = [] if session is None else [*session.graphs(True), *session.graphs(False)]
+        if not graphs:
+            return known
+        dtypes = {spec.name: spec.dtype for spec in (*graphs[0].inputs, *graphs[0].outputs)}
+        typed: Any = copy.copy(known)
+        typed.inputs = tuple(_Input(e.name, list(e.shape), dtypes.get(e.name)) for e in known.inputs)
+        typed.outputs = tuple(_Output(e.name, list(e.shape), e.is_loss, dtypes.get(e.name)) for e in known.outputs)
+        return typed  # type: ignore[no-any-return]
 
     @property
     def _training_session(self) -> TrainerSession | None:

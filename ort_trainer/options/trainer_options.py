@@ -13,7 +13,7 @@ from ..amp import LossScaler
 from ..errors import shown, warn
 from ..optim import LRScheduler
 from ..runtime.engine import is_session_options
-from .checks import conflicts, respelled
+from .checks import conflicts, idle, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
 
 __all__ = ["ORTTrainerOptions"]
@@ -166,8 +166,13 @@ class ORTTrainerOptions(_Options):
             errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
             errors += conflicts(validator.document, given)
+            without_effect = list(idle(validator.document))
+            errors += [] if self.lenient else without_effect
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
+        for message in without_effect:
+            if self.lenient:
+                warn(message)
         document = validator.document
         opset = document["_internal_use"]["onnx_opset_version"]
         if opset < _MINIMUM_OPSET:

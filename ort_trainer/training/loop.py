@@ -96,7 +96,7 @@ class TrainingLoop:
             (self.rates.scheduler, "lr_scheduler"),
         ):
             if thing is not None:
-                claim(thing, self, option)
+                claim(thing, self, option, options.lenient)
 
     @property
     def session(self) -> StepSession | None:

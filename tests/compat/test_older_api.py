@@ -334,9 +334,9 @@ def test_generate_sample() -> None:
 
 
 def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation: has no effect in one process"):
         trainer = older(allreduce_post_accumulation=True)
-    assert trainer.trainer.options.distributed.allreduce_post_accumulation is False
+    assert trainer.trainer.options.distributed.allreduce_post_accumulation is True
 
 
 def test_the_session_and_the_model_that_scripts_read() -> None:

@@ -117,6 +117,29 @@ def test_options_without_effect_are_warnings() -> None:
         assert (option in message and "no effect" in message) or "limits CUDA memory only" in message
 
 
+def test_a_description_gets_dtypes() -> None:
+    trainer = old()
+    assert trainer.model_desc.inputs[0][:2] == ("x", ["batch", 8]) and len(trainer.model_desc.inputs[0]) == 2
+    x, y = mlp_batches(1)[0]
+    trainer.eval_step(x, y)
+    for _ in range(2):
+        assert trainer.model_desc.inputs == (("x", ["batch", 8], torch.float32), ("label", ["batch"], torch.int64))
+        assert trainer.model_desc.outputs[1] == ("logits", ["batch", 3], False, torch.float32, None)
+        assert trainer.model_desc.loss.name == "loss" and trainer.model_desc.input_names == ["x", "label"]
+        trainer.train_step(x, y)
+
+
+def test_one_schedule_for_two_trainers_is_a_warning() -> None:
+    schedule = optim.LinearWarmupLRScheduler(10, 0.0)
+    first = old(lr_scheduler=schedule)
+    with pytest.warns(UserWarning, match="lr_scheduler: this LinearWarmupLRScheduler is used by another trainer"):
+        second = old(lr_scheduler=schedule)
+    x, y = mlp_batches(1)[0]
+    for trainer, expected in ((first, 0.1), (first, 0.09), (second, 0.1)):
+        trainer.train_step(x, y)
+        assert schedule.get_last_lr() == pytest.approx([expected])
+
+
 def test_private_names() -> None:
     trainer = ORTTrainer(MLP(), MLP_DESC, optim.AdamConfig(lr=0.1), F.cross_entropy)
     assert isinstance(trainer.options, ORTTrainerOptions)
