@@ -35,20 +35,24 @@ def set_cuda_mem_limit(limit: int) -> None:
     _memory_limit = limit
 
 
-def _with_memory_limit(options: Any) -> Any:
-    """Returns options with the limit of :func:`set_cuda_mem_limit`, where they have none of their own."""
-    if not _memory_limit or not isinstance(options, Mapping | None):
-        return options
-    device = (options or {}).get("device", {})
-    if not isinstance(device, Mapping):
-        return options
-    return {**(options or {}), "device": {"mem_limit": _memory_limit, **device}}
+def _with_legacy_defaults(options: Any) -> Any:
+    """Returns options that are as they were with legacy where nothing is given.
+
+    A trainer trained copies of the weights, so that several could begin with one model; and
+    :func:`set_cuda_mem_limit` set the limit of memory.
+    """
+    options = {} if options is None else options
+    defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": {"mem_limit": _memory_limit}}
+    if not isinstance(options, Mapping) or not all(isinstance(options.get(key, {}), Mapping) for key in defaults):
+        return options  # which is refused
+    return {**options, **{key: {**values, **options.get(key, {})} for key, values in defaults.items()}}
 
 
 class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     """:class:`ort_trainer.ORTTrainerOptions` for old scripts.
 
     An option without effect is a warning here, and so is a shape in the model description that batches do not have.
+    The default of ``utils.share_weights`` is False.
 
     Args:
         options: The settings.
@@ -63,7 +67,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     lenient = True
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(_with_memory_limit(options))
+        super().__init__(_with_legacy_defaults(options))
         object.__setattr__(self, "_original_opts", {} if options is None else dict(options))
 
     @property

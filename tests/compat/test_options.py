@@ -22,7 +22,7 @@ def test_documented_spellings_mean_what_the_code_called_them() -> None:
     text = repr(given)
     options = ORTTrainerOptions(given)
     assert repr(given) == text
-    assert options.to_dict() == ort_trainer.ORTTrainerOptions().to_dict()
+    assert options.to_dict() == ORTTrainerOptions().to_dict()
     assert options.is_given("graph_transformer.propagate_cast_ops_config.level")
     assert options.is_given("graph_transformer.attn_dropout_recompute")
 
@@ -73,6 +73,17 @@ def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -
         assert found == ({**found, **value} if isinstance(value, dict) else value)
     with pytest.raises(ValueError, match="has no effect"):
         ort_trainer.ORTTrainerOptions(given)
+
+
+def test_weights_are_copied_as_they_were() -> None:
+    assert ORTTrainerOptions().utils.share_weights is False
+    assert ORTTrainerOptions({"utils": {"share_weights": True}}).utils.share_weights is True
+    assert ORTTrainerOptions({"utils": {"grad_norm_clip": False}}).utils.to_dict() == {
+        **ORTTrainerOptions().utils.to_dict(),
+        "grad_norm_clip": False,
+    }
+    with pytest.raises(ValueError, match="utils: must be of dict type"):
+        ORTTrainerOptions({"utils": 3})
 
 
 def test_a_memory_limit_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPatch) -> None:

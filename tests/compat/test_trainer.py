@@ -117,6 +117,16 @@ def test_options_without_effect_are_warnings() -> None:
         assert (option in message and "no effect" in message) or "limits CUDA memory only" in message
 
 
+def test_two_trainers_begin_with_one_model() -> None:
+    model = MLP()
+    before = copy.deepcopy(model.state_dict())
+    first, second = (ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.1), F.cross_entropy) for _ in range(2))
+    x, y = mlp_batches(1)[0]
+    losses = [[trainer.train_step(x, y)[0].item() for _ in range(3)] for trainer in (first, second)]
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_description_gets_dtypes() -> None:
     trainer = old()
     assert trainer.model_desc.inputs[0][:2] == ("x", ["batch", 8]) and len(trainer.model_desc.inputs[0]) == 2
