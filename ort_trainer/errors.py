@@ -8,13 +8,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointError", "ExportError", "shown", "warn"]
+__all__ = ["CheckpointError", "ExportError", "IdleOptionError", "shown", "warn"]
 
 _PACKAGE = str(Path(__file__).parent)
 
 
 class ExportError(RuntimeError):
     """The model could not be turned into an ONNX training or evaluation graph."""
+
+
+class IdleOptionError(ExportError):
+    """An option asks for a part that the model does not have; the message begins with the option and a colon."""
 
 
 class CheckpointError(ValueError):

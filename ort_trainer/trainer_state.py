@@ -98,7 +98,7 @@ class TrainerState:
             strict: Whether names must match exactly; if not, only what both have is restored.
 
         Raises:
-            RuntimeError: If names do not match and ``strict`` is True.
+            RuntimeError: If names do not match and ``strict`` is True, or none does.
             TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
         """
         state.load(self._loop, state_dict, strict)

@@ -66,7 +66,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "distributed.deepspeed_zero_optimization.stage": [
         ("1", "of integer type"),
         (2, "max value is 1"),
-        (1, "there is 1"),
+        (1, "has no effect in one process"),
     ],
     "distributed.enable_adasum": [(1, "must be of boolean type"), (True, "no effect in one process")],
     "lr_scheduler": [(0.1, "must be of lr_scheduler type"), (optim.LinearWarmupLRScheduler, "of lr_scheduler type")],

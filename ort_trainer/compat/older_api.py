@@ -14,18 +14,18 @@ from typing import Any
 import onnx
 import torch
 
-import ort_trainer
-
 from ..interrupts import uninterrupted
 from ..runtime import Plan
 from ..sources.onnx import load_onnx_model
 from ..training.batch import Batch
 from ..training.precision import FedScale
+from ..training_session import TrainerSession
 from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
-from .checkpoint import Folder, load_from_folder, save_in_folder
 from .older_arguments import check_arguments, check_callable, one_number, optimizer_config, parameter_names, returning
+from .older_checkpoint import load_checkpoint, save_checkpoint
 from .older_description import IODescription, LossScaler, ModelDescription, arguments_of, generate_sample, to_model_desc
-from .options import without_idle_all_reduce
+from .options import ORTTrainerOptions
+from .trainer import ORTTrainer as Trainer
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 DEFAULT_OPSET_VERSION = 14
-_OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
 _LOSS_SCALE = "default_loss_scale_input_name"
 
 
@@ -65,7 +64,8 @@ class ORTTrainer:
         allreduce_post_accumulation: Option ``distributed.allreduce_post_accumulation``.
         global_step: What ``global_step_`` starts from.
         get_lr_this_step: A function ``global_step_`` -> learning rate; without it the rate is an input of every step.
-        loss_scaler: A :class:`LossScaler`, which is used and updated in place.
+        loss_scaler: A :class:`LossScaler`, or an object with its ``loss_scale_`` and ``update_loss_scale``, used and
+            updated in place.
         deepspeed_zero_stage: Option ``distributed.deepspeed_zero_optimization.stage``.
         enable_grad_norm_clip: Whether gradients are clipped to a global norm of 1.
         frozen_weights: Names of parameters that are not trained.
@@ -158,12 +158,12 @@ class ORTTrainer:
         description = to_model_desc(model_desc)
         self._arguments = arguments_of(model, model_desc, loss_fn is not None)
         description["inputs"] = [(self._arguments.get(name, name), shape) for name, shape in description["inputs"]]
-        self._trainer = ort_trainer.ORTTrainer(
+        self._trainer = Trainer(
             model,
             description,
             optimizer_config(training_optimizer_name, map_optimizer_attributes, parameter_names(model)),
             loss_fn=loss_fn,
-            options=ort_trainer.ORTTrainerOptions(without_idle_all_reduce(options)),
+            options=ORTTrainerOptions(options),
         )
         self.model_desc_ = model_desc
         self.device_ = device
@@ -175,9 +175,19 @@ class ORTTrainer:
         self.is_train = True
 
     @property
-    def trainer(self) -> ort_trainer.ORTTrainer:
+    def trainer(self) -> Trainer:
         """The trainer that does the work."""
         return self._trainer
+
+    @property
+    def session(self) -> TrainerSession | None:
+        """State and setup of the session; None before the first step, if the model is a PyTorch model."""
+        return self._trainer._training_session
+
+    @property
+    def onnx_model_(self) -> onnx.ModelProto | None:
+        """The model that :meth:`save_as_onnx` writes, as a new object; None where there is no session."""
+        return self._trainer._onnx_model
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -322,77 +332,3 @@ class ORTTrainer:
     def _renamed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a batch by the names of the model's own arguments."""
         return {self._arguments.get(name, name): value for name, value in batch.items()}
-
-
-def save_checkpoint(
-    model: ORTTrainer,
-    checkpoint_dir: Folder,
-    checkpoint_prefix: str = "ORT_checkpoint",
-    checkpoint_state_dict: Mapping[str, Any] | None = None,
-    include_optimizer_state: bool = True,
-) -> None:
-    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; a file that is there is replaced, with a warning.
-
-    Args:
-        model: The trainer.
-        checkpoint_dir: The folder; it must exist.
-        checkpoint_prefix: How the file's name begins.
-        checkpoint_state_dict: Values of your own that :func:`load_checkpoint` gives back. It is not changed.
-        include_optimizer_state: Whether to write moments too.
-    """
-    values = {} if checkpoint_state_dict is None else checkpoint_state_dict
-    if not isinstance(values, Mapping):
-        raise TypeError(f"checkpoint_state_dict must be a dict or None, but {values!r} was given")
-    values = {**values, _OWN_STATE: _own_state(model)}
-    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, values, include_optimizer_state)
-
-
-def load_checkpoint(
-    model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
-) -> dict[str, Any]:
-    """Restores what :func:`save_checkpoint` wrote, ``global_step_`` and the ``LossScaler`` too.
-
-    A file of today's ``save_checkpoint`` has neither: they stay as they are then, with a warning.
-
-    Args:
-        model: The trainer.
-        checkpoint_dir: The folder.
-        checkpoint_prefix: How the file's name begins.
-        strict: Whether names must match exactly.
-
-    Returns:
-        The values of your own.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If it is a pickle that the legacy function wrote, or damaged.
-    """
-    values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
-    _restore_own_state(model, values.pop(_OWN_STATE, None))
-    return values
-
-
-def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
-    """Returns what this class knows beyond today's trainer."""
-    scaler = trainer.loss_scaler_
-    state = None if scaler is None else {"loss_scale": scaler.loss_scale_, "stable_steps": scaler.stable_steps_}
-    return {"global_step": trainer.global_step_, "loss_scaler": state}
-
-
-def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
-    """Restores what :func:`_own_state` returned, and warns of what it does not have."""
-    state = state if isinstance(state, Mapping) else {}
-    step, saved, scaler = state.get("global_step"), state.get("loss_scaler"), trainer.loss_scaler_
-    kept = []
-    if isinstance(step, int):
-        trainer.global_step_ = step
-    else:
-        kept.append(f"global_step_ stays {trainer.global_step_}")
-    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= {"loss_scale", "stable_steps"}:
-        scaler.loss_scale_, scaler.stable_steps_ = float(saved["loss_scale"]), int(saved["stable_steps"])
-    elif scaler is not None:
-        kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
-    if kept:
-        warnings.warn(
-            f"the checkpoint does not have all that this trainer does: {', '.join(kept)}", UserWarning, stacklevel=3
-        )

@@ -11,7 +11,7 @@ import torch
 from ..errors import shown
 from ..optim.rules import CONFIGS
 from ..sources.onnx import OnnxModel
-from .older_description import IODescription, LossScaler
+from .older_description import IODescription
 
 __all__ = ["check_arguments", "check_callable", "one_number", "optimizer_config", "parameter_names", "returning"]
 
@@ -32,9 +32,11 @@ def check_arguments(
         raise TypeError(f"frozen_weights must be a list of names of weights, but {frozen_weights!r} was given")
     if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
         raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
-    if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
+    scales = hasattr(loss_scaler, "loss_scale_") and callable(getattr(loss_scaler, "update_loss_scale", None))
+    if loss_scaler is not None and not scales:
         raise TypeError(
-            f"loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, but {loss_scaler!r} was given"
+            "loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, or have its loss_scale_ and "
+            f"update_loss_scale(), but {shown(loss_scaler)} was given"
         )
     if loss_scaler is not None and not use_mixed_precision:
         warnings.warn(

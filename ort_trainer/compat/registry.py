@@ -16,7 +16,8 @@ from .. import amp, optim
 from ..optim import lr_scheduler
 from ..options import ModelDescription
 from . import checkpoint, older_api
-from .options import ORTTrainerOptions
+from .options import ORTTrainerOptions, set_cuda_mem_limit
+from .trainer import ORTTrainer
 
 __all__ = ["PropagateCastOpsStrategy", "install", "uninstall"]
 
@@ -59,7 +60,7 @@ _SCHEDULES = {
     "_LRScheduler": lr_scheduler.LRScheduler,
 }
 _TRAINER = {
-    "ORTTrainer": ort_trainer.ORTTrainer,
+    "ORTTrainer": ORTTrainer,
     "ORTTrainerOptions": ORTTrainerOptions,
     "TrainStepInfo": ort_trainer.TrainStepInfo,
 }
@@ -75,7 +76,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.orttrainer": _TRAINER,
     "onnxruntime.training.orttrainer_options": {"ORTTrainerOptions": ORTTrainerOptions},
     "onnxruntime.training.model_desc_validation": {"_ORTTrainerModelDesc": ModelDescription},
-    "onnxruntime.capi._pybind_state": {"TrainingSession": _RefusedSession},
+    "onnxruntime.capi._pybind_state": {"TrainingSession": _RefusedSession, "set_cuda_mem_limit": set_cuda_mem_limit},
     "onnxruntime.capi.ort_trainer": {name: getattr(older_api, name) for name in older_api.__all__},
 }
 # Names that an onnxruntime-training with ORTModule has itself, and that belong to it then.
@@ -121,6 +122,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undoes :func:`install`: modules that it made are gone, names that it set are what they were."""
+    set_cuda_mem_limit(0)
     while _changed:
         module, name, before = _changed.pop()
         if before is _ABSENT:

@@ -13,7 +13,7 @@ import torch
 from ..atomic import atomic_path
 from .training_graph import TrainingGraph
 
-__all__ = ["WEIGHTS", "save_model"]
+__all__ = ["WEIGHTS", "save_model", "with_weights"]
 
 WEIGHTS = "ort_trainer.weights"
 """Key of the metadata of a file: which of its initializers are trained weights, and which are frozen ones."""
@@ -45,19 +45,8 @@ def save_model(
     Raises:
         FileNotFoundError: If the folder does not exist.
     """
-    model = graph.model.clone()
-    state = {**parameters, **buffers}
-    frozen = [name for name in parameters if name not in trained]
-    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen})
-    names = {value: name for name, value in graph.state.items()}
-    weights = [value for value in model.graph.inputs if value.name in names]
-    for value in weights:
-        assert value.name is not None
-        value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
-        model.graph.register_initializer(value)
-    kept = [value for value in model.graph.inputs if value.name not in names]
-    model.graph.inputs.clear()
-    model.graph.inputs.extend(kept)
+    model = with_weights(graph, parameters, buffers, trained)
+    weights = model.graph.initializers.values()
     size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
     if size <= limit:
         with atomic_path(path) as temporary:
@@ -72,3 +61,51 @@ def save_model(
         ir.save(model, Path(folder) / path.name, external_data=data)
         (Path(folder) / data).replace(path.with_name(data))
         (Path(folder) / path.name).replace(path)
+
+
+def with_weights(
+    graph: TrainingGraph,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    trained: Collection[str],
+) -> ir.Model:
+    """Returns the model of a graph with parameters and buffers as its initializers, and nothing else as one.
+
+    Args:
+        graph: An evaluation graph; it is not changed.
+        parameters: Parameters by name.
+        buffers: Buffers by name.
+        trained: Names of the parameters that are trained.
+    """
+    model = graph.model.clone()
+    state = {**parameters, **buffers}
+    frozen = [name for name in parameters if name not in trained]
+    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen})
+    _constants_as_nodes(model.graph)
+    names = {value: name for name, value in graph.state.items()}
+    weights = [value for value in model.graph.inputs if value.name in names]
+    for value in weights:
+        assert value.name is not None
+        value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
+        model.graph.register_initializer(value)
+    kept = [value for value in model.graph.inputs if value.name not in names]
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(kept)
+    return model
+
+
+def _constants_as_nodes(graph: ir.Graph) -> None:
+    """Turns the initializers that a graph has of itself, which are constants of the code, into nodes."""
+    for value in list(graph.initializers.values()):
+        assert value.name is not None
+        if value.is_graph_input() or value.is_graph_output() or value.const_value is None:
+            continue
+        del graph.initializers[value.name]
+        node = ir.node(
+            "Constant",
+            [],
+            {"value": value.const_value},
+            outputs=[ir.Value(name=value.name, type=value.type, shape=value.shape)],
+        )
+        ir.convenience.replace_all_uses_with(value, node.outputs[0])
+        graph.insert_before(graph[0], node)

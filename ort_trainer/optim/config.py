@@ -114,8 +114,8 @@ class OptimizerConfig:
 
     @property
     def params(self) -> list[dict[str, Any]]:
-        """The parameter groups, each completed with the defaults, as new dicts."""
-        return [{**self._defaults, **group, "params": list(group["params"])} for group in self._params]
+        """The parameter groups, each completed with the defaults, ``lr`` among them, as new dicts."""
+        return [{**self.defaults, **group, "params": list(group["params"])} for group in self._params]
 
     def __getattr__(self, name: str) -> Any:
         try:

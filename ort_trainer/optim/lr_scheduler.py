@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import shown
+from .config import OptimizerConfig
 from .step_info import TrainStepInfo
 
 __all__ = [
@@ -37,6 +38,9 @@ class LRScheduler:
     A subclass need not call ``super().__init__()``.
     """
 
+    # Of the trainer that has the schedule.
+    _config: OptimizerConfig | None = None
+
     def __init__(self) -> None:
         self._last_lr: list[float] = []
 
@@ -55,22 +59,32 @@ class LRScheduler:
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
 
     def get_last_lr(self) -> list[float]:
-        """Returns what :meth:`get_lr` returned last; an empty list before the first step."""
+        """Returns what :meth:`get_lr` returned last; an empty list for a schedule that no trainer has.
+
+        Before the first step of a trainer it is what :meth:`get_lr` returns for that.
+        """
+        last = self._known_lr()
+        return last if last or self._config is None else _listed(self.get_lr(TrainStepInfo(self._config)))
+
+    def _known_lr(self) -> list[float]:
         return list(self.__dict__.get("_last_lr", []))
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
-        given = self.get_lr(train_step_info)
-        given = given.tolist() if hasattr(given, "tolist") else given
-        self._last_lr = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._last_lr = _listed(self.get_lr(train_step_info))
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps: JSON values only. Override it where a subclass has more state."""
-        return {"last_lr": [float(lr) for lr in self.get_last_lr()]}
+        return {"last_lr": [float(lr) for lr in self._known_lr()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
         self._last_lr = list(state_dict["last_lr"])
+
+
+def _listed(given: Any) -> list[float]:
+    given = given.tolist() if hasattr(given, "tolist") else given
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 class _WarmupLRScheduler(LRScheduler):

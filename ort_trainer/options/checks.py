@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPELLINGS", "conflicts", "respelled"]
+__all__ = ["SPELLINGS", "conflicts", "idle", "respelled"]
 
+_PIPELINE = "distributed.pipeline_parallel"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
 SPELLINGS = {
@@ -86,9 +87,33 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
     yield from _clipping(document["utils"])
     yield from _paths(document["debug"]["graph_save_paths"])
     yield from _precision(document["mixed_precision"])
-    yield from _recomputation(document["graph_transformer"])
     yield from _processes(document["distributed"], "distributed.data_parallel_size" in given)
     yield from _pipeline(document["distributed"]["pipeline_parallel"])
+
+
+def idle(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what has no effect beside the other options, each with its dotted path."""
+    chosen, distributed = document["graph_transformer"], document["distributed"]
+    if chosen["number_recompute_layers"] and not chosen["transformer_layer_recompute"]:
+        yield (
+            "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute; set "
+            "graph_transformer.transformer_layer_recompute to True, or leave the number out"
+        )
+    stage = distributed["deepspeed_zero_optimization"]["stage"]
+    if distributed["world_size"] == 1:
+        given = [key for key in ("allreduce_post_accumulation", "enable_adasum") if distributed[key]]
+        for key in [*given, *(["deepspeed_zero_optimization.stage"] if stage else [])]:
+            yield f"distributed.{key}: has no effect in one process (distributed.world_size is 1); leave it out"
+    pipeline = distributed["pipeline_parallel"]
+    if pipeline["pipeline_parallel_size"] == 1:
+        used = [
+            key for key, value in pipeline.items() if key != "pipeline_parallel_size" and value not in (1, "", {}, [])
+        ]
+        for key in used:
+            yield (
+                f"{_PIPELINE}.{key}: has no effect without a pipeline ({_PIPELINE}.pipeline_parallel_size is 1); leave "
+                "it out"
+            )
 
 
 def _clipping(utils: Mapping[str, Any]) -> Iterator[str]:
@@ -122,14 +147,6 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _recomputation(chosen: Mapping[str, Any]) -> Iterator[str]:
-    if chosen["number_recompute_layers"] and not chosen["transformer_layer_recompute"]:
-        yield (
-            "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute; set "
-            "graph_transformer.transformer_layer_recompute to True, or leave the number out"
-        )
-
-
 def _processes(distributed: Mapping[str, Any], data_given: bool) -> Iterator[str]:
     world = distributed["world_size"]
     for key in ("world_rank", "local_rank"):
@@ -151,14 +168,11 @@ def _processes(distributed: Mapping[str, Any], data_given: bool) -> Iterator[str
     elif not data_given:
         data = world // (horizontal * stages)
     stage = distributed["deepspeed_zero_optimization"]["stage"]
-    if stage and data == 1:
+    if stage and data == 1 < world:
         yield (
             f"distributed.deepspeed_zero_optimization.stage: {stage} divides the optimizer's state among the processes "
             "that share the data, of which there is 1; set it to 0"
         )
-    for key in ("allreduce_post_accumulation", "enable_adasum"):
-        if distributed[key] and world == 1:
-            yield f"distributed.{key}: has no effect in one process (distributed.world_size is 1); leave it out"
     if world > 1:
         yield (
             f"distributed.world_size: training in {world} processes is not supported yet; train in one, with "
@@ -167,16 +181,11 @@ def _processes(distributed: Mapping[str, Any], data_given: bool) -> Iterator[str
 
 
 def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
-    path = "distributed.pipeline_parallel"
+    path = _PIPELINE
     stages = pipeline["pipeline_parallel_size"]
     cuts = pipeline["pipeline_cut_info_string"]
     sliced = {key: pipeline[f"sliced_{key}"] for key in ("schema", "axes", "tensor_names")}
     if stages == 1:
-        used = [
-            key for key, value in pipeline.items() if key != "pipeline_parallel_size" and value not in (1, "", {}, [])
-        ]
-        for key in used:
-            yield f"{path}.{key}: has no effect without a pipeline ({path}.pipeline_parallel_size is 1); leave it out"
         return
     wrong = [cut for cut in cuts.split(",") if not _CUT.fullmatch(cut)] if cuts else []
     if wrong:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,35 @@ from .schema import SchemaValidator, flatten_errors, load_schema
 __all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
 
 
+class _Shape(tuple[int | str, ...]):
+    """The sizes of a description: immutable, and equal to a list of them too, as which they are written."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+class _Entry:
+    """Reads a description like the tuple as which it is written: by index, or unpacked."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(vars(self).values())
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+
 @dataclass(frozen=True)
-class InputDescription:
+class InputDescription(_Entry):
     """An input of the model or, in last place, the label of the loss function.
 
     Attributes:
@@ -25,7 +53,7 @@ class InputDescription:
 
 
 @dataclass(frozen=True)
-class OutputDescription:
+class OutputDescription(_Entry):
     """An output, in the order in which the model (after the loss, where there is a loss function) gives them."""
 
     name: str
@@ -78,13 +106,14 @@ class ModelDescription:
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``, as documented in
             the README. It is not changed and not kept.
         inferred: Whether it was derived from a sample, so that the shapes of its outputs are not known yet.
+        corrected: Whether shapes of inputs were wrong, so that those of outputs may be, too.
 
     Raises:
         TypeError: If it is not a dict.
         ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and lists all of it.
     """
 
-    def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False) -> None:
+    def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False, corrected: bool = False) -> None:
         if not isinstance(model_desc, Mapping):
             raise TypeError(
                 f"model_desc must be a dict with 'inputs' and 'outputs', but a {type(model_desc).__name__} was given"
@@ -93,9 +122,9 @@ class ModelDescription:
         if not validator.validate(dict(model_desc)):
             errors = "; ".join(f"{path}: {message}" for path, message in flatten_errors(validator.errors))
             raise ValueError(f"Invalid model_desc: {errors}")
-        self.inputs = tuple(InputDescription(name, tuple(shape)) for name, shape in model_desc["inputs"])
-        self.outputs = tuple(OutputDescription(e[0], tuple(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
-        self.inferred = inferred
+        self.inputs = tuple(InputDescription(name, _Shape(shape)) for name, shape in model_desc["inputs"])
+        self.outputs = tuple(OutputDescription(e[0], _Shape(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
+        self.inferred, self.corrected = inferred, corrected
         names = [*self.input_names, *self.output_names]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -130,18 +159,22 @@ class ModelDescription:
             if isinstance(symbol, str)
         }
 
-    def widened(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelDescription:
-        """Returns the same with each fixed input size made dynamic that these shapes (input name -> shape) change."""
-        inputs = []
-        for entry in self.inputs:
-            given = shapes.get(entry.name, entry.shape)
-            sizes = given if len(given) == len(entry.shape) else entry.shape
-            pairs = enumerate(zip(entry.shape, sizes, strict=True))
-            shape = [
-                f"{entry.name}_{axis}" if isinstance(old, int) and old != new else old for axis, (old, new) in pairs
-            ]
-            inputs.append((entry.name, shape))
-        return ModelDescription({**self.to_dict(), "inputs": inputs}, self.inferred)
+    @property
+    def has_open_outputs(self) -> bool:
+        """Whether outputs have the shapes that the model gives them, whatever they are here."""
+        return self.inferred or self.corrected
+
+    def widened(self, shapes: Mapping[str, tuple[int, ...]], correct: bool = False) -> ModelDescription:
+        """Returns the same with each fixed input size made dynamic that these shapes change.
+
+        Args:
+            shapes: Input name -> shape.
+            correct: Whether an input with another number of dimensions is described as it is given, too.
+        """
+        known = self.to_dict()
+        inputs = [(entry.name, _widened(entry, shapes.get(entry.name, entry.shape), correct)) for entry in self.inputs]
+        corrected = self.corrected or (correct and inputs != known["inputs"])
+        return ModelDescription({**known, "inputs": inputs}, self.inferred, corrected)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the description in the form in which it is given."""
@@ -152,3 +185,14 @@ class ModelDescription:
 
     def __repr__(self) -> str:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"
+
+
+def _widened(entry: InputDescription, given: tuple[int | str, ...], correct: bool) -> list[int | str]:
+    known = list(entry.shape)
+    if len(given) == len(known):
+        pairs = enumerate(zip(known, given, strict=True))
+        return [f"{entry.name}_{axis}" if isinstance(old, int) and old != new else old for axis, (old, new) in pairs]
+    if not correct:
+        return known
+    pairs_of_both = itertools.zip_longest(known[: len(given)], given)
+    return [old if isinstance(old, str) else new for old, new in pairs_of_both]

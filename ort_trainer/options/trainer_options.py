@@ -11,10 +11,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from ..amp import LossScaler
-from ..errors import shown
+from ..errors import shown, warn
 from ..optim import LRScheduler
 from ..runtime.engine import is_session_options
-from .checks import conflicts, respelled
+from .checks import conflicts, idle, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
 
 __all__ = ["ORTTrainerOptions"]
@@ -162,6 +162,8 @@ class ORTTrainerOptions(_Options):
 
     __slots__ = ("_given",)
     _given: frozenset[str]
+    # Old scripts may ask for what has no effect, and describe shapes that are not so: legacy took no notice.
+    lenient = False
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         if options is None:
@@ -178,8 +180,13 @@ class ORTTrainerOptions(_Options):
             errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
             errors += conflicts(validator.document, given)
+            without_effect = list(idle(validator.document))
+            errors += [] if self.lenient else without_effect
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
+        for message in without_effect:
+            if self.lenient:
+                warn(message)
         document = validator.document
         opset = document["_internal_use"]["onnx_opset_version"]
         if opset < _MINIMUM_OPSET:
@@ -196,6 +203,34 @@ class ORTTrainerOptions(_Options):
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, be it at its default."""
         return path in self._given
+
+    def without_effect(self, message: str) -> None:
+        """Refuses an option that has no effect where it was given; where options are lenient, it is a warning.
+
+        Args:
+            message: Which option, and what to do.
+
+        Raises:
+            ValueError: If options are not lenient.
+        """
+        if not self.lenient:
+            raise ValueError(message)
+        warn(message)
+
+    def memory_limit(self, device: torch.device) -> int:
+        """Returns ``device.mem_limit`` for a device.
+
+        Raises:
+            ValueError: If there is one and the device is no CUDA device.
+        """
+        limit: int = self.device.mem_limit
+        if not limit or device.type == "cuda":
+            return limit
+        self.without_effect(
+            f"device.mem_limit {limit} was set, but it limits CUDA memory only and training runs on {device}: leave it "
+            "out"
+        )
+        return 0
 
 
 def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -196,17 +196,12 @@ def providers_for(
         mem_limit: Bytes that the CUDA provider may allocate; 0 is no limit.
 
     Raises:
-        ValueError: If a provider is not installed, or a memory limit is set for the CPU.
+        ValueError: If a provider is not installed.
     """
     available = available_providers() if provider_options else []
     unknown = sorted(set(provider_options) - set(available))
     if unknown:
         raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")
-    if mem_limit and device.type != "cuda":
-        raise ValueError(
-            f"device.mem_limit {mem_limit} was set, but it limits CUDA memory only and training runs on {device}: "
-            "leave it out"
-        )
     implied: dict[str, dict[str, object]] = {}
     if device.type == "cuda":
         # One stream for both libraries, so that neither reads what the other has not written yet.

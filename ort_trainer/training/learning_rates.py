@@ -74,13 +74,14 @@ class _Scheduled(LearningRates):
     def __init__(self, config: OptimizerConfig, scheduler: LRScheduler) -> None:
         super().__init__(config)
         self.scheduler = scheduler
+        scheduler._config = config  # so that it can say what the first step will use
         config.scheduled()
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
         scheduler = self.scheduler
         seen = copy.copy(info)
         seen.step = step
-        before = scheduler.get_last_lr()
+        before = scheduler._known_lr()
         given = scheduler._step(seen)
         try:
             return self._checked(given, type(scheduler).__name__)

@@ -50,9 +50,7 @@ class TrainingLoop:
         strategy: How several processes work together; None for one process.
 
     Attributes:
-        source: As given.
-        config: As given.
-        options: As given.
+        source, config, options: As given.
         graphs: The description and the graphs.
         window: The micro-batches since the last update.
         precision: Loss scale and check for finite gradients.
@@ -75,7 +73,7 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self._device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
-        self.graphs = StepGraphs(source, model_desc, device, self._graph_built)
+        self.graphs = StepGraphs(source, model_desc, device, options.lenient, self._graph_built)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = learning_rates(config, options.lr_scheduler)
@@ -101,7 +99,7 @@ class TrainingLoop:
             (getattr(config, "optimizer", None), "optim_config"),
         ):
             if thing is not None:
-                claim(thing, self, option)
+                claim(thing, self, option, options.lenient)
 
     @property
     def session(self) -> StepSession | None:
@@ -375,7 +373,7 @@ class TrainingLoop:
             missing = [name for name in description.input_names if name not in batch]
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
         session = self._session or make_session(self.source, self.config, self.options, self._device, self._seed)
-        if self.options.debug.check_model_export:
+        if self.options.debug.check_model_export and not self.source.fixed:
             self.graphs.check_export(session, batch)
         plan = self.graphs.plan(session, batch, training, names, backward)
         with uninterrupted():
@@ -390,9 +388,10 @@ class TrainingLoop:
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
         self.precision.name_input(graph)
+        paths = self.options.debug.graph_save_paths.to_dict()
         if graph.training and len(session.graphs(True)) == 1:
             save_graphs(
-                self.options.debug.graph_save_paths.to_dict(),
+                paths,
                 graph,
                 session,
                 self.config,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..graph import TrainingGraph
 from ..options import ModelDescription
 from .loop import TrainingLoop
 
-__all__ = ["names_without_loss", "save_onnx"]
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["names_without_loss", "onnx_model", "save_onnx"]
 
 
 def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str]) -> None:
@@ -32,10 +37,29 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
         raise ValueError("path must not be empty")
     session = loop.session
     assert session is not None
+    save_model(_graph(loop, names), session.parameters, session.buffers, loop.source.trainable, Path(path))
+
+
+def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
+    """Returns what :func:`save_onnx` writes.
+
+    Args:
+        loop: Has begun.
+        names: The described outputs that the model has.
+    """
+    import onnx_ir as ir
+
+    from ..graph.onnx_file import with_weights
+
+    session = loop.session
+    assert session is not None
+    return ir.to_proto(with_weights(_graph(loop, names), session.parameters, session.buffers, loop.source.trainable))
+
+
+def _graph(loop: TrainingLoop, names: Sequence[str]) -> TrainingGraph:
+    """Returns the evaluation graph with these outputs only."""
     graph = loop.prepare(loop.graphs.blank_batch(), False, loop.graphs.fetches(())).runner.graph
-    if list(names) != [spec.name for spec in graph.outputs]:
-        graph = graph.pruned(names)
-    save_model(graph, session.parameters, session.buffers, loop.source.trainable, Path(path))
+    return graph if list(names) == [spec.name for spec in graph.outputs] else graph.pruned(names)
 
 
 def names_without_loss(description: ModelDescription) -> list[str]:

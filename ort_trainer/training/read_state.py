@@ -66,7 +66,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         Copies of everything that is to be restored.
 
     Raises:
-        RuntimeError: If names do not match and ``strict`` is True.
+        RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
         TypeError: If a value is no tensor or array.
         ValueError: If a shape, dtype or value does not fit.
     """
@@ -77,9 +77,11 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         _read_tensors(state_dict, layout.tensors, layout, strict, "state_dict", restored)
         return restored
     _compare_top(state_dict, layout, strict)
+    _refuse_nothing(state_dict, (*_LEGACY_KEYS, *_NEW_KEYS), "state_dict")
     if "model" in state_dict:
         precisions = _mapping(state_dict, "model", "state_dict")
         compare_keys(["full_precision"], list(precisions), strict, "state_dict[model]")
+        _refuse_nothing(precisions, ["full_precision"], "state_dict[model]")
         weights = _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
         _read_tensors(weights, layout.tensors, layout, strict, "state_dict[model][full_precision]", restored)
     else:
@@ -143,6 +145,16 @@ def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, wh
         raise RuntimeError("; ".join(errors) + ". To restore only what both have, pass strict=False")
 
 
+def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str) -> None:
+    """Raises RuntimeError if there are names, and not one is known, so that nothing would be restored."""
+    found, expected = list(found), list(expected)
+    if found and expected and not set(found) & set(expected):
+        raise RuntimeError(
+            f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(found)}, "
+            f"and the trainer {shown(expected)}"
+        )
+
+
 def _tensor(value: Any, where: str) -> torch.Tensor:
     """Returns a copy."""
     if isinstance(value, torch.Tensor):
@@ -187,6 +199,8 @@ def _read_tensors(
     compare_keys(
         [name for name in expected if name in given or layout.canonical[name] not in tied], given, strict, where
     )
+    if expected is layout.tensors:
+        _refuse_nothing(given, expected, where)
     for name, like in expected.items():
         if name not in given:
             continue

@@ -105,7 +105,7 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
         strict: Whether names must match exactly; if not, only names that both have are restored.
 
     Raises:
-        RuntimeError: If names do not match and ``strict`` is True.
+        RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
         TypeError, ValueError: If anything does not fit. Nothing has changed then.
     """
     restored = read(state_dict, loop.layout, loop.window, strict)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import shown
+from ..errors import shown, warn
 from ..graph import TrainingGraph
 from ..options import ModelDescription
 from ..runtime import Plan, StepSession
@@ -32,6 +32,7 @@ class StepGraphs:
         source: The model.
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
+        lenient: Whether fixed sizes and ranks that a batch does not have are corrected, with a warning.
         built: Is called with every new graph, after it was added to the session.
 
     Raises:
@@ -43,10 +44,12 @@ class StepGraphs:
         source: ModelSource,
         model_desc: Mapping[str, Any] | str,
         device: torch.device,
+        lenient: bool,
         built: Callable[[StepSession, TrainingGraph], None],
     ) -> None:
         self._source = source
         self._device = device
+        self._lenient = lenient
         self._built = built
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
@@ -209,7 +212,7 @@ class StepGraphs:
 
     def _check(self, batch: Batch) -> None:
         """Checks a batch of a new kind; a derived description is widened for it."""
-        if self.description.inferred:
+        if self.description.inferred or self._lenient:
             self._widen(batch)
         dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
         try:
@@ -220,10 +223,18 @@ class StepGraphs:
 
     def _widen(self, batch: Batch) -> None:
         known = self.description
-        wider = known.widened({name: tuple(value.shape) for name, value in batch.items()})
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        wider = known.widened(shapes, correct=self._lenient and not known.inferred)
         if wider.inputs != known.inputs:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
-            _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+            if known.inferred:
+                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+            else:
+                wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
+                warn(
+                    f"model_desc does not fit the batch, and is corrected: inputs {', '.join(wrong)} have the shapes "
+                    f"{', '.join(str(list(shapes[entry.name])) for entry in changed)}"
+                )
             self._narrower = known
             self._set_description(wider)
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..errors import warn
 from .read_state import compare_keys
 
 __all__ = ["HasState", "claim", "load_state"]
@@ -27,13 +28,14 @@ class HasState(Protocol):
         ...
 
 
-def claim(thing: object, user: object, option: str) -> None:
+def claim(thing: object, user: object, option: str, lenient: bool = False) -> None:
     """Notes that an object is worked with, and by whom.
 
     Args:
         thing: The object; ``user`` must keep it alive.
         user: Who works with it from now on.
         option: Where it was given, for the message.
+        lenient: Whether it is only a warning if another trainer works with it, as it was with legacy.
 
     Raises:
         ValueError: If another trainer that still exists works with it.
@@ -43,10 +45,13 @@ def claim(thing: object, user: object, option: str) -> None:
         gc.collect()  # a trainer that nobody has any more may be left in a cycle
     other = None if known is None else known()
     if other is not None and other is not user:
-        raise ValueError(
+        message = (
             f"{option}: this {type(thing).__name__} is used by another trainer, and would be changed by both: give "
             "each trainer its own, or delete the other trainer first (del trainer)"
         )
+        if not lenient:
+            raise ValueError(message)
+        warn(message)
     key = id(thing)
 
     def forget(gone: weakref.ref[Any]) -> None:

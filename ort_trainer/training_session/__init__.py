@@ -3,5 +3,6 @@
 from .node_arg import NodeArg
 from .parameters import TrainingParameters
 from .session import TrainingSession
+from .trainer_session import TrainerSession
 
-__all__ = ["NodeArg", "TrainingParameters", "TrainingSession"]
+__all__ = ["NodeArg", "TrainerSession", "TrainingParameters", "TrainingSession"]

@@ -48,7 +48,7 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
 
     Args:
         trainer: The trainer.
-        state_dict: The flat dict.
+        state_dict: The flat dict; or the nested one of ``ORTTrainer.state_dict``, which is restored as that.
         strict: Whether names must match exactly.
 
     Raises:
@@ -57,6 +57,9 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
+    if any(isinstance(value, Mapping) for value in state_dict.values()):
+        trainer.load_state_dict(state_dict, strict)
+        return
     rule = trainer.optim_config.rule
     kept = (*rule.slots, "Update_Count")
     weights: dict[str, Any] = {}

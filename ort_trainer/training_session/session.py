@@ -19,10 +19,10 @@ from ..sources.onnx import describe_onnx, load_onnx_model
 from ..trainer import ORTTrainer
 from ..training.batch import to_tensor
 from . import translate
-from .flat_state import flat_state_dict, load_flat_state_dict
 from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
 from .node_arg import NodeArg, node_arg
 from .parameters import TrainingParameters
+from .trainer_session import TrainerSession
 
 __all__ = ["TrainingSession"]
 
@@ -30,7 +30,7 @@ _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
 
 
-class TrainingSession:
+class TrainingSession(TrainerSession):
     """Trains an ONNX model that has a loss among its outputs.
 
     A run computes the outputs, adds to the gradients and, at the end of an accumulation window, updates the weights.
@@ -78,8 +78,7 @@ class TrainingSession:
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
         translate.check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
-        self._frozen = {*self._model.frozen, *translate.frozen_of(parameters, self._model)}
-        self._trainer = self._make_trainer(providers, provider_options)
+        super().__init__(self._make_trainer(providers, provider_options))
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
 
     @property
@@ -152,18 +151,6 @@ class TrainingSession:
         """Returns the initializers that a feed may replace: none, as the session owns them."""
         return []
 
-    def get_modelmeta(self) -> Any:
-        """Returns the ``onnxruntime.ModelMetadata`` of the training graph."""
-        return self._session.inference_session.get_modelmeta()
-
-    def get_providers(self) -> list[str]:
-        """Returns the names of the execution providers, in order."""
-        return list(self._session.inference_session.get_providers())
-
-    def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """Returns the options of the execution providers."""
-        return dict(self._session.inference_session.get_provider_options())
-
     def set_providers(
         self,
         providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
@@ -171,18 +158,6 @@ class TrainingSession:
     ) -> None:
         """Recreates the underlying sessions with other providers; weights and optimizer state stay."""
         self._reset_session(providers, provider_options)
-
-    def get_session_options(self) -> SessionOptions:
-        """Returns the ``onnxruntime.SessionOptions`` of the training graph."""
-        return self._session.inference_session.get_session_options()
-
-    def get_profiling_start_time_ns(self) -> int:
-        """Returns when profiling began, in nanoseconds."""
-        return int(self._session.inference_session.get_profiling_start_time_ns())
-
-    def end_profiling(self) -> str:
-        """Ends profiling and returns the name of the file with the results (``sess_options.enable_profiling``)."""
-        return str(self._session.inference_session.end_profiling())
 
     def disable_fallback(self) -> None:
         """Makes a failure of an execution provider an error, which it always is here."""
@@ -198,57 +173,9 @@ class TrainingSession:
             "with set_providers()"
         )
 
-    def get_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Returns trained weights, moments and update counts in one flat dict of copies.
-
-        Keys are the names of weights, ``Moment_1_<weight>``, ``Moment_2_<weight>``, and ``Update_Count_<weight>``
-        (Adam) or ``Step`` (LAMB). Frozen weights and buffers are not in it.
-        """
-        state = flat_state_dict(self._trainer, include_optimizer_state=True)
-        held = {*self._model.parameters, *self._model.buffers} - set(self._trained)
-        return {name: value.numpy() for name, value in state.items() if name not in held}
-
-    def load_state(self, dict: Mapping[str, Any], strict: bool = False) -> None:
-        """Restores what :meth:`get_state` returned.
-
-        Args:
-            dict: The state.
-            strict: Whether names must match exactly; if not, only what both have is restored.
-
-        Raises:
-            RuntimeError: If names do not match and ``strict`` is True.
-            TypeError, ValueError: If a value does not fit. Nothing has changed then.
-        """
-        full: Mapping[str, Any] = dict
-        if strict and isinstance(dict, Mapping):
-            held = {*self._model.parameters, *self._model.buffers} - {*self._trained, *dict}
-            tensors = {**self._session.parameters, **self._session.buffers}
-            full = {**dict, **{name: tensors[name].detach().cpu().numpy() for name in held}}
-        load_flat_state_dict(self._trainer, full, strict)
-
-    def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, Any]]:
-        """Returns the trained weights as copies.
-
-        Args:
-            include_mixed_precision_weights: Whether to add what mixed precision computes with, rounded to fp16.
-
-        Returns:
-            ``full_precision`` -> name -> array, and with mixed precision ``mixed_precision`` -> name -> array.
-        """
-        weights = {name: self._session.parameters[name].detach().cpu().numpy().copy() for name in self._trained}
-        state: dict[str, dict[str, Any]] = {"full_precision": weights}
-        if include_mixed_precision_weights and self._parameters.use_mixed_precision:
-            state["mixed_precision"] = {name: value.astype(np.float16) for name, value in weights.items()}
-        return state
-
     def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Returns moments and update counts: weight -> ``Moment_1``, ``Moment_2``, ``Update_Count``."""
-        state: dict[str, dict[str, Any]] = self._trainer.state_dict()["optimizer"]
-        return state if self._parameters.training_optimizer_name else {}
-
-    def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
-        """Returns how weights are partitioned between ranks: not at all."""
-        return {}
+        return super().get_optimizer_state() if self._parameters.training_optimizer_name else {}
 
     def is_output_fp32_node(self, output_name: str) -> bool:
         """Returns whether an output is fp32, also in mixed precision.
@@ -260,16 +187,6 @@ class TrainingSession:
         if output_name not in found:
             raise ValueError(f"there is no output {output_name!r}: the outputs are {list(found)}")
         return found[output_name] == "tensor(float)"
-
-    @property
-    def _session(self) -> Any:
-        session = self._trainer.session
-        assert session is not None
-        return session
-
-    @property
-    def _trained(self) -> list[str]:
-        return [name for name in self._model.parameters if name not in self._frozen]
 
     def _reset_session(
         self,

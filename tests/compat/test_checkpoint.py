@@ -42,6 +42,21 @@ def test_flat_state_goes_on_where_it_stopped(trained: ORTTrainer, tmp_path: Path
         checkpoint.experimental_load_state_dict(trained, state, strict=True)
 
 
+def test_a_nested_state_dict_is_loaded_too(trained: ORTTrainer) -> None:
+    state = trained.state_dict()
+    expected = [trained.train_step(X, Y)[0].item() for _ in range(2)]
+    checkpoint.experimental_load_state_dict(trained, state, strict=False)
+    assert trained.train_step_info.step == state["train_step_info"]["step"]
+    assert [trained.train_step(X, Y)[0].item() for _ in range(2)] == expected
+    weights = trained.state_dict(pytorch_format=True)
+    with pytest.raises(RuntimeError, match=r"state_dict\[model\] has no name in common with the trainer"):
+        checkpoint.experimental_load_state_dict(trained, {"model": weights}, strict=False)
+    with pytest.raises(RuntimeError, match=r"so nothing would be restored: it has \['module.fc1.weight'"):
+        flat = {f"module.{name}": value for name, value in weights.items()}
+        checkpoint.experimental_load_state_dict(trained, flat, strict=False)
+    assert all(torch.equal(value, weights[name]) for name, value in trained.state_dict(pytorch_format=True).items())
+
+
 def test_a_weight_may_be_called_like_a_moment() -> None:
     model = torch.nn.Module()
     model.Moment_1_x = torch.nn.Parameter(torch.zeros(2))

@@ -11,7 +11,7 @@ import pytest
 
 import ort_trainer
 from ort_trainer import amp, compat, optim
-from ort_trainer.compat import older_api
+from ort_trainer.compat import older_api, trainer
 
 pytestmark = pytest.mark.engine
 
@@ -28,9 +28,9 @@ def installed() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("statement", "name", "value"),
     [
-        ("from onnxruntime.training import ORTTrainer", "ORTTrainer", ort_trainer.ORTTrainer),
+        ("from onnxruntime.training import ORTTrainer", "ORTTrainer", trainer.ORTTrainer),
         ("from onnxruntime.training import TrainStepInfo", "TrainStepInfo", ort_trainer.TrainStepInfo),
-        ("from onnxruntime.training.orttrainer import ORTTrainer", "ORTTrainer", ort_trainer.ORTTrainer),
+        ("from onnxruntime.training.orttrainer import ORTTrainer", "ORTTrainer", trainer.ORTTrainer),
         ("from onnxruntime.training.orttrainer import optim", "optim.SGDConfig", optim.SGDConfig),
         ("import onnxruntime.training as t", "t.optim.LambConfig", optim.LambConfig),
         ("import onnxruntime", "onnxruntime.training.amp.LossScaler", amp.LossScaler),
@@ -40,7 +40,7 @@ def installed() -> Iterator[None]:
         ("from onnxruntime.training import optim", "optim.lr_scheduler._LRScheduler", optim._LRScheduler),
         ("import onnxruntime.capi.ort_trainer as ort", "ort.IODescription", older_api.IODescription),
         ("from onnxruntime.capi import ort_trainer", "ort_trainer.ORTTrainer", older_api.ORTTrainer),
-        ("from onnxruntime.training import *", "ORTTrainer", ort_trainer.ORTTrainer),
+        ("from onnxruntime.training import *", "ORTTrainer", trainer.ORTTrainer),
     ],
 )
 def test_old_imports_give_our_names(installed: None, statement: str, name: str, value: object) -> None:

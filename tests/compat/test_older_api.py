@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ort_trainer
 from ort_trainer import CheckpointError, optim
 from ort_trainer.compat import older_api
 from ort_trainer.compat.older_api import IODescription, LossScaler, ModelDescription, ORTTrainer
@@ -228,7 +227,7 @@ def test_arguments_become_options(
         assert found == expected and type(found) is type(expected)
         raise Stop
 
-    monkeypatch.setattr(ort_trainer, "ORTTrainerOptions", record)
+    monkeypatch.setattr(older_api, "ORTTrainerOptions", record)
     with pytest.raises(Stop):
         older(**{argument: value})
 
@@ -335,9 +334,56 @@ def test_generate_sample() -> None:
 
 
 def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation: has no effect in one process"):
         trainer = older(allreduce_post_accumulation=True)
-    assert trainer.trainer.options.distributed.allreduce_post_accumulation is False
+    assert trainer.trainer.options.distributed.allreduce_post_accumulation is True
+
+
+def test_the_session_and_the_model_that_scripts_read() -> None:
+    trainer = older(optimizer="AdamOptimizer", frozen_weights=["fc1.bias"])
+    assert trainer.session is None and trainer.onnx_model_ is None
+    x, y = mlp_batches(1)[0]
+    trainer.train_step(x, y, 0.1)
+    assert trainer.session is not None and trainer.onnx_model_ is not None
+    state = trainer.session.get_state()
+    trained = {"fc1.weight", "fc2.weight", "fc2.bias"}
+    slots = ("Moment_1", "Moment_2", "Update_Count")
+    assert set(state) == trained | {f"{slot}_{name}" for slot in slots for name in trained}
+    assert trainer.session.get_providers() == ["CPUExecutionProvider"]
+    weights = {value.name: onnx.numpy_helper.to_array(value) for value in trainer.onnx_model_.graph.initializer}
+    assert set(weights) == set(MLP().state_dict())
+    assert all((weights[name] == value.numpy()).all() for name, value in trainer.state_dict(False).items())
+    assert [value.name for value in trainer.onnx_model_.graph.output] == ["loss", "logits"]
+    expected = [trainer.train_step(x, y, 0.1)[0].item() for _ in range(2)]
+    trainer.session.load_state(state, strict=True)
+    assert [trainer.train_step(x, y, 0.1)[0].item() for _ in range(2)] == expected
+
+
+def test_a_scaler_of_another_class(tmp_path: Path) -> None:
+    class Scaler:
+        def __init__(self) -> None:
+            self.loss_scale_ = 64.0
+            self.seen: list[bool] = []
+
+        def update_loss_scale(self, is_all_finite: bool) -> None:
+            self.seen.append(is_all_finite)
+            self.loss_scale_ *= 2
+
+    def trainer() -> ORTTrainer:
+        scaler: Any = Scaler()
+        return older(use_mixed_precision=True, loss_scaler=scaler, get_lr_this_step=lambda step: 0.1)
+
+    first = trainer()
+    for x, y in mlp_batches(2):
+        first.train_step(x, y)
+    scaler: Any = first.loss_scaler_
+    assert scaler.seen == [True, True] and scaler.loss_scale_ == 256.0
+    older_api.save_checkpoint(first, tmp_path, "run")
+    second = trainer()
+    older_api.load_checkpoint(second, tmp_path, "run")
+    assert second.loss_scaler_ is not None and second.loss_scaler_.loss_scale_ == 256.0
+    with pytest.raises(TypeError, match="or have its loss_scale_ and update_loss_scale"):
+        older(use_mixed_precision=True, loss_scaler=torch.nn.Identity())
 
 
 def test_the_window_can_be_assigned() -> None:

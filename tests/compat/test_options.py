@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import ort_trainer
-from ort_trainer.compat.options import ORTTrainerOptions
+from ort_trainer.compat import options as module
+from ort_trainer.compat.options import ORTTrainerOptions, set_cuda_mem_limit
 
 
 def test_documented_spellings_mean_what_the_code_called_them() -> None:
@@ -19,7 +22,7 @@ def test_documented_spellings_mean_what_the_code_called_them() -> None:
     text = repr(given)
     options = ORTTrainerOptions(given)
     assert repr(given) == text
-    assert options.to_dict() == ort_trainer.ORTTrainerOptions().to_dict()
+    assert options.to_dict() == ORTTrainerOptions().to_dict()
     assert options.is_given("graph_transformer.propagate_cast_ops_config.level")
     assert options.is_given("graph_transformer.attn_dropout_recompute")
 
@@ -42,10 +45,61 @@ def test_attributes_that_old_scripts_read() -> None:
 
 def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
     given = {"distributed": {"allreduce_post_accumulation": True}}
-    with pytest.warns(UserWarning, match="allreduce_post_accumulation has no effect in one process"):
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation: has no effect in one process"):
         options = ORTTrainerOptions(given)
-    assert options.distributed.allreduce_post_accumulation is False and options._original_opts == given
+    assert options.distributed.allreduce_post_accumulation is True and options._original_opts == given
     with pytest.raises(ValueError, match="allreduce_post_accumulation: must be of boolean type"):
         ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": "yes"}})
     with pytest.raises(ValueError, match="distributed.world_size: training in 2 processes"):
         ORTTrainerOptions({"distributed": {"allreduce_post_accumulation": True, "world_size": 2}})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"distributed": {"enable_adasum": True}},
+        {"distributed": {"deepspeed_zero_optimization": {"stage": 1}}},
+        {"distributed": {"pipeline_parallel": {"num_pipeline_micro_batches": 2}}},
+        {"graph_transformer": {"number_recompute_layers": 2}},
+    ],
+    ids=["adasum", "zero", "pipeline", "recompute"],
+)
+def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="has no effect"):
+        options = ORTTrainerOptions(given)
+    section, values = next(iter(given.items()))
+    for key, value in values.items():
+        found = options.to_dict()[section][key]
+        assert found == ({**found, **value} if isinstance(value, dict) else value)
+    with pytest.raises(ValueError, match="has no effect"):
+        ort_trainer.ORTTrainerOptions(given)
+
+
+def test_weights_are_copied_as_they_were() -> None:
+    assert ORTTrainerOptions().utils.share_weights is False
+    assert ORTTrainerOptions({"utils": {"share_weights": True}}).utils.share_weights is True
+    assert ORTTrainerOptions({"utils": {"grad_norm_clip": False}}).utils.to_dict() == {
+        **ORTTrainerOptions().utils.to_dict(),
+        "grad_norm_clip": False,
+    }
+    with pytest.raises(ValueError, match="utils: must be of dict type"):
+        ORTTrainerOptions({"utils": 3})
+
+
+def test_a_memory_limit_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_cuda", lambda: True)
+    set_cuda_mem_limit(1 << 30)
+    try:
+        assert ORTTrainerOptions().device.mem_limit == ORTTrainerOptions({"device": {}}).device.mem_limit == 1 << 30
+        assert ORTTrainerOptions({"device": {"mem_limit": 5}}).device.mem_limit == 5
+    finally:
+        set_cuda_mem_limit(0)
+    assert ORTTrainerOptions().device.mem_limit == 0
+    monkeypatch.setattr(module, "has_cuda", lambda: False)
+    with pytest.warns(UserWarning, match=r"set_cuda_mem_limit\(7\) has no effect: there is no CUDA device"):
+        set_cuda_mem_limit(7)
+    assert ORTTrainerOptions().device.mem_limit == 0
+    with pytest.raises(ValueError, match="limit must be at least 0, but -1"):
+        set_cuda_mem_limit(-1)
+    with pytest.raises(TypeError, match="limit must be an int, in bytes, but 'all'"):
+        set_cuda_mem_limit("all")  # type: ignore[arg-type]

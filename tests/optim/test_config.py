@@ -45,6 +45,7 @@ def test_groups_are_completed_and_the_callers_are_not_touched() -> None:
         config = AdamConfig(groups, lr=0.1, epsilon=1e-6)
         assert groups == before
     assert config.params[0]["params"] == ["a", "b"] and config.params[0]["epsilon"] == 1e-6
+    assert config.params[0]["lr"] == config.lr
     assert config.hyper_parameters(config.group_of("b"))["alpha"] == 0.5
     assert config.hyper_parameters(1)["weight_decay_mode"] is AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
     assert config.hyper_parameters(config.group_of("d")) == {k: v for k, v in config.defaults.items() if k != "lr"}

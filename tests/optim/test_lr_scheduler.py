@@ -6,6 +6,8 @@ import pytest
 
 from ort_trainer import TrainStepInfo, optim
 
+from ..helpers import mlp_batches, mlp_trainer
+
 
 def rates(scheduler: optim._LRScheduler, steps: int, lr: float = 1.0) -> list[float]:
     info = TrainStepInfo(optim.SGDConfig(lr=lr))
@@ -77,3 +79,19 @@ def test_a_group_that_is_held_stays_so() -> None:
     config = optim.SGDConfig([{"params": ["a"], "lr": 0.0}], lr=1.0)
     info = TrainStepInfo(config, optimization_step=5)
     assert optim.PolyWarmupLRScheduler(10, warmup=0.0, lr_end=0.5).get_lr(info) == [0.0, 0.75]
+
+
+def test_a_schedule_of_a_trainer_says_what_the_first_step_will_use() -> None:
+    asked = []
+
+    class Own(optim.LRScheduler):
+        def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
+            asked.append(train_step_info.optimization_step)
+            return [train_step_info.optimizer_config.lr * 0.5]
+
+    schedule = Own()
+    trainer = mlp_trainer({"lr_scheduler": schedule}, optim.SGDConfig(lr=0.2))
+    assert asked == [] and schedule.state_dict() == {"last_lr": []}
+    assert schedule.get_last_lr()[0] == trainer.options.lr_scheduler.get_last_lr()[0] == 0.1 and asked == [0, 0]
+    trainer.train_step(*mlp_batches(1)[0])
+    assert schedule.get_last_lr() == [0.1] and asked == [0, 0, 0]

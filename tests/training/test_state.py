@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,45 @@ def test_not_strict_restores_what_both_have(trained: ORTTrainer) -> None:
     assert (after["model"]["full_precision"]["fc2.weight"] == expected).all()
     assert (after["model"]["full_precision"]["fc1.bias"] == before).all()
     assert after["optimizer"]["fc1.bias"]["Update_Count"] == 4 and after["optimizer"]["fc2.bias"]["Update_Count"] == 1
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_state_with_no_name_in_common_is_refused_also_if_not_strict(prepared: bool, trained: ORTTrainer) -> None:
+    trainer = fresh(prepared)
+    before = _everything(trainer)
+    weights = {f"module.{name}": value for name, value in MLP().state_dict().items()}
+    nested = trained.state_dict()
+    nested["model"]["full_precision"] = weights
+    cases = [
+        (
+            weights,
+            "state_dict has no name in common with the trainer, so nothing would be restored: it has ['module.fc1",
+        ),
+        (nested, "state_dict[model][full_precision] has no name in common with the trainer"),
+        ({"model": weights}, "state_dict[model] has no name in common with the trainer"),
+        ({"weights": weights, "epoch": {}}, "it has ['weights', 'epoch'], and the trainer ['model', 'optimizer', "),
+    ]
+    for state, message in cases:
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            trainer.load_state_dict(state, strict=False)
+    assert _everything(trainer) == before
+
+
+def test_the_state_that_parameters_share_is_checked_as_well(trained: ORTTrainer) -> None:
+    shared = {"Step": np.array([2]), "Speed": np.array([2])}
+    lamb = mlp_trainer(config=optim.LambConfig())
+    lamb.prepare(mlp_batches(1)[0])
+    state = lamb.state_dict()
+    state["optimizer"]["shared_optimizer_state"] = shared
+    with pytest.raises(RuntimeError, match=r"Unexpected keys: \['Speed'\] in .*\[shared_optimizer_state\]"):
+        lamb.load_state_dict(state)
+    lamb.load_state_dict(state, strict=False)
+    assert lamb.state_dict()["optimizer"]["shared_optimizer_state"]["Step"] == [2]
+    # Adam's parameters share nothing.
+    state = trained.state_dict()
+    state["optimizer"]["shared_optimizer_state"] = shared
+    with pytest.raises(RuntimeError, match=r"Unexpected keys: \['shared_optimizer_state'\] in state_dict\[optimizer\]"):
+        fresh().load_state_dict(state)
 
 
 def test_missing_sections_are_warned_about(trained: ORTTrainer) -> None:

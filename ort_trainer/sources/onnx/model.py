@@ -100,15 +100,16 @@ class OnnxSource(ModelSource):
 
 def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
     """Refuses the options that mean nothing where the model is an ONNX model."""
+    if options.mixed_precision.enabled and options.mixed_precision.dtype != "float16":
+        raise ValueError(
+            "mixed_precision.dtype is refused for an ONNX model, which is trained in float16 or fp32: leave it out. A "
+            "PyTorch model can be trained in bfloat16"
+        )
     internal = options._internal_use
-    refused = {
+    idle = {
         "debug.check_model_export": (
             options.debug.check_model_export,
             "it compares the exported graph with the PyTorch model, and there is none",
-        ),
-        "mixed_precision.dtype": (
-            options.mixed_precision.enabled and options.mixed_precision.dtype != "float16",
-            "ONNX models are trained in float16 or fp32; a PyTorch model can be trained in bfloat16",
         ),
         "_internal_use.enable_internal_postprocess": (
             not internal.enable_internal_postprocess,
@@ -126,7 +127,7 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
     recomputed = {f"graph_transformer.{name}": on is True for name, on in options.graph_transformer.to_dict().items()}
     recomputed["utils.memory_efficient_gradient"] = options.utils.memory_efficient_gradient
     reason = "recomputation works on the graph of a PyTorch model. Give the model as one"
-    refused |= {path: (wrong, reason) for path, wrong in recomputed.items()}
-    for path, (wrong, reason) in refused.items():
+    idle |= {path: (wrong, reason) for path, wrong in recomputed.items()}
+    for path, (wrong, reason) in idle.items():
         if wrong:
-            raise ValueError(f"{path} is refused for an ONNX model: {reason}. Leave it out")
+            options.without_effect(f"{path} does nothing for an ONNX model: {reason}. Leave it out")

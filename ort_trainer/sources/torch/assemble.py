@@ -131,7 +131,7 @@ def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec,
     specs = []
     for entry, node in zip(description.outputs, found.outputs, strict=True):
         fake = node.meta["val"]
-        if description.inferred:
+        if description.has_open_outputs:
             shape = found.symbols.shape(fake)
             specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
             continue

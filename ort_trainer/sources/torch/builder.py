@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import IdleOptionError, warn
 from ...graph import TrainingGraph
 from ...runtime.engine import preload
 from ..export_cache import export_cache
@@ -26,6 +28,12 @@ __all__ = ["GraphBuilder"]
 
 _STANDARD = ("", "ai.onnx")
 _log = logging.getLogger(__name__)
+# What an option without effect is set to.
+_IDLE: dict[str, dict[str, Any]] = {
+    "graph_transformer.attn_dropout_recompute": {"attention_dropout": False},
+    "graph_transformer.gelu_recompute": {"gelu": False},
+    "graph_transformer.transformer_layer_recompute": {"layers": False, "layer_count": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,14 @@ class GraphBuilder:
         postprocess: The user's own pass over the ONNX model, or None.
         contrib_ops: Whether that may add operators that are not standard ONNX.
         cached: Whether exports are kept on disk, and looked for there.
+        lenient: Whether an option that asks for what the model does not have is left out, with a warning.
     """
 
     step: ExportedStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
     contrib_ops: bool = True
     cached: bool = True
+    lenient: bool = False
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
@@ -57,6 +67,17 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs are not as described.
         """
+        try:
+            return self._build(batch, training)
+        except IdleOptionError as error:
+            if not self.lenient:
+                raise
+            warn(f"it has no effect: {error}")
+            recompute = dataclasses.replace(self.step.recompute, **_IDLE[str(error).partition(":")[0]])
+            step = dataclasses.replace(self.step, recompute=recompute)
+            return dataclasses.replace(self, step=step).build(batch, training)
+
+    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         with showing_progress(type(self.step.model).__name__) as progress:

@@ -111,8 +111,7 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
     yield f"trainable {sorted(step.trainable)}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
     yield f"options {step.kernels} {step.fast_random}"
-    yield f"description {_value(step.description.inputs)} {_value(step.description.outputs)}"
-    yield f"description {step.description.inferred}"
+    yield f"description {_value(step.description.to_dict())} {step.description.has_open_outputs}"
     yield f"canonical {canonical_names(step.model)}"
     # Whose layers are recomputed depends on the classes of all modules.
     for name, part in step.model.named_modules(remove_duplicate=False):

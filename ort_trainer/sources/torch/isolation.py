@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 
-from ...errors import ExportError
+from ...errors import ExportError, IdleOptionError
 
 __all__ = ["can_isolate", "run_in_child"]
 
-_ERRORS: dict[str, type[Exception]] = {"ExportError": ExportError, "TypeError": TypeError, "ValueError": ValueError}
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ExportError, IdleOptionError, TypeError, ValueError)
+}
 
 # A child that uses no processor for so long waits for something that will not come.
 _STANDSTILL_SECONDS = 10.0
@@ -63,7 +65,7 @@ def run_in_child(
 
     Raises:
         ExportError: If the function raised any exception but the following.
-        TypeError, ValueError: If the function raised these.
+        IdleOptionError, TypeError, ValueError: If the function raised these.
     """
     sys.stdout.flush()
     sys.stderr.flush()

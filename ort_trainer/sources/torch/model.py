@@ -114,9 +114,9 @@ class TorchSource(ModelSource):
                 "the option out, or use a config of ort_trainer.optim"
             )
         if self._options.utils.run_symbolic_shape_infer:
-            raise ValueError(
-                "utils.run_symbolic_shape_infer is refused for a PyTorch model: it is exported with symbolic shapes, "
-                "and nothing is left to infer. Leave it out; it works for ONNX models"
+            self._options.without_effect(
+                "utils.run_symbolic_shape_infer has no effect on a PyTorch model, which is exported with symbolic "
+                "shapes, so that nothing is left to infer. Leave it out; it works for ONNX models"
             )
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
@@ -189,6 +189,7 @@ class TorchSource(ModelSource):
             internal.extra_postprocess,
             internal.enable_onnx_contrib_ops,
             cached=self._options.utils.cache_exports,
+            lenient=self._options.lenient,
         )
 
 

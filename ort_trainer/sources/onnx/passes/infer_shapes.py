@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from ....errors import ExportError
 from ....runtime.engine import infer_symbolic_shapes
 
 __all__ = ["InferShapesPass", "SymbolicShapesPass"]
 
-_log = logging.getLogger(__name__)
+_REDUCTIONS = frozenset(
+    f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+)
 
 
 class InferShapesPass(ir.passes.InPlacePass):
@@ -27,18 +28,29 @@ class InferShapesPass(ir.passes.InPlacePass):
 
 
 class SymbolicShapesPass(ir.passes.InPlacePass):
-    """Writes what ONNX Runtime's symbolic shape inference finds into a model; nothing where it fails."""
+    """Writes what ONNX Runtime's symbolic shape inference finds into a model.
+
+    Raises:
+        ExportError: If it fails.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         # It knows no constants but initializers and tensors.
         plain = common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
             model.clone()
         ).model
+        for node in plain.graph.all_nodes():
+            # Axes have been an input since operator set 18, which it reads for a ReduceSum only: of the others it loses
+            # even the rank, and ends in a TypeError at the next node. The shapes are those of a ReduceSum.
+            if not node.domain and node.op_type in _REDUCTIONS:
+                node.op_type = "ReduceSum"
         try:
             _take_over(model, infer_symbolic_shapes(ir.to_proto(plain)))
         except Exception as error:  # its errors have no separate class
-            _log.warning("ONNX Runtime's symbolic shape inference fails: %s", error)
-            return ir.passes.PassResult(model, modified=False)
+            raise ExportError(
+                "utils.run_symbolic_shape_infer: ONNX Runtime's symbolic shape inference fails for this ONNX model: "
+                f"{error}. Leave the option out: shapes are then inferred by ONNX, and measured where that ends"
+            ) from error
         return ir.passes.PassResult(model, modified=True)
 
 

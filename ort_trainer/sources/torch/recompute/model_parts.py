@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....errors import ExportError
+from ....errors import ExportError, IdleOptionError
 from ....graph import RandomInput
 from .joint_graph import PASSED, JointGraph, Node
 
@@ -44,7 +44,7 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
     # A layer that is called twice counts twice; what only gradients need comes late and tells nothing of the order.
     layers = list(dict.fromkeys(key for node, key in layer_of.items() if node in graph.forward))
     if not layers:
-        raise ExportError(
+        raise IdleOptionError(
             "graph_transformer.transformer_layer_recompute: the graph has no layers, which are modules of one class, "
             "with modules inside, that a torch.nn.ModuleList or Sequential holds several of (and no custom "
             "autograd.Function beside them, which hides them): leave the option out, or use torch.utils.checkpoint "
@@ -57,9 +57,9 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
         )
     chosen = {*layers[: count or -1]}
     if not chosen:
-        raise ExportError(
-            "graph_transformer.transformer_layer_recompute recomputes all layers but the last, and the graph has only "
-            "one: leave the option out, or set graph_transformer.number_recompute_layers to 1"
+        raise IdleOptionError(
+            "graph_transformer.transformer_layer_recompute: it recomputes all layers but the last, and the graph has "
+            "only one: leave the option out, or set graph_transformer.number_recompute_layers to 1"
         )
     return {node: key for node, key in layer_of.items() if key in chosen}
 
@@ -76,7 +76,7 @@ def attention_dropouts(graph: JointGraph, random: Mapping[Node, RandomInput]) ->
         elif node.target in PASSED and node.all_input_nodes[0] in found:
             found[node] = found[node.all_input_nodes[0]]
     if not found:
-        raise ExportError(
+        raise IdleOptionError(
             "graph_transformer.attn_dropout_recompute: the training graph has no dropout on the result of a softmax "
             "(a dropout with p=0 is none): leave the option out"
         )
@@ -108,7 +108,7 @@ def gelus(graph: JointGraph) -> dict[Node, Any]:
             if source is not None:
                 found[node] = found[source]
     if not found:
-        raise ExportError(
+        raise IdleOptionError(
             "graph_transformer.gelu_recompute: the training graph has no GELU, neither torch.nn.functional.gelu nor a "
             "module with gelu in the name of its class: leave the option out"
         )

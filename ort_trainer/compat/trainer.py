@@ -1,0 +1,97 @@
+"""``onnxruntime.training.ORTTrainer`` for old scripts: today's trainer, with the private names that they reach for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import onnx
+import torch
+from torch import nn
+
+import ort_trainer
+
+from ..options import ModelDescription
+from ..sources.onnx import OnnxModel
+from ..training.inference_mode import outside_inference_mode
+from ..training.onnx_file import onnx_model
+from ..training_session import TrainerSession
+from .options import ORTTrainerOptions
+
+__all__ = ["ORTTrainer"]
+
+
+class _Input(NamedTuple):
+    """An input as legacy described it when it knew the dtype."""
+
+    name: str
+    shape: list[int | str]
+    dtype: torch.dtype | None
+
+
+class _Output(NamedTuple):
+    """An output, likewise."""
+
+    name: str
+    shape: list[int | str]
+    is_loss: bool
+    dtype: torch.dtype | None
+    dtype_amp: torch.dtype | None = None
+
+
+class ORTTrainer(ort_trainer.ORTTrainer):
+    """:class:`ort_trainer.ORTTrainer` for old scripts.
+
+    A batch that does not have the fixed sizes of the model description, or not its number of dimensions, corrects that
+    of the trainer, with a warning.
+
+    Args:
+        model: As for :class:`ort_trainer.ORTTrainer`, as all arguments.
+        model_desc: The description.
+        optim_config: The optimizer config.
+        loss_fn: The loss function.
+        options: Settings; None for the defaults. Of :class:`ort_trainer.compat.options.ORTTrainerOptions`: with those
+            of ``ort_trainer`` itself, what is only a warning here is an error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
+        model_desc: Mapping[str, Any] | str,
+        optim_config: ort_trainer.optim.OptimizerConfig,
+        loss_fn: Callable[..., Any] | str | None = None,
+        options: ort_trainer.ORTTrainerOptions | None = None,
+    ) -> None:
+        super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions() if options is None else options)
+
+    @property
+    def model_desc(self) -> ModelDescription:
+        """The model description; when training or evaluation has begun, its entries have dtypes as well."""
+        known, session = super().model_desc, self.session
+        graphs = [] if session is None else [*session.graphs(True), *session.graphs(False)]
+        if not graphs:
+            return known
+        dtypes = {spec.name: spec.dtype for spec in (*graphs[0].inputs, *graphs[0].outputs)}
+        typed: Any = copy.copy(known)
+        typed.inputs = tuple(_Input(e.name, list(e.shape), dtypes.get(e.name)) for e in known.inputs)
+        typed.outputs = tuple(_Output(e.name, list(e.shape), e.is_loss, dtypes.get(e.name)) for e in known.outputs)
+        return typed  # type: ignore[no-any-return]
+
+    @property
+    def _training_session(self) -> TrainerSession | None:
+        """State and setup of the session; None before the first step, if the model is a PyTorch model."""
+        return None if self.session is None else TrainerSession(self)
+
+    @property
+    @outside_inference_mode
+    def _onnx_model(self) -> onnx.ModelProto | None:
+        """The model that ``save_as_onnx`` writes, as a new object; None where there is no session."""
+        return None if self.session is None else onnx_model(self.loop, self.model_desc.output_names)
+
+    @property
+    def _load_state_dict(self) -> functools.partial[None] | None:
+        """What loads the state that waits for the first step, with that as its argument; None where none does."""
+        return functools.partial(self.load_state_dict, self.loop.pending_dict) if self.loop.pending_dict else None
