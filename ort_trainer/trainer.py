@@ -17,7 +17,8 @@ from .optim.step_info import TrainStepInfo
 from .options import ModelDescription, ORTTrainerOptions
 from .profiling import Profile
 from .runtime import StepSession
-from .runtime.engine import resolve_device, warn_about_mixed_flavours
+from .runtime.engine import resolve_device
+from .runtime.installed import check_engine
 from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
 from .training import state, tensors
@@ -66,6 +67,7 @@ class ORTTrainer:
             trainer at a time.
 
     Raises:
+        ModuleNotFoundError: If no ONNX Runtime is installed.
         TypeError: If an argument has a wrong type.
         ValueError: If the description is invalid, or a name in it, in the parameter groups or in
             ``utils.frozen_weights`` is not the model's; or if another trainer uses the loss scaler or the schedule.
@@ -84,7 +86,7 @@ class ORTTrainer:
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | None = None,
     ) -> None:
-        warn_about_mixed_flavours()
+        check_engine()
         if not isinstance(optim_config, OptimizerConfig):
             raise TypeError(
                 f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}), but "
