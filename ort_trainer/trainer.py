@@ -175,7 +175,7 @@ class ORTTrainer:
         loop.prepare(batch, True, loop.fetches(()))
 
     @outside_inference_mode
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
 
         Args:
@@ -195,7 +195,7 @@ class ORTTrainer:
         return outputs[0] if len(outputs) == 1 else outputs
 
     @outside_inference_mode
-    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model and the loss in evaluation mode: dropout off, batch norm with its running statistics.
 
         Nothing changes: no weight, no counter, no random number of training. With ``train_step_info.fetches``, inputs

@@ -6,11 +6,14 @@ cd "$(dirname "$0")/.."
 
 ROOM_KB=$((12 * 1024 * 1024))
 TESTS=(
+  tests/test_imports.py::test_importing_the_package_imports_nothing_heavy_but_torch
   tests/runtime/test_engine.py
   tests/runtime/test_installed.py
-  tests/compat/test_install.py
-  tests/test_imports.py::test_importing_the_package_imports_nothing_heavy_but_torch
-  tests/training/test_kernels.py::TODO
+  tests/training/test_loop.py
+  tests/training/test_kernels.py::test_twenty_steps_as_pytorch
+  tests/training/test_models.py::test_cnn_with_batch_norm_and_batches_of_any_size
+  tests/training/test_models.py::test_transformer_encoder_with_sequences_of_any_length
+  tests/sources/onnx/test_trainer.py::test_what_save_as_onnx_wrote_trains_on
 )
 
 skip() {
