@@ -234,6 +234,9 @@ class UtilsOptions(Section):
     memory_efficient_gradient: Option[bool] = Option()
     """Recomputes in the backward pass what takes only elementwise operations and layer norms; a minimum cut finds what
     is best kept instead."""
+    share_weights: Option[bool] = Option()
+    """Trains the parameters and buffers of the given PyTorch model themselves, so that the model is current after every
+    step, and what is changed in it is trained on."""
     random_numbers: Option[Literal["fast", "pytorch"]] = Option()
     """How dropout draws its masks: `fast` takes 16-bit numbers of NumPy's SFC64, `pytorch` the numbers that PyTorch
     draws for the same seed, mask for mask, at five to ten times the cost."""
@@ -255,6 +258,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     grad_norm_clip: bool
     max_grad_norm: float | None
     memory_efficient_gradient: bool
+    share_weights: bool
     random_numbers: Literal["fast", "pytorch"]
     kernels: Literal["auto", "onnxruntime", "pytorch"]
     cache_exports: bool
