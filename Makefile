@@ -1,5 +1,7 @@
-# Two commands set everything up on a machine with Python 3.11: `make demo` and `make test`.
+# Two commands set everything up: `make demo` and `make test`. Any Python from 3.10 to 3.12 will do.
 PYTHON ?= python3.11
+# Of onnxruntime-training the small distribution, which is for the CPU.
+ENGINE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -12,13 +14,15 @@ PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo test lint format bench fidelity operators docs clean
+.PHONY: setup setup-stock setup-legacy demo test test-python312 lint format bench fidelity operators docs clean
 
-# The stamp depends on what is installed, so that a changed constraint triggers a new installation.
+# The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
+# is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip uninstall -qq --yes onnxruntime-training-cpu onnxruntime-training onnxruntime
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(ENGINE),dev]'
 	touch $@
 
 $(STOCK)/.installed: $(VENV)/.installed
@@ -56,6 +60,10 @@ test: lint setup-stock
 	rm -rf build/graphs
 	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
 	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
+
+# A few of them on Python 3.12, where there is one; it needs 5 GB for a torch with CUDA if pip finds no other.
+test-python312:
+	tests/python312.sh
 
 # Up to an hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
 bench: setup-stock

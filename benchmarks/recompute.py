@@ -12,7 +12,6 @@ without recomputation.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from versions import ENGINES, versions
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -94,8 +95,7 @@ def main() -> None:
     if arguments.setting:
         print(json.dumps(train(arguments.setting, arguments)))
         return
-    names = ("torch", "onnxruntime-training", "onnxruntime")
-    print(f"Python {platform.python_version()}, {', '.join(map(_version, names))}; {os.cpu_count()} cores")
+    print(f"Python {platform.python_version()}, {versions(['torch', *ENGINES])}; {os.cpu_count()} cores")
     print(f"{arguments.layers} layers of width {arguments.width}, batches of {arguments.batch} x {arguments.length}\n")
     print("| setting | memory of a step, MB | against off | processor time of a step, ms | against off |")
     print("|---|---|---|---|---|")
@@ -112,13 +112,6 @@ def main() -> None:
             f"| {found['time'] * 1e3:.0f} | {found['time'] / off['time']:.2f} |",
             flush=True,
         )
-
-
-def _version(name: str) -> str:
-    try:
-        return f"{name} {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"{name} not installed"
 
 
 if __name__ == "__main__":

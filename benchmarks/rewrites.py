@@ -25,10 +25,10 @@ from pathlib import Path
 from sections import write_section
 from step_rows import ROWS, ort_training
 from turns import Contender, Result, measure, ratio, serve
-from versions import versions
+from versions import ENGINES, versions
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-PACKAGES = ("torch", "onnxruntime-training", "transformers")
+PACKAGES = ("torch", *ENGINES, "transformers")
 EVERYTHING = "everything"
 REWRITES = "ort_trainer.sources.torch.kernels.rewrites"
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-from versions import versions
+from versions import ENGINES, versions
 
 MODELS = ("mlp", "encoder", "bert-2", "bert-4")
 
@@ -86,7 +86,7 @@ def main() -> None:
     if arguments.start:
         start(arguments.start)
         return
-    packages = ("torch", "onnxruntime-training", "onnxruntime", "onnxscript", "transformers")
+    packages = ("torch", *ENGINES, "onnxscript", "transformers")
     print(f"Python {platform.python_version()}, {versions(packages)}; {os.cpu_count()} cores\n")
     print("| model | first start, s | second start, s | import above torch, s |")
     print("|---|---|---|---|")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from versions import versions
+from versions import ENGINES, versions
 
 from ort_trainer import ORTTrainer, optim
 
@@ -99,7 +99,7 @@ def main() -> None:
     if arguments.measure:
         measure(arguments.measure)
         return
-    print(versions(["torch", "onnxruntime-training", "onnxruntime"]))
+    print(versions(["torch", *ENGINES]))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in OPTIMIZERS}
     for _ in range(arguments.rounds):
         for name in OPTIMIZERS:

@@ -29,13 +29,13 @@ import charts
 from sections import write_section
 from step_rows import ROWS, Row, ort_training
 from turns import Contender, Profile, Result, Training, measure, ratio, serve
-from versions import versions
+from versions import ENGINES, versions
 
 ROOT = Path(__file__).parents[1]
 STOCK = ROOT / ".stock"
 LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 PAGE = ROOT / "docs" / "benchmarks.md"
-PACKAGES = ("torch", "onnxruntime-training", "onnxruntime", "onnx", "onnxscript", "transformers")
+PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
 EAGER, COMPILE, OURS, ON_STOCK, LEGACY = CONTENDERS = (
     "eager",

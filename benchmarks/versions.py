@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable
 
-__all__ = ["versions"]
+__all__ = ["ENGINES", "versions"]
+
+# The distributions of ONNX Runtime, of which one is the engine.
+ENGINES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime")
 
 
 def versions(packages: Iterable[str]) -> str:

@@ -1,4 +1,7 @@
-"""Writes docs/options.md and the options of docs/names.md from the schema; --check says whether they are up to date."""
+"""Writes what follows from the schema of the options; --check says whether it is up to date.
+
+That is docs/options.md, the options in docs/names.md, and their types in ort_trainer/options/sections.py.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from option_types import option_types
+
 from ort_trainer.options.checks import SPELLINGS
 from ort_trainer.options.schema import load_schema
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key with the state
@@ -66,18 +72,22 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     schema = load_schema("trainer_options")
+    rules = dict(leaves(schema))
     names = HERE / "names.md"
     block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
     begin = re.escape(NAMES_HEAD.splitlines()[0])
     targets = {
         HERE / "options.md": HEAD + "\n".join(rows(schema)) + "\n",
+        ROOT / "ort_trainer" / "options" / "sections.py": option_types(
+            schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
+        ),
         names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
     }
     for target, text in targets.items():
         if "--check" not in sys.argv:
             target.write_text(text)
         elif target.read_text() != text:
-            sys.exit(f"docs/{target.name} is out of date: run make docs")
+            sys.exit(f"{target.relative_to(ROOT)} is out of date: run make docs")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from .options import ModelDescription, ORTTrainerOptions
 from .own_steps import OwnSteps
 from .profiling import Profile
 from .runtime import StepSession
-from .runtime.engine import resolve_device, warn_about_mixed_flavours
+from .runtime.engine import resolve_device
+from .runtime.installed import check_engine
 from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
 from .trainer_state import TrainerState
@@ -68,6 +69,7 @@ class ORTTrainer(OwnSteps, TrainerState):
             trainer at a time.
 
     Raises:
+        ModuleNotFoundError: If no ONNX Runtime is installed.
         TypeError: If an argument has a wrong type.
         ValueError: If the description is invalid, or a name in it, in the parameter groups or in
             ``utils.frozen_weights`` is not the model's; or if another trainer uses the loss scaler or the schedule.
@@ -86,7 +88,7 @@ class ORTTrainer(OwnSteps, TrainerState):
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | None = None,
     ) -> None:
-        warn_about_mixed_flavours()
+        check_engine()
         if isinstance(optim_config, torch.optim.Optimizer):
             optim_config = TorchOptimizerConfig(optim_config)
         if not isinstance(optim_config, OptimizerConfig):
@@ -178,7 +180,7 @@ class ORTTrainer(OwnSteps, TrainerState):
         loop.prepare(batch, True, loop.graphs.fetches(()))
 
     @outside_inference_mode
-    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
 
         Args:
@@ -198,7 +200,7 @@ class ORTTrainer(OwnSteps, TrainerState):
         return outputs[0] if len(outputs) == 1 else outputs
 
     @outside_inference_mode
-    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model and the loss in evaluation mode: dropout off, batch norm with its running statistics.
 
         Nothing changes: no weight, no counter, no random number of training. With ``train_step_info.fetches``, inputs

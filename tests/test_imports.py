@@ -108,6 +108,20 @@ def test_importing_the_package_imports_nothing_heavy_but_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_importing_the_package_adds_little_to_torch() -> None:
+    """Of other distributions two small ones; nothing of torch that it does not import itself, and no logging."""
+    program = """if True:
+        import logging, sys, torch
+        before, path = set(sys.modules), list(sys.path)
+        import ort_trainer
+        names = {name.partition(".")[0] for name in set(sys.modules) - before}
+        print(sorted(names - sys.stdlib_module_names))
+        assert not logging.getLogger().handlers and sys.path == path
+    """
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "['cerberus', 'ort_trainer', 'safetensors']"
+
+
 def test_a_capture_does_not_import_the_translator() -> None:
     """All that stands for operators until differentiation is there without onnxscript, which takes a second."""
     program = """if True:

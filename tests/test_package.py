@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +47,33 @@ def test_contents_of_the_wheel(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "examples/"))]
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ort_trainer").rglob("*.py")}
     assert modules <= set(names)
+
+
+def test_the_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("ort_trainer", "schemas", "docs", "tests", "examples", "benchmarks")
+    files = {path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()}
+    wanted = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    wanted |= {"README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"}
+    assert wanted <= names, wanted - names
+
+
+def test_the_constraints_have_one_version_of_all_that_is_asked_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    asked = {Requirement(text).name for text in re.findall(r'"([a-z0-9-]+(?:\[.*?\])?[<>=][^"]*)"', project)}
+    assert {"torch", "numpy", "onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"} <= asked
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = [Requirement(line) for line in lines]
+    assert all([pin.operator for pin in requirement.specifier] == ["=="] for requirement in pinned)
+    for python in ("3.10", "3.11", "3.12", "3.13"):
+        environment = {"python_version": python}
+        names = [canonicalize_name(r.name) for r in pinned if r.marker is None or r.marker.evaluate(environment)]
+        assert len(names) == len(set(names)), python
+        assert asked - {"ort-trainer"} <= set(names), python
 
 
 def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

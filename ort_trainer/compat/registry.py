@@ -15,7 +15,9 @@ import ort_trainer
 from .. import amp, optim
 from ..optim import lr_scheduler
 from ..options import ModelDescription
+from ..runtime.engine import process_undisturbed
 from . import checkpoint, older_api
+from .missing import MissingParts
 from .options import ORTTrainerOptions, set_cuda_mem_limit
 from .trainer import ORTTrainer
 
@@ -115,6 +117,7 @@ def install() -> None:
             for name, value in {**names, **missing}.items():
                 _set(module, name, value)
         _set(_module("onnxruntime.training.orttrainer"), "optim", _module("onnxruntime.training.optim"))
+        sys.meta_path.append(MissingParts)
     except BaseException:
         uninstall()
         raise
@@ -123,6 +126,8 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes :func:`install`: modules that it made are gone, names that it set are what they were."""
     set_cuda_mem_limit(0)
+    if MissingParts in sys.meta_path:
+        sys.meta_path.remove(MissingParts)
     while _changed:
         module, name, before = _changed.pop()
         if before is _ABSENT:
@@ -153,8 +158,9 @@ def _module(name: str) -> ModuleType:
     """Returns a module: the one that is installed, or a new one that is entered into its parent."""
     if name in sys.modules:
         return sys.modules[name]
-    if importlib.util.find_spec(name) is not None:
-        return importlib.import_module(name)
+    with process_undisturbed():
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name)
     module = ModuleType(name, f"Made by ort_trainer.compat.install() in place of the legacy module {name}.")
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     module.__path__ = []

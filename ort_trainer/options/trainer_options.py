@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ..optim import LRScheduler
 from ..runtime.engine import is_session_options
 from .checks import conflicts, idle, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
+from .sections import Options, OptionsDict
 
 __all__ = ["ORTTrainerOptions"]
 
@@ -59,74 +59,6 @@ class _OptionsValidator(
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-class _Options:
-    """A section of the options: attributes that can be read and not set."""
-
-    __slots__ = ("_values",)
-    _values: Mapping[str, Any]
-
-    def __init__(self, values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-        frozen = {key: _freeze(value, schema.get(key, {})) for key, value in values.items()}
-        object.__setattr__(self, "_values", MappingProxyType(frozen))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(f"there is no option {name!r} here: the options are {sorted(self._values)}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"options are immutable, so {name!r} can't be set: make a new ORTTrainerOptions from a changed dict "
-            "(to_dict() gives one)"
-        )
-
-    def __delattr__(self, name: str) -> None:
-        self.__setattr__(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.to_dict() == other.to_dict()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._values]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.lstrip('_')}({self.to_dict()!r})"
-
-    def __copy__(self) -> _Options:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Options:
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all values, defaults included, as new nested dicts and lists."""
-        return {key: _thaw(value) for key, value in self._values.items()}
-
-
-def _freeze(value: Any, schema: Mapping[str, Any]) -> Any:
-    if isinstance(value, Mapping):
-        if "schema" in schema:
-            return _Options(value, schema["schema"])
-        return MappingProxyType({key: _freeze(entry, {}) for key, entry in value.items()})
-    return tuple(value) if isinstance(value, (list, tuple, set)) else value
-
-
-def _thaw(value: Any) -> Any:
-    if isinstance(value, _Options):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {key: _thaw(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _describe(document: Mapping[str, Any], path: str) -> str:
     """Returns a phrase that says what was given at a dotted path, or nothing where nothing was."""
     value: Any = document
@@ -140,7 +72,7 @@ def _describe(document: Mapping[str, Any], path: str) -> str:
     return f" (given: {shown(value)}, {type(value).__name__})"
 
 
-class ORTTrainerOptions(_Options):
+class ORTTrainerOptions(Options):
     """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
 
     The settings are a nested dict; what is left out gets its default, and every value is then an attribute:
@@ -165,7 +97,7 @@ class ORTTrainerOptions(_Options):
     # Old scripts may ask for what has no effect, and describe shapes that are not so: legacy took no notice.
     lenient = False
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: OptionsDict | Mapping[str, Any] | None = None) -> None:
         if options is None:
             options = {}
         if not isinstance(options, Mapping):
@@ -197,7 +129,7 @@ class ORTTrainerOptions(_Options):
                 stacklevel=2,
             )
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
-        super().__init__(document, _SCHEMA)
+        super().__init__(document)
         object.__setattr__(self, "_given", given)
 
     def is_given(self, path: str) -> bool:

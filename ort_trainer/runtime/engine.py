@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .installed import require_engine
 
 if TYPE_CHECKING:
     import onnx
@@ -57,15 +56,38 @@ def engine() -> Any:
 
     That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and
     ONNX: half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
+
+    Raises:
+        ModuleNotFoundError: If no ONNX Runtime is installed.
     """
+    require_engine()
     kept_out = "onnxruntime.training"
     if "onnxruntime" in sys.modules or kept_out in sys.modules:
         return importlib.import_module("onnxruntime")
     sys.modules[kept_out] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module("onnxruntime")
+        with process_undisturbed():
+            return importlib.import_module("onnxruntime")
     finally:
         del sys.modules[kept_out]
+
+
+@contextlib.contextmanager
+def process_undisturbed() -> Iterator[None]:
+    """Puts back what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
+
+    The first record that is logged gives the root logger a handler, and then the user's ``logging.basicConfig`` would
+    do nothing.
+    """
+    root = logging.getLogger()
+    level, handlers, path = root.level, list(root.handlers), list(sys.path)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+        sys.path[:] = path
 
 
 def preload() -> None:
@@ -77,44 +99,6 @@ def is_session_options(value: object) -> bool:
     """Returns whether something is an ``onnxruntime.SessionOptions``; no such thing exists before the import."""
     known = sys.modules.get("onnxruntime")
     return known is not None and isinstance(value, known.SessionOptions)
-
-
-def _package() -> Path | None:
-    """Returns the folder of the ``onnxruntime`` module, without importing it; None if it is not installed."""
-    spec = importlib.util.find_spec("onnxruntime")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def _distributions(package: Path) -> list[str]:
-    """Returns the folders with the metadata of all distributions of ONNX Runtime beside its module."""
-    # Reading the metadata of every installed distribution takes longer than a first step may.
-    return sorted(path.name for path in package.parent.glob("onnxruntime*.dist-info"))
-
-
-@functools.cache
-def installed_flavours() -> tuple[str, ...]:
-    """Returns the distributions that installed the ``onnxruntime`` module: several overwrite each other."""
-    package = _package()
-    found = [] if package is None else _distributions(package)
-    names = {name.split("-")[0].lower().replace("_", "-") for name in found}
-    return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
-
-
-def can_call_pytorch() -> bool:
-    """Returns whether nodes of a graph can be PyTorch's operators: onnxruntime-training has the means for it."""
-    return any(name.startswith("onnxruntime-training") for name in installed_flavours())
-
-
-def warn_about_mixed_flavours() -> None:
-    """Warns when two distributions of ONNX Runtime overwrite each other."""
-    clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
-    if len(clashing) > 1:
-        warnings.warn(
-            f"several distributions of ONNX Runtime are installed: {', '.join(clashing)}. They overwrite each other's "
-            "files; uninstall all of them and install one",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def maximum_opset() -> int:
@@ -130,19 +114,6 @@ def maximum_opset() -> int:
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
     newest = max(opset for release, opset in _OPSETS if version >= release or release == _OPSETS[0][0])
     return min(newest, onnx.defs.onnx_opset_version())
-
-
-@functools.cache
-def engine_identity() -> str:
-    """Returns a text that differs wherever the kernels of the installed ONNX Runtime may; does not import it."""
-    package = _package()
-    if package is None:
-        return "none"
-    found = _distributions(package)
-    for library in sorted(package.glob("capi/*pybind11_state*")):
-        status = library.stat()
-        found.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")
-    return f"{package} {sorted(found)}"
 
 
 def available_providers() -> list[str]:
@@ -333,9 +304,8 @@ def training_bindings() -> Any:
     if not hasattr(_pybind_state, "GradientGraphBuilder"):
         raise RuntimeError(
             f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
-            f"{onnxruntime.__version__} is installed without: on Linux x86-64 with Python below 3.12 uninstall "
-            "onnxruntime and install onnxruntime-training==1.19.2, or train the PyTorch model itself, which works with "
-            "any ONNX Runtime"
+            f"{onnxruntime.__version__} is installed without: with Python up to 3.12 uninstall onnxruntime and install "
+            "onnxruntime-training-cpu==1.19.2, or train the PyTorch model itself, which works with any ONNX Runtime"
         )
     return _pybind_state
 

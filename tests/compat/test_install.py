@@ -103,14 +103,38 @@ def test_what_onnxruntime_training_has_besides_goes_on_working() -> None:
     assert training.optim.AdamConfig is theirs and not hasattr(training, "ORTTrainer")
 
 
+@pytest.mark.parametrize(
+    ("statement", "missing"),
+    [
+        ("from onnxruntime.training import ORTModule", "ort_trainer has no ORTModule.*train the model with ORTTrainer"),
+        pytest.param(
+            "from onnxruntime.training.ortmodule import ORTModule",
+            "ort_trainer has no ORTModule.*train the model with ORTTrainer",
+            marks=pytest.mark.skipif(HAS_TRAINING, reason="onnxruntime-training has one, with an error of its own"),
+        ),
+        ("import onnxruntime.training.nothing", r"onnxruntime.training.nothing can't be imported: .* has it"),
+        ("from onnxruntime.training.optim import Nothing", r"training.optim.Nothing can't be imported: .* has it"),
+    ],
+)
+def test_what_is_missing_is_said(installed: None, statement: str, missing: str) -> None:
+    with pytest.raises(ImportError, match=missing):
+        exec(statement, {})
+
+
+def test_names_can_still_be_looked_for(installed: None) -> None:
+    training = importlib.import_module("onnxruntime.training")
+    assert not hasattr(training, "nothing") and importlib.util.find_spec("onnxruntime.nothing") is None
+
+
 def test_a_second_call_does_nothing_and_uninstall_undoes_all() -> None:
-    before = set(sys.modules)
+    before, finders = set(sys.modules), list(sys.meta_path)
     compat.install()
     module = sys.modules["onnxruntime.training.orttrainer"]
     compat.install()
     assert sys.modules["onnxruntime.training.orttrainer"] is module
     compat.uninstall()
     compat.uninstall()
+    assert sys.meta_path == finders
     left = {name for name in sys.modules if name.startswith("onnxruntime")}
     assert "onnxruntime.training.orttrainer" not in left and "onnxruntime.capi.ort_trainer" not in left
     assert HAS_TRAINING or not {name for name in left - before if "training" in name}

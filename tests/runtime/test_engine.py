@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+
 import onnxruntime
 import pytest
 import torch
@@ -27,12 +31,34 @@ def test_maximum_opset_is_what_the_runtime_loads() -> None:
     assert engine.maximum_opset() <= onnx.defs.onnx_opset_version()
 
 
-def test_flavours(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    engine.warn_about_mixed_flavours()
-    assert not recwarn.list
-    monkeypatch.setattr(engine, "installed_flavours", lambda: ("onnxruntime", "onnxruntime-training"))
-    with pytest.warns(RuntimeWarning, match="onnxruntime, onnxruntime-training. They overwrite each other's files"):
-        engine.warn_about_mixed_flavours()
+def test_imports_of_the_engine_leave_logging_and_the_path_alone() -> None:
+    """Importing onnxruntime.training by itself gives the root logger a handler, and ``sys.path`` two more folders."""
+    program = """if True:
+        import logging, sys
+        import torch
+        path = list(sys.path)
+        import ort_trainer.compat
+        from ort_trainer.runtime.engine import engine
+        engine()
+        ort_trainer.compat.install()
+        from onnxruntime.training import ORTTrainer
+        assert not logging.getLogger().handlers and sys.path == path, (logging.getLogger().handlers, sys.path)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+        logging.getLogger("mine").info("still heard")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "still heard", done.stderr
+
+
+def test_process_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, handler = logging.getLogger(), logging.NullHandler()
+    before = root.level, list(root.handlers), list(sys.path)
+    with pytest.raises(ImportError), engine.process_undisturbed():
+        root.addHandler(handler)
+        root.setLevel(logging.CRITICAL)
+        sys.path.append("elsewhere")
+        raise ImportError
+    assert (root.level, root.handlers, sys.path) == before
 
 
 def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.options import ModelDescription
-from ort_trainer.runtime.engine import can_call_pytorch
+from ort_trainer.runtime.installed import can_call_pytorch
 from ort_trainer.sources.torch import model as torch_model
 
 from ..helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer

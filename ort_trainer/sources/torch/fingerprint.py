@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...runtime.engine import engine_identity
+from ...runtime.installed import engine_identity
 from ..export_cache import SOURCES_AT_IMPORT, hash_of_sources
 from .operators.registry import is_extended
 from .program import Program, names_in_model
@@ -38,7 +38,10 @@ __all__ = ["NoFingerprint", "fingerprint"]
 # Whose operators are a part of PyTorch: what they do follows from its version. Others have a backward pass that is
 # written somewhere else, perhaps in the user's script.
 _NAMESPACES = frozenset({"aten", "prim", "prims"})
-_LIBRARIES = ("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "onnxruntime-training", "networkx", "numpy")
+_LIBRARIES = (
+    *("torch", "onnx", "onnxscript", "onnx_ir", "networkx", "numpy"),
+    *("onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"),
+)
 # Of what torch.export notes at a node, what later stages read, beside the value itself.
 _METADATA = ("nn_module_stack", "torch_fn", "custom")
 

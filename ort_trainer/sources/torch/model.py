@@ -13,7 +13,8 @@ from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...ownership import shared_groups
-from ...runtime.engine import can_call_pytorch, has_cuda, maximum_opset
+from ...runtime.engine import has_cuda, maximum_opset
+from ...runtime.installed import can_call_pytorch
 from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
 from .builder import GraphBuilder
 from .describe import describe, name_sample

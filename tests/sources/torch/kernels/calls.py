@@ -11,7 +11,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.runtime.aten import Program
-from ort_trainer.runtime.engine import can_call_pytorch
+from ort_trainer.runtime.installed import can_call_pytorch
 
 from ....helpers import assert_close
 

@@ -1,0 +1,125 @@
+"""Writes the types of the options as Python, from the schema, for docs/generate.py."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["option_types"]
+
+HEAD = '''"""The types of all options, written by `make docs` from the schema: attributes, and dicts to give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from .section import Option, Section
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from enum import Enum
+    from typing import Any, Literal
+
+    import onnx
+    import torch
+
+    from ..amp import LossScaler
+    from ..optim import LRScheduler
+    from ..runtime.engine import SessionOptions
+
+__all__ = ["Options", "OptionsDict"]
+'''
+# The schema's types as Python's, and what is taken beside them, by the rule that turns it into them.
+SIMPLE = {
+    "boolean": "bool",
+    "callable": "Callable[[onnx.ModelProto], onnx.ModelProto]",
+    "integer": "int",
+    "loss_scaler": "LossScaler",
+    "lr_scheduler": "LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float]",
+    "number": "float",
+    "session_options": "SessionOptions",
+    "string": "str",
+}
+COERCED = {"enum_name": "Enum", "dtype_name": "torch.dtype"}
+
+
+def _is_section(rules: Mapping[str, Any]) -> bool:
+    return rules["type"] == "dict" and "schema" in rules
+
+
+def _name(path: str) -> str:
+    """Returns the name of a section's class without its ending."""
+    return "".join(word.capitalize() for word in path.rpartition(".")[2].split("_"))
+
+
+def _type(rules: Mapping[str, Any], given: bool) -> str:
+    """Returns the type of a value: as an attribute, or as it may be given."""
+    kind = rules.get("type")
+    if kind is None or (kind == "dict" and "valuesrules" not in rules):
+        return "Any" if kind is None else "Mapping[str, Any]"
+    if kind == "list":
+        entry = _type(rules["schema"], given)
+        return f"Sequence[{entry}]" if given else f"tuple[{entry}, ...]"
+    if kind == "dict":
+        return f"Mapping[str, {_type(rules['valuesrules'], given)}]"
+    name = f"Literal[{', '.join(map(_quoted, rules['allowed']))}]" if "allowed" in rules else SIMPLE[kind]
+    if given and "coerce" in rules:
+        name += f" | {COERCED[rules['coerce']]}"
+    return name + (" | None" if rules.get("nullable") else "")
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _docstring(doc: str) -> Iterator[str]:
+    """Yields the lines of a docstring with the first sentence."""
+    sentence = re.sub(r"\[(.*?)\]\(.*?\)", r"docs/\1", doc.partition(". ")[0].rstrip(".")) + "."
+    *lines, last = textwrap.wrap(f'"""{sentence}', 116)
+    yield from (f"    {line}" for line in lines)
+    yield f'    {last}"""' if len(last) <= 113 else f'    {last}\n    """'
+
+
+def _attributes(path: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the class of a section."""
+    title = f"Section `{path}` of the options" if path else "All sections of the options"
+    yield f'\n\nclass {_name(path)}Options(Section):\n    """{title}."""\n\n    __slots__ = ()\n'
+    for key, rules in schema.items():
+        if _is_section(rules):
+            yield f"    {key}: Option[{_name(key)}Options] = Option({_name(key)}Options)"
+        else:
+            yield f"    {key}: Option[{_type(rules, False)}] = Option()"
+            yield from _docstring(rules["meta"]["doc"])
+
+
+def _dict(path: str, schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the type of a section's dict, with the other spellings that belong there."""
+    title = f"Section `{path}` of the options, as it may be given" if path else "What `ORTTrainerOptions` takes"
+    yield f'\n\nclass {_name(path)}OptionsDict(TypedDict, total=False):\n    """{title}."""\n'
+    for key, rules in schema.items():
+        yield f"    {key}: {f'{_name(key)}OptionsDict' if _is_section(rules) else _type(rules, True)}"
+    for spelling, rules in spellings.items():
+        section, _, key = spelling.rpartition(".")
+        if section == path and key not in schema:
+            yield f"    {key}: {_type(rules, True)}"
+
+
+def _section(path: str, schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the classes of a section and, before them, of those in it."""
+    for key, rules in schema.items():
+        if _is_section(rules):
+            yield from _section(f"{path}.{key}" if path else key, rules["schema"], spellings)
+    yield from _attributes(path, schema)
+    yield from _dict(path, schema, spellings)
+
+
+def option_types(schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the text of the module.
+
+    Args:
+        schema: Of all options.
+        spellings: Other spellings of options, as dotted paths, with the rules of the option.
+    """
+    return HEAD + "\n".join(_section("", schema, spellings)) + "\n"

@@ -1,0 +1,386 @@
+"""The types of all options, written by `make docs` from the schema: attributes, and dicts to give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from .section import Option, Section
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from enum import Enum
+    from typing import Any, Literal
+
+    import onnx
+    import torch
+
+    from ..amp import LossScaler
+    from ..optim import LRScheduler
+    from ..runtime.engine import SessionOptions
+
+__all__ = ["Options", "OptionsDict"]
+
+
+class BatchOptions(Section):
+    """Section `batch` of the options."""
+
+    __slots__ = ()
+
+    gradient_accumulation_steps: Option[int] = Option()
+    """Micro-batches per optimizer update; their gradients are summed in fp32."""
+    gradient_reduction: Option[Literal["mean", "sum", "weighted"]] = Option()
+    """How the gradients of a window are combined: their `mean`, their `sum`, or their mean `weighted` by
+    `train_step(..., gradient_weight=n)`, which is `sum(n * gradient) / sum(n)`: with a mean loss and n the number of
+    labels that count, the gradient of one large batch."""
+
+
+class BatchOptionsDict(TypedDict, total=False):
+    """Section `batch` of the options, as it may be given."""
+
+    gradient_accumulation_steps: int
+    gradient_reduction: Literal["mean", "sum", "weighted"]
+
+
+class DeviceOptions(Section):
+    """Section `device` of the options."""
+
+    __slots__ = ()
+
+    id: Option[str] = Option()
+    """Where training runs: `cpu`, `cuda` or `cuda:N`."""
+    mem_limit: Option[int] = Option()
+    """Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit."""
+
+
+class DeviceOptionsDict(TypedDict, total=False):
+    """Section `device` of the options, as it may be given."""
+
+    id: str
+    mem_limit: int
+
+
+class PipelineParallelOptions(Section):
+    """Section `distributed.pipeline_parallel` of the options."""
+
+    __slots__ = ()
+
+    pipeline_parallel_size: Option[int] = Option()
+    """Pipeline stages."""
+    num_pipeline_micro_batches: Option[int] = Option()
+    """Micro-batches in flight in the pipeline."""
+    pipeline_cut_info_string: Option[str] = Option()
+    """Edges at which the pipeline is cut, one cut fewer than stages: `,` between cuts, `:` between the edges of one
+    cut, each edge `producer` or `producer-consumer/consumer/...`."""
+    sliced_schema: Option[Mapping[str, tuple[int, ...]]] = Option()
+    """Shapes of the tensors that are sliced between micro-batches."""
+    sliced_axes: Option[Mapping[str, int]] = Option()
+    """Axis along which each tensor is sliced."""
+    sliced_tensor_names: Option[tuple[str, ...]] = Option()
+    """Names of the sliced tensors."""
+
+
+class PipelineParallelOptionsDict(TypedDict, total=False):
+    """Section `distributed.pipeline_parallel` of the options, as it may be given."""
+
+    pipeline_parallel_size: int
+    num_pipeline_micro_batches: int
+    pipeline_cut_info_string: str
+    sliced_schema: Mapping[str, Sequence[int]]
+    sliced_axes: Mapping[str, int]
+    sliced_tensor_names: Sequence[str]
+
+
+class DeepspeedZeroOptimizationOptions(Section):
+    """Section `distributed.deepspeed_zero_optimization` of the options."""
+
+    __slots__ = ()
+
+    stage: Option[int] = Option()
+    """ZeRO stage; needs processes that share the data."""
+
+
+class DeepspeedZeroOptimizationOptionsDict(TypedDict, total=False):
+    """Section `distributed.deepspeed_zero_optimization` of the options, as it may be given."""
+
+    stage: int
+
+
+class DistributedOptions(Section):
+    """Section `distributed` of the options."""
+
+    __slots__ = ()
+
+    world_rank: Option[int] = Option()
+    """Rank of this process, below `world_size`."""
+    world_size: Option[int] = Option()
+    """Number of processes: the product of `data_parallel_size`, `horizontal_parallel_size` and
+    `pipeline_parallel_size`."""
+    local_rank: Option[int] = Option()
+    """Rank of this process on its machine, below `world_size`."""
+    data_parallel_size: Option[int] = Option()
+    """Processes that share the data; if not given, `world_size` divided by the other sizes."""
+    horizontal_parallel_size: Option[int] = Option()
+    """Processes that share each layer."""
+    pipeline_parallel: Option[PipelineParallelOptions] = Option(PipelineParallelOptions)
+    allreduce_post_accumulation: Option[bool] = Option()
+    """All-reduce once per accumulation window; needs several processes."""
+    deepspeed_zero_optimization: Option[DeepspeedZeroOptimizationOptions] = Option(DeepspeedZeroOptimizationOptions)
+    enable_adasum: Option[bool] = Option()
+    """Adasum reduction of gradients; needs several processes."""
+
+
+class DistributedOptionsDict(TypedDict, total=False):
+    """Section `distributed` of the options, as it may be given."""
+
+    world_rank: int
+    world_size: int
+    local_rank: int
+    data_parallel_size: int
+    horizontal_parallel_size: int
+    pipeline_parallel: PipelineParallelOptionsDict
+    allreduce_post_accumulation: bool
+    deepspeed_zero_optimization: DeepspeedZeroOptimizationOptionsDict
+    enable_adasum: bool
+
+
+class MixedPrecisionOptions(Section):
+    """Section `mixed_precision` of the options."""
+
+    __slots__ = ()
+
+    enabled: Option[bool] = Option()
+    """Training in `mixed_precision.dtype` under PyTorch's autocast policy, with fp32 master weights."""
+    dtype: Option[Literal["float16", "bfloat16"]] = Option()
+    """`float16` or `bfloat16`, or the torch.dtype of that name."""
+    loss_scaler: Option[LossScaler | None] = Option()
+    """A `LossScaler` or subclass."""
+
+
+class MixedPrecisionOptionsDict(TypedDict, total=False):
+    """Section `mixed_precision` of the options, as it may be given."""
+
+    enabled: bool
+    dtype: Literal["float16", "bfloat16"] | torch.dtype
+    loss_scaler: LossScaler | None
+
+
+class PropagateCastOpsConfigOptions(Section):
+    """Section `graph_transformer.propagate_cast_ops_config` of the options."""
+
+    __slots__ = ()
+
+    strategy: Option[Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"]] = Option()
+    """No strategy is applied; the legacy trainer did not apply any either, because it did not pass the option on."""
+    level: Option[int] = Option()
+    """Belongs to `strategy`."""
+    allow: Option[tuple[str, ...]] = Option()
+    """Belongs to `strategy`."""
+
+
+class PropagateCastOpsConfigOptionsDict(TypedDict, total=False):
+    """Section `graph_transformer.propagate_cast_ops_config` of the options, as it may be given."""
+
+    strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum
+    level: int
+    allow: Sequence[str]
+    propagate_cast_ops_strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum
+    propagate_cast_ops_level: int
+    propagate_cast_ops_allow: Sequence[str]
+    allow_layer_norm_mod_precision: bool
+
+
+class GraphTransformerOptions(Section):
+    """Section `graph_transformer` of the options."""
+
+    __slots__ = ()
+
+    attn_dropout_recompute: Option[bool] = Option()
+    """Recomputes the dropout of attention weights in the backward pass, from the softmax and the mask, instead of
+    keeping its result."""
+    gelu_recompute: Option[bool] = Option()
+    """Recomputes GELU activations in the backward pass, from their input, instead of keeping result and derivative."""
+    transformer_layer_recompute: Option[bool] = Option()
+    """Recomputes whole layers in the backward pass; only their inputs are kept."""
+    number_recompute_layers: Option[int] = Option()
+    """How many layers `transformer_layer_recompute` recomputes, starting with the first; 0 is all but the last."""
+    propagate_cast_ops_config: Option[PropagateCastOpsConfigOptions] = Option(PropagateCastOpsConfigOptions)
+    allow_layer_norm_mod_precision: Option[bool] = Option()
+    """Layer norm in a lower precision: no pass changes the precision that autocast chooses."""
+
+
+class GraphTransformerOptionsDict(TypedDict, total=False):
+    """Section `graph_transformer` of the options, as it may be given."""
+
+    attn_dropout_recompute: bool
+    gelu_recompute: bool
+    transformer_layer_recompute: bool
+    number_recompute_layers: int
+    propagate_cast_ops_config: PropagateCastOpsConfigOptionsDict
+    allow_layer_norm_mod_precision: bool
+
+
+class UtilsOptions(Section):
+    """Section `utils` of the options."""
+
+    __slots__ = ()
+
+    frozen_weights: Option[tuple[str, ...]] = Option()
+    """Names of parameters that are not trained, in addition to those with `requires_grad=False`."""
+    grad_norm_clip: Option[bool] = Option()
+    """Clip gradients by their global norm to `utils.max_grad_norm`, or else to `max_norm_clip` of the optimizer config;
+    SGD and Lion have none, and that of `AdamWConfig` is infinite by default."""
+    max_grad_norm: Option[float | None] = Option()
+    """Limit of the global gradient norm, for every optimizer and parameter group, instead of `max_norm_clip`."""
+    max_grad_value: Option[float | None] = Option()
+    """Limit of the absolute value of every element of a gradient, as `torch.nn.utils.clip_grad_value_` has it; after
+    the clipping by norm, where there is one."""
+    memory_efficient_gradient: Option[bool] = Option()
+    """Recomputes in the backward pass what takes only elementwise operations and layer norms; a minimum cut finds what
+    is best kept instead."""
+    share_weights: Option[bool] = Option()
+    """Trains the parameters and buffers of the given PyTorch model themselves, so that the model is current after every
+    step, and what is changed in it is trained on."""
+    random_numbers: Option[Literal["fast", "pytorch"]] = Option()
+    """How dropout draws its masks: `fast` takes 16-bit numbers of NumPy's SFC64, `pytorch` the numbers that PyTorch
+    draws for the same seed, mask for mask, at five to ten times the cost."""
+    kernels: Option[Literal["auto", "onnxruntime", "pytorch"]] = Option()
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, which the graph then calls; these need
+    onnxruntime-training and the CPU."""
+    cache_exports: Option[bool] = Option()
+    """Keeps the exported graphs of PyTorch models in the user's cache folder, where the next start of the script finds
+    them; see docs/start_up.md."""
+    run_symbolic_shape_infer: Option[bool] = Option()
+    """Runs ONNX Runtime's symbolic shape inference on an ONNX model before it is differentiated, in addition to ONNX's.
+    """
+
+
+class UtilsOptionsDict(TypedDict, total=False):
+    """Section `utils` of the options, as it may be given."""
+
+    frozen_weights: Sequence[str]
+    grad_norm_clip: bool
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    memory_efficient_gradient: bool
+    share_weights: bool
+    random_numbers: Literal["fast", "pytorch"]
+    kernels: Literal["auto", "onnxruntime", "pytorch"]
+    cache_exports: bool
+    run_symbolic_shape_infer: bool
+
+
+class GraphSavePathsOptions(Section):
+    """Section `debug.graph_save_paths` of the options."""
+
+    __slots__ = ()
+
+    model_after_graph_transforms_path: Option[str] = Option()
+    """ONNX file, written when the first training graph is built: the forward pass with the loss, extracted from the
+    training graph after all passes."""
+    model_with_gradient_graph_path: Option[str] = Option()
+    """ONNX file, written when the first training graph is built: the training graph with loss, outputs, gradients and
+    new buffers."""
+    model_with_training_graph_path: Option[str] = Option()
+    """ONNX file, written when the first training graph is built: the training graph with the optimizer's update as
+    nodes, one model that does a whole training step."""
+    model_with_training_graph_after_optimization_path: Option[str] = Option()
+    """ONNX file, written when the first training graph is built: the training graph as ONNX Runtime runs it, after its
+    optimizations (the update runs on PyTorch's kernels)."""
+
+
+class GraphSavePathsOptionsDict(TypedDict, total=False):
+    """Section `debug.graph_save_paths` of the options, as it may be given."""
+
+    model_after_graph_transforms_path: str
+    model_with_gradient_graph_path: str
+    model_with_training_graph_path: str
+    model_with_training_graph_after_optimization_path: str
+
+
+class DebugOptions(Section):
+    """Section `debug` of the options."""
+
+    __slots__ = ()
+
+    deterministic_compute: Option[bool] = Option()
+    """Asks ONNX Runtime for kernels that give bitwise equal results in every run."""
+    check_model_export: Option[bool] = Option()
+    """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
+    absolute 1e-6) and raises if they differ."""
+    graph_save_paths: Option[GraphSavePathsOptions] = Option(GraphSavePathsOptions)
+
+
+class DebugOptionsDict(TypedDict, total=False):
+    """Section `debug` of the options, as it may be given."""
+
+    deterministic_compute: bool
+    check_model_export: bool
+    graph_save_paths: GraphSavePathsOptionsDict
+
+
+class InternalUseOptions(Section):
+    """Section `_internal_use` of the options."""
+
+    __slots__ = ()
+
+    enable_internal_postprocess: Option[bool] = Option()
+    """Runs the trainer's passes that make the exported graph smaller: constants are folded, common subexpressions
+    computed once, operators without effect removed."""
+    extra_postprocess: Option[Callable[[onnx.ModelProto], onnx.ModelProto] | None] = Option()
+    """A function `ModelProto -> ModelProto` that is applied to every exported graph after the trainer's passes."""
+    onnx_opset_version: Option[int] = Option()
+    """ONNX operator set of the exported graphs: 18, or a later one that the installed ONNX Runtime supports."""
+    enable_onnx_contrib_ops: Option[bool] = Option()
+    """Whether graphs may have operators that are not standard ONNX."""
+
+
+class InternalUseOptionsDict(TypedDict, total=False):
+    """Section `_internal_use` of the options, as it may be given."""
+
+    enable_internal_postprocess: bool
+    extra_postprocess: Callable[[onnx.ModelProto], onnx.ModelProto] | None
+    onnx_opset_version: int
+    enable_onnx_contrib_ops: bool
+    provider_options: Mapping[str, Mapping[str, Any]]
+    session_options: SessionOptions | None
+
+
+class Options(Section):
+    """All sections of the options."""
+
+    __slots__ = ()
+
+    batch: Option[BatchOptions] = Option(BatchOptions)
+    device: Option[DeviceOptions] = Option(DeviceOptions)
+    distributed: Option[DistributedOptions] = Option(DistributedOptions)
+    lr_scheduler: Option[LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None] = Option()
+    """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`."""
+    mixed_precision: Option[MixedPrecisionOptions] = Option(MixedPrecisionOptions)
+    graph_transformer: Option[GraphTransformerOptions] = Option(GraphTransformerOptions)
+    utils: Option[UtilsOptions] = Option(UtilsOptions)
+    debug: Option[DebugOptions] = Option(DebugOptions)
+    _internal_use: Option[InternalUseOptions] = Option(InternalUseOptions)
+    provider_options: Option[Mapping[str, Mapping[str, Any]]] = Option()
+    """Execution provider name -> its options."""
+    session_options: Option[SessionOptions | None] = Option()
+    """An `onnxruntime.SessionOptions` for every session of the trainer."""
+
+
+class OptionsDict(TypedDict, total=False):
+    """What `ORTTrainerOptions` takes."""
+
+    batch: BatchOptionsDict
+    device: DeviceOptionsDict
+    distributed: DistributedOptionsDict
+    lr_scheduler: LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None
+    mixed_precision: MixedPrecisionOptionsDict
+    graph_transformer: GraphTransformerOptionsDict
+    utils: UtilsOptionsDict
+    debug: DebugOptionsDict
+    _internal_use: InternalUseOptionsDict
+    provider_options: Mapping[str, Mapping[str, Any]]
+    session_options: SessionOptions | None
+    attn_dropout_recompute: bool
+    gelu_recompute: bool
+    transformer_layer_recompute: bool
+    number_recompute_layers: int

@@ -1,0 +1,92 @@
+"""What a type checker says of the options and of the outputs of a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# All of torch takes mypy half a minute to read.
+TORCH = """
+from collections.abc import Iterator
+from typing import Any
+class Tensor:
+    def item(self) -> float: ...
+    def __iter__(self) -> Iterator[Tensor]: ...
+    def __getitem__(self, index: int) -> Tensor: ...
+def zeros(*size: int) -> Tensor: ...
+class dtype: ...
+bfloat16: dtype
+def __getattr__(name: str) -> Any: ...
+"""
+# Nor is anything of these of interest.
+SETTINGS = """
+[mypy]
+ignore_missing_imports = True
+follow_imports = silent
+[mypy-torch]
+follow_imports = silent
+[mypy-torch.*,numpy.*,onnx.*,onnx_ir.*,onnxruntime.*,onnxscript.*,networkx.*,sympy.*]
+follow_imports = skip
+"""
+HEAD = """
+import torch
+from ort_trainer import ORTTrainer, ORTTrainerOptions
+from ort_trainer.options import OptionsDict
+options = ORTTrainerOptions()
+trainer: ORTTrainer
+x = torch.zeros(2)
+"""
+GOOD = """
+settings: OptionsDict = {
+    "batch": {"gradient_accumulation_steps": 2},
+    "mixed_precision": {"enabled": True, "dtype": torch.bfloat16},
+    "utils": {"frozen_weights": ["a", "b"], "kernels": "onnxruntime"},
+    "gelu_recompute": True,
+}
+ORTTrainerOptions(settings)
+ORTTrainerOptions({"device": {"id": "cpu"}})
+ORTTrainerOptions(dict(device=dict(id="cpu")))
+steps: int = options.batch.gradient_accumulation_steps
+names: tuple[str, ...] = options.utils.frozen_weights
+path: str = options.debug.graph_save_paths.model_with_gradient_graph_path
+loss, logits = trainer.train_step(x)
+loss.item() + trainer.eval_step(x).item() + trainer.train_step(x)[0].item()
+"""
+BAD = {
+    "options.batch.typo": '"BatchOptions" has no attribute "typo"',
+    "options.bacth": '"ORTTrainerOptions" has no attribute "bacth"',
+    "options.debug.graph_save_paths.typo": '"GraphSavePathsOptions" has no attribute "typo"',
+    "options.batch.gradient_accumulation_steps = 2": "Incompatible types in assignment",
+    "text: str = options.batch.gradient_accumulation_steps": "Incompatible types in assignment",
+    "a: OptionsDict = {'batch': {'gradient_acumulation_steps': 2}}": 'Extra key "gradient_acumulation_steps"',
+    "b: OptionsDict = {'device': {'id': 3}}": 'TypedDict item "id" has type "str"',
+    "c: OptionsDict = {'utils': {'kernels': 'torch'}}": 'TypedDict item "kernels" has type',
+    "trainer.train_step(x).itm()": '"Tensor" of "Tensor | Any" has no attribute "itm"',
+}
+
+
+def test_a_type_checker_finds_typos_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
+    (tmp_path / "good.py").write_text(HEAD + GOOD)
+    (tmp_path / "bad.py").write_text(HEAD + "\n".join(BAD))
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-pretty", "good.py", "bad.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = dict(re.findall(r"^(\w+\.py:\d+): error: (.*)$", done.stdout, re.MULTILINE))
+    first = HEAD.count("\n") + 1
+    expected = {f"bad.py:{first + number}": message for number, message in enumerate(BAD.values())}
+    assert found.keys() == expected.keys(), done.stdout + done.stderr
+    for place, message in expected.items():
+        assert message in found[place]
