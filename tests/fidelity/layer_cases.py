@@ -203,7 +203,7 @@ def _padded(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.T
 
 
 def _recurrent(name: str, kind: Any, **settings: Any) -> Case:
-    return Case(name, lambda: Recurrent(kind, **settings), short_sequences, F.mse_loss, exports=2)
+    return Case(name, lambda: Recurrent(kind, **settings), sequences, F.mse_loss)
 
 
 def _translator(name: str, function: Any, **settings: Any) -> Case:
@@ -228,6 +228,7 @@ class Cells(nn.Module):
 
 RECURRENT = [
     _recurrent("RNN", nn.RNN),
+    _recurrent("RNN with ReLU, no biases", nn.RNN, nonlinearity="relu", bias=False),
     _recurrent("LSTM", nn.LSTM),
     _recurrent("LSTM, bidirectional, two layers", nn.LSTM, num_layers=2, bidirectional=True),
     _recurrent("LSTM with projection", nn.LSTM, proj_size=4),

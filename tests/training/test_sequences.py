@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
-from ..helpers import assert_close, assert_same_training
+from ..helpers import assert_close, assert_same_training, assert_same_weights
 
 pytestmark = pytest.mark.engine
 
@@ -63,7 +63,137 @@ def test_language_model_of_a_transformer() -> None:
     assert_close(trainer.eval_step(tokens, following), expected, 1e-5, "loss in evaluation")
 
 
-def same(model: nn.Module, desc: dict[str, Any], batches: list[Any], loss_fn: Any, exports: int = 1) -> ORTTrainer:
-    trainer = assert_same_training(model, desc, batches, CONFIG, sgd, loss_fn=loss_fn, relative=1e-4)
+class RecurrentLanguageModel(nn.Module):
+    """It is given the state that it left, detached, as a script does that goes through a long text."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding, self.decoder = nn.Embedding(TOKENS, 8), nn.Linear(8, TOKENS)
+        self.rnn = kind(8, 8, num_layers=2)
+
+    def forward(self, tokens: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given: Any = state if isinstance(self.rnn, nn.LSTM) else state[0]
+        output, left = self.rnn(self.embedding(tokens), given)
+        return self.decoder(output), *(left if isinstance(left, tuple) else [left])
+
+
+class LSTMLanguageModel(RecurrentLanguageModel):
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM)
+
+    def forward(self, tokens: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(tokens, h, c)
+
+
+class GRULanguageModel(RecurrentLanguageModel):
+    def __init__(self) -> None:
+        super().__init__(nn.GRU)
+
+    def forward(self, tokens: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(tokens, h)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize(("model", "names"), [(LSTMLanguageModel, "hc"), (GRULanguageModel, "h")], ids=["lstm", "gru"])
+def test_language_model_that_carries_its_state(model: type[RecurrentLanguageModel], names: str, kernels: str) -> None:
+    ours = model()
+    theirs = copy.deepcopy(ours)
+    pointers = [weight.data_ptr() for weight in ours.rnn._flat_weights]
+    desc = {
+        "inputs": [
+            ("tokens", ["length", "batch"]),
+            *((n, [2, "batch", 8]) for n in names),
+            ("next", ["length", "batch"]),
+        ],
+        "outputs": [
+            ("loss", [], True),
+            ("logits", ["length", "batch", TOKENS]),
+            *((f"left_{n}", [2, "batch", 8]) for n in names),
+        ],
+    }
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "kernels": kernels}})
+    trainer = ORTTrainer(ours, desc, CONFIG, loss_fn=lambda found, y: language_loss(found[0], y), options=options)
+    optimizer = sgd(theirs)
+    state: list[torch.Tensor] = []
+    for tokens, following in language_batches():
+        if not state or state[0].shape[1] != tokens.shape[1]:
+            state = expected = [torch.zeros(2, tokens.shape[1], 8) for _ in names]
+        loss, _, *state = trainer.train_step(tokens, *state, following)
+        logits, *left = theirs(tokens, *expected)
+        optimizer.zero_grad()
+        expected_loss = language_loss(logits, following)
+        expected_loss.backward()
+        optimizer.step()
+        assert_close(loss, expected_loss.detach(), 1e-4, "loss")
+        expected = [value.detach() for value in left]
+        for mine, other in zip(state, expected, strict=True):
+            assert_close(mine, other, 1e-4, "state")
+    assert_same_weights(trainer, theirs, 1e-4)
+    assert len(trainer.session.graphs(True)) == 1
+    assert [weight.data_ptr() for weight in ours.rnn._flat_weights] == pointers
+
+
+class Layer(nn.Module):
+    """One recurrent layer over a sequence (batch, length, 4), or over each one alone."""
+
+    def __init__(self, kind: str, given: bool = False, batched: bool = True, **settings: Any) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(4, 6, batch_first=True, **settings)
+        self.head = nn.Linear((settings.get("proj_size") or 6) * (2 if self.rnn.bidirectional else 1), 3)
+        self.given, self.batched = given, batched
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.batched:
+            return self.head(self.rnn(x[0])[0].mean(0)).expand(len(x), -1)
+        output, left = self.rnn(x, self._first(x) if self.given else None)
+        states = left if isinstance(left, tuple) else (left,)
+        return self.head(output.mean(1)) + torch.cat([state.mean((0, 2)).unsqueeze(-1) for state in states], -1)[:, :1]
+
+    def _first(self, x: torch.Tensor) -> Any:
+        """Initial states that depend on the batch, so that their gradient counts."""
+        count = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
+        widths = [self.rnn.proj_size or 6, 6] if isinstance(self.rnn, nn.LSTM) else [6]
+        states = [(x.mean((1, 2)) * (n + 1)).view(1, -1, 1).expand(count, -1, width) for n, width in enumerate(widths)]
+        return tuple(states) if len(states) > 1 else states[0]
+
+
+LAYER_DESC = {"inputs": [("x", ["batch", "length", 4]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lstm, given states, no biases": ("LSTM", {"given": True, "bias": False}),
+    "lstm, projection, both directions": ("LSTM", {"given": True, "proj_size": 3, "bidirectional": True}),
+    "gru, given states, both directions": ("GRU", {"given": True, "bidirectional": True, "num_layers": 2}),
+    "gru, no biases": ("GRU", {"bias": False}),
+    "gru, one sequence": ("GRU", {"batched": False}),
+    "rnn, given states": ("RNN", {"given": True}),
+    "rnn, relu, backwards": ("RNN", {"nonlinearity": "relu", "bidirectional": True}),
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers(case: str, kernels: str) -> None:
+    kind, settings = LAYERS[case]
+    batches = [(torch.randn(size, length, 4), torch.randint(0, 3, (size,))) for length, size in SHAPES]
+    options = {"utils": {"grad_norm_clip": False, "kernels": kernels}}
+    same(Layer(kind, **settings), LAYER_DESC, batches, F.cross_entropy, options=options)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_layers_in_mixed_precision(kind: str, dtype: torch.dtype) -> None:
+    """The states are added up in fp32: the losses stay closer to fp32 than a half could tell."""
+    torch.manual_seed(0)
+    model = Layer(kind, given=True)
+    batch = torch.randn(4, 30, 4), torch.randint(0, 3, (4,))
+    expected = F.cross_entropy(model(batch[0]), batch[1]).item()
+    options = ORTTrainerOptions({"mixed_precision": {"enabled": True, "dtype": str(dtype).removeprefix("torch.")}})
+    trainer = ORTTrainer(model, LAYER_DESC, CONFIG, loss_fn=F.cross_entropy, options=options)
+    assert trainer.train_step(*batch).item() == pytest.approx(expected, rel=2e-2)
+
+
+def same(
+    model: nn.Module, desc: dict[str, Any], batches: list[Any], loss_fn: Any, exports: int = 1, options: Any = None
+) -> ORTTrainer:
+    trainer = assert_same_training(model, desc, batches, CONFIG, sgd, loss_fn=loss_fn, relative=1e-4, options=options)
     assert len(trainer.session.graphs(True)) == exports
     return trainer

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -69,6 +69,15 @@ class _Opset:
         from onnxscript import opset18
 
         return getattr(opset18, name)
+
+    @staticmethod
+    def add(node: Any) -> Sequence[Any]:
+        """Adds a node that is made already: one whose number of outputs its signature does not tell."""
+        from onnxscript import evaluator
+
+        recorder: Any = evaluator.default()
+        recorder.nodes.append(node)
+        return node.outputs  # type: ignore[no-any-return]
 
 
 op: Any = _Opset()
