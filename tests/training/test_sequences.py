@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from ..helpers import assert_close, assert_same_training, assert_same_weights
 
@@ -176,6 +177,99 @@ def test_layers(case: str, kernels: str) -> None:
     batches = [(torch.randn(size, length, 4), torch.randint(0, 3, (size,))) for length, size in SHAPES]
     options = {"utils": {"grad_norm_clip": False, "kernels": kernels}}
     same(Layer(kind, **settings), LAYER_DESC, batches, F.cross_entropy, options=options)
+
+
+class Packed(nn.Module):
+    """A layer over a packed batch, whose states at the ends of the sequences count too."""
+
+    def __init__(self, kind: str, batch_first: bool, is_sorted: bool, total: bool, **settings: Any) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(4, 6, batch_first=batch_first, **settings)
+        self.head = nn.Linear((settings.get("proj_size") or 6) * (2 if self.rnn.bidirectional else 1), 3)
+        self.batch_first, self.is_sorted, self.total = batch_first, is_sorted, total
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        value = x if self.batch_first else x.transpose(0, 1)
+        packed = pack_padded_sequence(value, lengths, self.batch_first, self.is_sorted)
+        output, left = self.rnn(packed)
+        total = x.shape[1] if self.total else None
+        padded, counts = pad_packed_sequence(output, batch_first=True, padding_value=0.5, total_length=total)
+        states = left if isinstance(left, tuple) else (left,)
+        ends = torch.cat([state.mean((0, 2)).unsqueeze(-1) for state in states], -1)
+        return self.head(padded.sum(1) / counts.unsqueeze(-1)) + ends[:, -1:] * torch.tensor([1.0, -1.0, 2.0])
+
+
+PACKED_DESC = {
+    "inputs": [("x", ["batch", "length", 4]), ("lengths", ["batch"]), ("label", ["batch"])],
+    "outputs": [("loss", [], True)],
+}
+PACKED: dict[str, tuple[Any, ...]] = {
+    "lstm, both directions": (("LSTM", True, False, False), {"bidirectional": True, "num_layers": 2}),
+    "lstm, projection, total length": (("LSTM", False, True, True), {"proj_size": 3}),
+    "gru, both directions": (("GRU", False, False, False), {"bidirectional": True}),
+    "rnn, sorted": (("RNN", True, True, False), {"bias": False}),
+}
+
+
+def packed_batches(shortened: int) -> list[tuple[torch.Tensor, ...]]:
+    found = []
+    for steps, size in SHAPES:
+        longest = max(1, steps - shortened)
+        lengths = torch.randint(1, longest + 1, (size,))
+        lengths[0] = longest
+        lengths = lengths.sort(descending=True).values
+        found.append((torch.randn(size, steps, 4), lengths, torch.randint(0, 3, (size,))))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_sequences(case: str, kernels: str) -> None:
+    given, settings = PACKED[case]
+    _, _, is_sorted, total = given
+    batches = packed_batches(shortened=2 if total else 0)
+    if not is_sorted:
+        batches = [(x, lengths.flip(0), y) for x, lengths, y in batches]
+    model, reference = Packed(*given, **settings), Packed(*given, **settings)
+    reference.load_state_dict(model.state_dict())
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "kernels": kernels}})
+    trainer = ORTTrainer(model, PACKED_DESC, CONFIG, loss_fn=F.cross_entropy, options=options)
+    optimizer = sgd(reference)
+    for x, lengths, y in batches:
+        loss = trainer.train_step(x, lengths, y)
+        expected = F.cross_entropy(reference(x, lengths), y)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert_close(loss, expected.detach(), 1e-4, "loss")
+    assert_same_weights(trainer, reference, 1e-4)
+    assert len(trainer.session.graphs(True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 2], "pad_packed_sequence: the longest sequence has 3 of the 5 steps.*pass total_length"),
+        ([5, 0], "lengths must be 1 to 5"),
+        ([9, 5], "lengths must be 1 to 5"),
+    ],
+)
+def test_wrong_lengths_of_packed_sequences(lengths: list[int], message: str) -> None:
+    """A graph of ONNX's operators can't raise an error of its own, but the node's name tells where it failed."""
+    trainer = ORTTrainer(Packed("GRU", True, True, False), PACKED_DESC, CONFIG, loss_fn=F.cross_entropy)
+    trainer.train_step(torch.randn(2, 5, 4), torch.tensor([5, 2]), torch.tensor([0, 1]))
+    with pytest.raises((ValueError, RuntimeError), match=f"{message}|checked_lengths"):
+        trainer.train_step(torch.randn(2, 5, 4), torch.tensor(lengths), torch.tensor([0, 1]))
+
+
+def test_data_of_a_packed_sequence_is_refused() -> None:
+    class Model(Packed):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.head(pack_padded_sequence(x, lengths, True).data.mean(0))
+
+    trainer = ORTTrainer(Model("GRU", True, True, False), PACKED_DESC, CONFIG, loss_fn=F.cross_entropy)
+    with pytest.raises(ExportError, match=r"uses \.data of a PackedSequence.*compute on the padded batch"):
+        trainer.train_step(torch.randn(2, 5, 4), torch.tensor([5, 2]), torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

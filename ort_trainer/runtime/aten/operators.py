@@ -63,3 +63,8 @@ _define(
     recurrent.steps,
     recurrent.steps_fake,
 )
+_define(
+    "checked_lengths(Tensor lengths, SymInt steps, bool exact) -> Tensor",
+    recurrent.checked_lengths,
+    lambda lengths, steps, exact: torch.empty_like(lengths),
+)

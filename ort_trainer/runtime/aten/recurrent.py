@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CELLS", "Maths", "Step", "steps", "steps_fake"]
+__all__ = ["CELLS", "Maths", "Step", "checked_lengths", "steps", "steps_fake"]
 
 
 class Maths(Protocol):
@@ -200,3 +200,28 @@ def steps_fake(
     after, given = CELLS[cell](_Tensors(), states, [sequence[0] for sequence in sequences], weights)
     length = sequences[0].shape[0]
     return [*after, *(value.new_empty((length, *value.shape)) for value in given)]
+
+
+def checked_lengths(lengths: torch.Tensor, steps: int, exact: bool) -> torch.Tensor:
+    """Returns the lengths of the sequences of a padded batch.
+
+    Args:
+        lengths: (batch), int64.
+        steps: Of the batch.
+        exact: Whether the longest sequence must have as many.
+
+    Raises:
+        ValueError: If a length is wrong.
+    """
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < 1 or longest > steps:
+        raise ValueError(
+            f"pack_padded_sequence: lengths must be 1 to {steps}, the steps of the batch, but there are {shortest} and "
+            f"{longest}"
+        )
+    if exact and longest < steps:
+        raise ValueError(
+            f"pad_packed_sequence: the longest sequence has {longest} of the {steps} steps of the batch. PyTorch would "
+            "cut off the others, which a graph can't: pad a batch to its longest sequence, or pass total_length"
+        )
+    return lengths.clone()
