@@ -41,7 +41,7 @@ class _Rows:
     def __getattr__(self, name: str) -> Any:
         raise ExportError(
             f"forward() uses .data of a PackedSequence (its {name!r}), whose size depends on the lengths, which a "
-            "graph does not know: compute on the padded batch, before pack_padded_sequence or behind pad_packed_sequence"
+            "graph does not know: compute on the padded batch, before it is packed or behind pad_packed_sequence"
         )
 
 
