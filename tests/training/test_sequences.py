@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.sources.torch.cell_loops import roll_up_loops
 
 from ..helpers import assert_close, assert_same_training, assert_same_weights
 
@@ -270,6 +271,60 @@ def test_data_of_a_packed_sequence_is_refused() -> None:
     trainer = ORTTrainer(Model("GRU", True, True, False), PACKED_DESC, CONFIG, loss_fn=F.cross_entropy)
     with pytest.raises(ExportError, match=r"uses \.data of a PackedSequence.*compute on the padded batch"):
         trainer.train_step(torch.randn(2, 5, 4), torch.tensor([5, 2]), torch.tensor([0, 1]))
+
+
+class Loop(nn.Module):
+    """A loop over two cells, whose last steps get what the loop itself has given."""
+
+    def __init__(self, further: int = 0, looks: bool = False, drops_out: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.LSTMCell(1, 6), nn.GRUCell(6, 6, bias=False), nn.Linear(6, 1)
+        self.further, self.looks, self.dropout = further, looks, nn.Dropout(0.0)
+        self.drops_out = drops_out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = c = other = x.new_zeros(len(x), 6)
+        outputs, seen = [], x.new_zeros(())
+        steps = list(x.split(1, dim=1))
+        for number in range(len(steps) + self.further):
+            given = steps[number] if number < len(steps) else outputs[-1]
+            h, c = self.first(given, (h, c))
+            other = self.second(self.dropout(h) if self.drops_out else h, other)
+            outputs.append(self.head(other))
+            if self.looks and number == 4:
+                seen = c.square().mean()
+        return torch.cat(outputs, dim=1) + seen + c.mean()
+
+
+LOOPS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 0),
+    "steps that depend on the loop": ({"further": 2}, 2),
+    "a cell state in between is used": ({"looks": True}, 0),
+    "dropout between the cells": ({"drops_out": True}, 9),
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops_over_cells(case: str, kernels: str) -> None:
+    settings, _ = LOOPS[case]
+    steps = 9 + settings.get("further", 0)
+    desc = {"inputs": [("x", ["batch", 9]), ("y", ["batch", steps])], "outputs": [("loss", [], True)]}
+    batches = [(torch.randn(size, 9), torch.randn(size, steps)) for size in [4] * 10 + [3, 1, 5] * 4]
+    options = {"utils": {"grad_norm_clip": False, "kernels": kernels}}
+    same(Loop(**settings), desc, batches, F.mse_loss, options=options)
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops_over_cells_become_layers(case: str) -> None:
+    settings, left = LOOPS[case]
+    graph = torch.export.export(Loop(**settings).double(), (torch.randn(3, 9).double(),), strict=False).graph_module
+    before = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.lstm_cell.default)
+    assert len(before) == 9 + settings.get("further", 0)
+    roll_up_loops(graph.graph)
+    after = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.lstm_cell.default)
+    assert len(after) == left
+    graph.graph.lint()
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

@@ -27,6 +27,7 @@ from torch._guards import TracingContext, tracing
 
 from ...errors import ExportError
 from ...options import InputDescription
+from .cell_loops import roll_up_loops
 from .composites import replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
@@ -100,6 +101,7 @@ def differentiate(
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
                 special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                roll_up_loops(part.graph)
                 replace_composites(part, for_onnx=not for_kernels)
                 if for_kernels:
                     rewrite_forward(part.graph)
