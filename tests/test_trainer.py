@@ -199,6 +199,8 @@ class Cased(nn.Module):
         y = self.fc(x)
         if self.case == "control flow" and y.sum() > 0:  # the branch
             return y * 2
+        if self.case == "inside PyTorch":
+            return y + F.one_hot(x.argmax(1))[:, :1]  # the call
         if self.case == "string":
             return {"a": y, "b": "text"}
         if self.case == "untranslated":
@@ -218,7 +220,13 @@ class Cased(nn.Module):
             "control flow",
             {},
             F.cross_entropy,
-            "could not capture Cased.*depends on the values.*test_trainer.py.*the branch",
+            "could not capture Cased.*depends on the values.*test_trainer.py.*the branch.*Where it is an 'if'",
+        ),
+        (
+            "inside PyTorch",
+            {},
+            F.cross_entropy,
+            "depends on the values.*test_trainer.py.*the call.*which calls.*in one_hot.*this function of PyTorch",
         ),
         (
             "string",

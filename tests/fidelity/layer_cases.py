@@ -173,20 +173,41 @@ class Recurrent(nn.Module):
 
 
 class Translator(nn.Module):
-    """``nn.Transformer`` from a sequence to itself, with a causal mask."""
+    """``nn.Transformer`` from a sequence to itself, with masks that it is left to find out about."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[nn.Transformer, torch.Tensor, torch.Tensor], torch.Tensor], **settings: Any):
         super().__init__()
-        self.transformer = nn.Transformer(FEATURES, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(FEATURES, 2, 1, 1, 16, dropout=0.0, **settings)
         self.head = nn.Linear(FEATURES, CLASSES)
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.head(self.transformer(x, x.flip(1), tgt_mask=mask, tgt_is_causal=True).mean(1))
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x.transpose(0, 1)))
+        return self.head(self.function(self.transformer, x, mask).mean(1))
+
+
+def _causal(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return own(x, x.flip(1), tgt_mask=mask)
+
+
+def _hinted(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return own(x, x.flip(1), src_mask=mask, tgt_mask=mask, src_is_causal=True, tgt_is_causal=True)
+
+
+def _padded(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """With boolean masks, of padding as well; sequence first."""
+    padding, after = x[..., 0] > 1.0, mask < 0
+    value = x.transpose(0, 1)
+    encoded = own.encoder(value, after.T & after, padding, is_causal=False)
+    return own.decoder(value, encoded, after, None, None, padding).transpose(0, 1)
 
 
 def _recurrent(name: str, kind: Any, **settings: Any) -> Case:
-    return Case(name, lambda: Recurrent(kind, **settings), short_sequences, F.mse_loss, exports=2)
+    return Case(name, lambda: Recurrent(kind, **settings), sequences, F.mse_loss)
+
+
+def _translator(name: str, function: Any, **settings: Any) -> Case:
+    return Case(name, lambda: Translator(function, **settings), sequences, F.mse_loss)
 
 
 class Cells(nn.Module):
@@ -207,13 +228,16 @@ class Cells(nn.Module):
 
 RECURRENT = [
     _recurrent("RNN", nn.RNN),
+    _recurrent("RNN with ReLU, no biases", nn.RNN, nonlinearity="relu", bias=False),
     _recurrent("LSTM", nn.LSTM),
     _recurrent("LSTM, bidirectional, two layers", nn.LSTM, num_layers=2, bidirectional=True),
     _recurrent("LSTM with projection", nn.LSTM, proj_size=4),
     _recurrent("GRU", nn.GRU),
     _recurrent("GRU, bidirectional, two layers", nn.GRU, num_layers=2, bidirectional=True),
     Case("cells of LSTM and GRU", Cells, short_sequences, F.mse_loss, exports=2),
-    Case("nn.Transformer", Translator, sequences, F.mse_loss),
+    _translator("nn.Transformer, a causal mask", _causal, batch_first=True),
+    _translator("nn.Transformer, is_causal", _hinted, batch_first=True, norm_first=True),
+    _translator("nn.Transformer, masks of padding", _padded),
 ]
 
 
@@ -460,7 +484,16 @@ def _linear_algebra(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _distributions(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A divergence between distributions, which look at the values of their parameters by default."""
+    mean, deviation = own[0](x).chunk(2, -1)
+    posterior = torch.distributions.Normal(mean, F.softplus(deviation))
+    prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return own[1](own[0](x)) + torch.distributions.kl_divergence(posterior, prior).mean()
+
+
 FUNCTIONS = [
+    _function("torch.distributions", _distributions),
     _function("in-place operations", _in_place),
     _function("complex indexing", _complex_indexing, exports=2),
     _function("torch.where with NaN in the branch not taken", _nan_untaken),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from typing import Any
 
 import pytest
@@ -61,33 +60,6 @@ def test_cnn_with_batch_norm_and_batches_of_any_size() -> None:
     }
     trainer = same(CNN(), desc, batches)
     assert len(trainer.session.graphs(True)) == 1, "one export serves all batch sizes"
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(4, 8, num_layers=1, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(x)[0][:, -1])
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
-def test_recurrent(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
-    model = Recurrent(kind)
-    pointers = [w.data_ptr() for w in model.rnn._flat_weights]
-    lengths = [4] * 15 + [3, 4, 3, 4, 3]
-    batches = [(torch.randn(4, n, 4), torch.randint(0, 3, (4,))) for n in lengths]
-    desc = {
-        "inputs": [("x", ["batch", "length", 4]), ("label", ["batch"])],
-        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
-    }
-    with caplog.at_level(logging.WARNING, logger="ort_trainer"):
-        trainer = same(model, desc, batches)
-    assert len(trainer.session.graphs(True)) == 2, "an unrolled loop is exported once for each length"
-    assert "the model fixes dimension 'length' at 4" in caplog.text
-    assert [w.data_ptr() for w in model.rnn._flat_weights] == pointers
 
 
 class Encoder(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import dropout, linear, losses
+from . import dropout, linear, losses, recurrent
 
 __all__ = ["LIBRARY", "OWN"]
 
@@ -57,4 +57,14 @@ _define(
     "SymInt ignore_index, Tensor total_weight) -> Tensor",
     losses.cross_entropy_backward,
     lambda gradient, log_probabilities, *_: torch.empty_like(log_probabilities),
+)
+_define(
+    "steps(str cell, bool reverse, Tensor[] states, Tensor[] sequences, Tensor[] weights) -> Tensor[]",
+    recurrent.steps,
+    recurrent.steps_fake,
+)
+_define(
+    "checked_lengths(Tensor lengths, SymInt steps, bool exact) -> Tensor",
+    recurrent.checked_lengths,
+    lambda lengths, steps, exact: torch.empty_like(lengths),
 )

@@ -33,7 +33,8 @@ def watch_autograd() -> Iterator[list[str]]:
                 "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
                 "captured: pass use_reentrant=False"
             )
-        found.append(getattr(function, "__name__", "a custom function"))
+        if not getattr(function, "made_of_operators", False):
+            found.append(getattr(function, "__name__", "a custom function"))
         return unwrap(args)  # type: ignore[no-untyped-call]
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:

@@ -27,12 +27,13 @@ from torch._guards import TracingContext, tracing
 
 from ...errors import ExportError
 from ...options import InputDescription
+from .cell_loops import roll_up_loops
 from .composites import replace_composites
 from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
 from .kernels import rewrite_forward
 from .module_marks import marked_modules
-from .operators.recurrent import unrolled_layers
+from .operators.recurrent import layers_for_onnx
 from .program import Program, capturing, names_in_model
 from .size_one import squeezed_sizes
 from .source_lines import source_line
@@ -100,6 +101,7 @@ def differentiate(
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
                 special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                roll_up_loops(part.graph)
                 replace_composites(part, for_onnx=not for_kernels)
                 if for_kernels:
                     rewrite_forward(part.graph)
@@ -112,7 +114,7 @@ def differentiate(
         if program.as_it_stands:
             stack.enter_context(marked_modules(module))
         if not for_kernels:
-            stack.enter_context(unrolled_layers())
+            stack.enter_context(layers_for_onnx())
         stack.enter_context(program.fake_mode)
         table = {} if for_kernels else decomposition_table()
         joint = _differentiate(stack, core, program, module, table)

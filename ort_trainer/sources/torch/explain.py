@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 
-from .source_lines import source_line, source_line_of_error
+from .source_lines import library_line_of_error, source_line, source_line_of_error
 
 __all__ = ["explain", "unsupported_input", "way_out"]
 
@@ -18,12 +18,17 @@ _BY_VALUES = "depends on the values of tensors, which a graph does not know"
 
 def explain(error: Exception, exporter: str, model: str) -> str:
     """Returns what the exporter could not do, where, and what to do instead."""
-    what = None
+    what, inner = None, library_line_of_error(error)
     if isinstance(error, (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)):
         what = f"what it does next {_BY_VALUES}"
     elif isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         what = f"the result of {error.func} {_BY_VALUES}"
-    if what is not None:
+    if what is not None and inner:
+        hint = (
+            "It is this function of PyTorch that looks at values: give it what it would find out (for one, "
+            "num_classes of one_hot), or compute the same without it"
+        )
+    elif what is not None:
         hint = (
             "Where it is an 'if', compute both and choose with torch.where; where it is a number taken out of a tensor "
             "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
@@ -34,7 +39,8 @@ def explain(error: Exception, exporter: str, model: str) -> str:
             "A model trains here if torch.export can export it; the usual causes are control flow that depends on the "
             "values of tensors and calls into other libraries, such as numpy"
         )
-    return f"{exporter} could not capture {model}: {what}\n  {source_line_of_error(error)}\n{hint}"
+    where = source_line_of_error(error) + (f"\n  which calls {inner}" if inner else "")
+    return f"{exporter} could not capture {model}: {what}\n  {where}\n{hint}"
 
 
 def way_out(nodes: Iterable[torch.fx.Node]) -> str:

@@ -14,12 +14,24 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["drop_source", "forward_line", "onnx_source_line", "operator_of", "source_line", "source_line_of_error"]
+__all__ = [
+    "drop_source",
+    "forward_line",
+    "library_line_of_error",
+    "onnx_source_line",
+    "operator_of",
+    "source_line",
+    "source_line_of_error",
+]
 
 _ONNX_TRACE = "pkg.torch.onnx.stack_trace"
 _ONNX_OPERATOR = "pkg.torch.onnx.fx_node"
 # What is no user's code: PyTorch and this package.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_TORCH = Path(torch.__file__).parent
+_LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
+# What of PyTorch computes in Python; the rest of it is between a model and its capture.
+_COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+_CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -69,8 +81,21 @@ def forward_line(model: nn.Module) -> str:
 
 def source_line_of_error(error: BaseException) -> str:
     """Returns the same for what raised an error while the user's code ran."""
+    return _last_of_the_user(_frames_of_error(error))
+
+
+def library_line_of_error(error: BaseException) -> str:
+    """Returns the line of a function of PyTorch that the user's code called and that raised; "" if its own line did."""
+    frames = _frames_of_error(error)
+    own = [number for number, frame in enumerate(frames) if not frame[0].startswith(_LIBRARIES)]
+    inner = [frame for frame in frames[own[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if own else []
+    inner = [frame for frame in inner if frame[0] != _CALLS_FORWARD]
+    return _shown(inner[-1]) if inner else ""
+
+
+def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
     frames = traceback.extract_tb(error.__traceback__)
-    return _last_of_the_user([(f.filename, str(f.lineno), f.name, f.line or "") for f in frames])
+    return [(f.filename, str(f.lineno), f.name, f.line or "") for f in frames]
 
 
 def _frames(trace: str | None) -> list[tuple[str, str, str, str]]:
@@ -81,5 +106,9 @@ def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = 
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not own:
         return otherwise or "its line in the model's source is not known"
-    file, line, function, text = own[-1]
+    return _shown(own[-1])
+
+
+def _shown(frame: tuple[str, str, str, str]) -> str:
+    file, line, function, text = frame
     return f'File "{file}", line {line}, in {function}: {text.strip()}'

@@ -81,6 +81,7 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
     names = Names([*inputs, *outputs])
     others = [value for node in graph.all_nodes() for value in node.outputs if id(value) not in named]
     others += [value for value in graph.initializers.values() if id(value) not in named]
+    others += [value for body in graph.subgraphs() for value in body.inputs]
     for value in others:
         value.name = names.unique(value.name or "value")
     # By way of names that nobody has, as a graph's values can't share one even for a moment.

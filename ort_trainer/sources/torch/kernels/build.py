@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -119,9 +119,10 @@ class _Builder:
                 found[node] = name
         return found
 
-    def _coming_out(self, results: Collection[Node]) -> list[list[Node]]:
+    def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
         """Returns what each program gives to later ones or to the outside, which may be views of what it computes."""
-        later: set[Node] = set()
+        # What has a second name is copied behind all programs: the gradient of two biases that are added is one.
+        later = {base_of(node) for node, name in self._results if results.get(node) != name}
         found: list[list[Node]] = []
         for program in reversed(self._programs):
             within = set(program)

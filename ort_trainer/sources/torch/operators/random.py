@@ -13,9 +13,12 @@ from ....errors import ExportError
 from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from ..random_inputs import Lifter
 from ..source_lines import source_line
-from .registry import Value, keep, op, random_operator, translation
+from .registry import Value, keep, op, random_operator, replacement, translation
 
 aten = torch.ops.aten
+
+# By default a distribution looks at the values of its parameters, to refuse wrong ones.
+replacement(torch.distributions.Distribution, "_validate_args")(False)
 
 # It goes with the dropout.
 keep(aten.native_dropout_backward.default)

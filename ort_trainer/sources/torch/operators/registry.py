@@ -2,8 +2,8 @@
 
 There are five kinds of entries, in the order in which they take effect:
 
-- A *replacement* stands for a Python function of torch while the model is captured: one that looks at the values of
-  tensors can't be captured itself.
+- A *replacement* stands for a function of Python or torch while the model is captured: one that looks at the values
+  of tensors, or makes numbers of symbolic sizes, can't be captured itself.
 - A *composite* stands for an operator before PyTorch differentiates: no gradient is written by hand.
 - A *decomposition* takes an operator apart after PyTorch has differentiated, backward operators as well. Where it
   returns ``NotImplemented``, the operator stays.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -59,6 +59,7 @@ Value = Any
 """A tensor in a translation: a value of the ONNX graph."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any] | None)
+_Any = TypeVar("_Any")
 
 
 class _Opset:
@@ -68,6 +69,15 @@ class _Opset:
         from onnxscript import opset18
 
         return getattr(opset18, name)
+
+    @staticmethod
+    def add(node: Any) -> Sequence[Any]:
+        """Adds a node that is made already: one whose number of outputs its signature does not tell."""
+        from onnxscript import evaluator
+
+        recorder: Any = evaluator.default()
+        recorder.nodes.append(node)
+        return node.outputs  # type: ignore[no-any-return]
 
 
 op: Any = _Opset()
@@ -100,7 +110,7 @@ class _Table:
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
 _random_operators = _Table()
 _for_onnx: set[Operator] = set()
-_replacements: dict[tuple[ModuleType, str], Any] = {}
+_replacements: dict[tuple[ModuleType | type, str], Any] = {}
 _revision = 0
 
 
@@ -141,10 +151,10 @@ def untranslated(*operators: Operator) -> None:
     _translations.add(*operators)(None)
 
 
-def replacement(module: ModuleType, name: str) -> Callable[[_Function], _Function]:
-    """Registers what stands for a function of torch while a model is captured."""
+def replacement(module: ModuleType | type, name: str) -> Callable[[_Any], _Any]:
+    """Registers what stands for a function, or a setting, of a module or a class while a model is captured."""
 
-    def register(function: _Function) -> _Function:
+    def register(function: _Any) -> _Any:
         _replacements[module, name] = function
         return function
 
@@ -229,8 +239,8 @@ def random_operators() -> Mapping[Operator, Callable[..., Any]]:
     return {operator: function for operator, function in _random_operators.all().items() if function is not None}
 
 
-def replacements() -> Mapping[tuple[ModuleType, str], Callable[..., Any]]:
-    """Returns the functions that are replaced while a model is captured: module and name -> replacement."""
+def replacements() -> Mapping[tuple[ModuleType | type, str], Any]:
+    """Returns what is replaced while a model is captured: where and name -> replacement."""
     _find_families()
     return _replacements
 

@@ -1,0 +1,227 @@
+"""Recurrent cells, forward and backward: what one step computes, and a loop over the steps with PyTorch's kernels.
+
+A step is written once, for tensors and for values of an ONNX graph: ``maths`` has the functions, and both have the
+operators ``+ - *``. Only what depends on the step before is in it. The product of the inputs with their weights is done
+for all steps at once before the loop, and that of the gates' gradients with the hidden states behind it.
+
+Names are those of the formulas in the documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``; ``d_x`` is the gradient
+of the loss with respect to x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CELLS", "Maths", "Step", "checked_lengths", "steps", "steps_fake"]
+
+
+class Maths(Protocol):
+    """What a step is made of, beside ``+ - *``."""
+
+    one: Any
+    """The number 1."""
+
+    def addmm(self, bias: Any, left: Any, right: Any, transposed: bool = False) -> Any:
+        """Returns bias + left @ right, or left @ right.T; there may be no bias."""
+
+    def chunk(self, value: Any, count: int) -> Sequence[Any]:
+        """Returns the columns of a matrix in equal parts."""
+
+    def cat(self, values: Sequence[Any]) -> Any:
+        """Returns matrices side by side."""
+
+    def sigmoid(self, value: Any) -> Any:
+        """Returns 1 / (1 + exp(-x))."""
+
+    def tanh(self, value: Any) -> Any:
+        """Returns the hyperbolic tangent."""
+
+    def relu(self, value: Any) -> Any:
+        """Returns max(x, 0)."""
+
+    def sign(self, value: Any) -> Any:
+        """Returns -1, 0 or 1."""
+
+
+Step = Callable[[Maths, Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+"""Maths, states (batch, ...), what the sequences have at this step, weights -> states after it, and what it gives."""
+
+
+def _lstm(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Gives h, c, and the gates i, f, g, o side by side."""
+    (h, c), (gates,) = states, given
+    i, f, g, o = m.chunk(m.addmm(gates, h, weights[0], transposed=True), 4)
+    i, f, g, o = m.sigmoid(i), m.sigmoid(f), m.tanh(g), m.sigmoid(o)
+    c = f * c + i * g
+    h = o * m.tanh(c)
+    if len(weights) > 1:
+        h = m.addmm(None, h, weights[1], transposed=True)
+    return [h, c], [h, c, m.cat([i, f, g, o])]
+
+
+def _lstm_backward(
+    m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Gives the gradient of the gates before their activation, and that of h where h is a projection."""
+    (d_h, d_c), (d_output, activated, c, previous_c, *d_cells) = states, given
+    i, f, g, o = m.chunk(activated, 4)
+    d_h = d_h + d_output
+    d_hidden = m.addmm(None, d_h, weights[1]) if len(weights) > 1 else d_h
+    squashed = m.tanh(c)
+    d_c = d_c + d_hidden * o * (m.one - squashed * squashed)
+    for d_cell in d_cells:
+        d_c = d_c + d_cell
+    d_i, d_f = d_c * g * i * (m.one - i), d_c * previous_c * f * (m.one - f)
+    d_g, d_o = d_c * i * (m.one - g * g), d_hidden * squashed * o * (m.one - o)
+    d_gates = m.cat([d_i, d_f, d_g, d_o])
+    return [m.addmm(None, d_gates, weights[0]), d_c * f], [d_gates, *([d_h] if len(weights) > 1 else [])]
+
+
+def _gru(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Gives h, and side by side r, z, n and what of n is a function of h."""
+    (h,), (gates,), (weight, bias) = states, given, weights
+    r, z, n = m.chunk(gates, 3)
+    h_r, h_z, h_n = m.chunk(m.addmm(bias, h, weight, transposed=True), 3)
+    r, z = m.sigmoid(r + h_r), m.sigmoid(z + h_z)
+    n = m.tanh(n + r * h_n)
+    h = (h - n) * z + n
+    return [h], [h, m.cat([r, z, n, h_n])]
+
+
+def _gru_backward(
+    m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Gives the gradient of what the inputs add to the gates, and of what h adds to them."""
+    (d_h,), (d_output, activated, previous_h), weight = states, given, weights[0]
+    r, z, n, h_n = m.chunk(activated, 4)
+    d_h = d_h + d_output
+    d_n = d_h * (m.one - z) * (m.one - n * n)
+    d_z = d_h * (previous_h - n) * z * (m.one - z)
+    d_r = d_n * h_n * r * (m.one - r)
+    d_of_h = m.cat([d_r, d_z, d_n * r])
+    return [m.addmm(d_h * z, d_of_h, weight)], [m.cat([d_r, d_z, d_n]), d_of_h]
+
+
+def _rnn(activation: str) -> Step:
+    """Gives h."""
+
+    def step(
+        m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        before = m.addmm(given[0], states[0], weights[0], transposed=True)
+        h = m.tanh(before) if activation == "tanh" else m.relu(before)
+        return [h], [h]
+
+    return step
+
+
+def _rnn_backward(activation: str) -> Step:
+    """Gives the gradient of the sum that is activated."""
+
+    def step(
+        m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        (d_h,), (d_output, h) = states, given
+        slope = m.one - h * h if activation == "tanh" else m.sign(h)
+        d_before = (d_h + d_output) * slope
+        return [m.addmm(None, d_before, weights[0])], [d_before]
+
+    return step
+
+
+CELLS: dict[str, Step] = {
+    "lstm": _lstm,
+    "lstm_backward": _lstm_backward,
+    "gru": _gru,
+    "gru_backward": _gru_backward,
+    "rnn_tanh": _rnn("tanh"),
+    "rnn_tanh_backward": _rnn_backward("tanh"),
+    "rnn_relu": _rnn("relu"),
+    "rnn_relu_backward": _rnn_backward("relu"),
+}
+
+
+class _Tensors:
+    """The maths of a step on tensors."""
+
+    one = 1.0
+    sigmoid, tanh = staticmethod(torch.sigmoid), staticmethod(torch.tanh)
+    relu, sign = staticmethod(torch.relu), staticmethod(torch.sign)
+
+    @staticmethod
+    def addmm(
+        bias: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, transposed: bool = False
+    ) -> torch.Tensor:
+        right = right.t() if transposed else right
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+    @staticmethod
+    def chunk(value: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        return value.chunk(count, 1)
+
+    @staticmethod
+    def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(values), 1)
+
+
+def steps(
+    cell: str, reverse: bool, states: list[torch.Tensor], sequences: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Runs a cell over the steps of sequences.
+
+    Args:
+        cell: Key of :data:`CELLS`.
+        reverse: Whether the last step comes first.
+        states: (batch, ...), before the first step.
+        sequences: (steps, batch, ...), at least one step.
+        weights: What is the same in all steps.
+
+    Returns:
+        The states after the last step, and what the steps give, (steps, batch, ...).
+    """
+    step, maths = CELLS[cell], _Tensors()
+    given: list[list[torch.Tensor]] = []
+    rows = list(zip(*(sequence.unbind(0) for sequence in sequences), strict=True))
+    for row in reversed(rows) if reverse else rows:
+        states, out = step(maths, states, row, weights)
+        given.append(out)
+    if reverse:
+        given.reverse()
+    return [*states, *(torch.stack(values) for values in zip(*given, strict=True))]
+
+
+def steps_fake(
+    cell: str, reverse: bool, states: list[torch.Tensor], sequences: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns what :func:`steps` does, for tensors without numbers: one step says it all."""
+    after, given = CELLS[cell](_Tensors(), states, [sequence[0] for sequence in sequences], weights)
+    length = sequences[0].shape[0]
+    return [*after, *(value.new_empty((length, *value.shape)) for value in given)]
+
+
+def checked_lengths(lengths: torch.Tensor, steps: int, exact: bool) -> torch.Tensor:
+    """Returns the lengths of the sequences of a padded batch.
+
+    Args:
+        lengths: (batch), int64.
+        steps: Of the batch.
+        exact: Whether the longest sequence must have as many.
+
+    Raises:
+        ValueError: If a length is wrong.
+    """
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < 1 or longest > steps:
+        raise ValueError(
+            f"pack_padded_sequence: lengths must be 1 to {steps}, the steps of the batch, but there are {shortest} and "
+            f"{longest}"
+        )
+    if exact and longest < steps:
+        raise ValueError(
+            f"pad_packed_sequence: the longest sequence has {longest} of the {steps} steps of the batch. PyTorch would "
+            "cut off the others, which a graph can't: pad a batch to its longest sequence, or pass total_length"
+        )
+    return lengths.clone()

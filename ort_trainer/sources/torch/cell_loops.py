@@ -1,0 +1,199 @@
+"""Loops in Python over recurrent cells become layers, before they are differentiated.
+
+A loop is captured step by step, and each step would be differentiated, translated and run on its own: minutes for a
+thousand of them. Where a cell only hands its state on, the loop is a layer::
+
+    h1, c1 = cell(x1, (h0, c0))
+    h2, c2 = cell(x2, (h1, c1)) ...    =>    output, ... = lstm(stack(x1, x2, ...), (h0, c0))
+    linear(h1), linear(h2) ...         =>    linear(output)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["roll_up_loops"]
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+# A layer has some operators of its own.
+_WORTH_IT = 4
+_LAYERS: dict[Any, Any] = {
+    aten.lstm_cell.default: aten.lstm.input,
+    aten.gru_cell.default: aten.gru.input,
+    aten.rnn_tanh_cell.default: aten.rnn_tanh.input,
+    aten.rnn_relu_cell.default: aten.rnn_relu.input,
+}
+
+
+def roll_up_loops(graph: torch.fx.Graph) -> None:
+    """Makes layers of loops over cells, in place, in the graph of a forward pass.
+
+    A graph in which the order of operators counts, as it changes tensors or draws random numbers, stays as it is.
+    """
+    if not any(node.target in _LAYERS for node in graph.nodes) or not all(map(_may_move, graph.nodes)):
+        return
+    changed = False
+    for cell in list(graph.nodes):
+        if cell.target in _LAYERS and cell.users and _before(cell) is None:
+            chain = _chain(cell)
+            if len(chain) >= _WORTH_IT:
+                _make_layer(graph, chain)
+                changed = True
+    if changed:
+        _sort(graph)
+        _roll_up_linear(graph)
+        _sort(graph)
+        graph.eliminate_dead_code()
+
+
+def _may_move(node: Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op != "call_module"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    if node.target in _LAYERS.values():
+        return not node.args[5]  # dropout
+    drops_out = node.target.overloadpacket.__name__.endswith("dropout") and node.args[-1] is not False
+    is_random = drops_out or torch.Tag.nondeterministic_seeded in node.target.tags
+    return not node.target._schema.is_mutable and not is_random
+
+
+def _state(cell: Node) -> list[Any]:
+    state = cell.args[1]
+    return list(state) if isinstance(state, (list, tuple)) else [state]
+
+
+def _before(cell: Node) -> Node | None:
+    """Returns the cell with the same weights that made the state of a cell."""
+    state = _state(cell)
+    found = state[0].args[0] if cell.target is aten.lstm_cell.default and _is_item(state[0], 0) else state[0]
+    if not isinstance(found, Node) or found.target != cell.target or found.args[2:] != cell.args[2:]:
+        return None
+    if len(state) > 1 and not (_is_item(state[1], 1) and state[1].args[0] is found):
+        return None
+    return found
+
+
+def _is_item(value: Any, place: int) -> bool:
+    return isinstance(value, Node) and value.target is operator.getitem and value.args[1:] == (place,)
+
+
+def _outputs(cell: Node, place: int) -> list[Node]:
+    """Returns the nodes of a cell's output h (0) or c (1)."""
+    if cell.target is not aten.lstm_cell.default:
+        return [cell]
+    return [user for user in cell.users if _is_item(user, place)]
+
+
+def _chain(first: Node) -> list[Node]:
+    """Returns a cell and those that follow it, as far as their inputs do not depend on what it gives."""
+    chain, reached = [first], _reached(first)
+    while True:
+        users = [user for output in _outputs(chain[-1], 0) for user in output.users]
+        following = [user for user in users if user.target == first.target and _before(user) is chain[-1]]
+        # Of the states c in between a layer has nothing to show.
+        kept = [user for output in _outputs(chain[-1], 1) for user in output.users if _is_lstm(first)]
+        if len(following) != 1 or following[0].args[0] in reached or any(user is not following[0] for user in kept):
+            return chain
+        chain.append(following[0])
+
+
+def _is_lstm(cell: Node) -> bool:
+    return cell.target is aten.lstm_cell.default
+
+
+def _reached(node: Node) -> set[Node]:
+    found, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _caller(graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:
+    """Returns a function that adds nodes which come from the same place as another one."""
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+        return node
+
+    return call
+
+
+def _make_layer(graph: torch.fx.Graph, chain: Sequence[Node]) -> None:
+    first, last = chain[0], chain[-1]
+    weights = [weight for weight in first.args[2:] if weight is not None]
+    with graph.inserting_before(first):
+        call = _caller(graph, first)
+        value = _together(call, [cell.args[0] for cell in chain])
+        states = [call(aten.unsqueeze.default, state, 0) for state in _state(first)]
+        given = states if _is_lstm(first) else states[0]
+        layer = call(_LAYERS[first.target], value, given, weights, len(weights) > 2, 1, 0.0, True, False, False)
+        steps = call(aten.unbind.int, call(operator.getitem, layer, 0), 0)
+        for number, cell in enumerate(chain):
+            output = call(operator.getitem, steps, number)
+            for node in _outputs(cell, 0):
+                node.replace_all_uses_with(output)
+        if _is_lstm(first):
+            left = call(aten.squeeze.dim, call(operator.getitem, layer, 2), 0)
+            for node in _outputs(last, 1):
+                node.replace_all_uses_with(left)
+
+
+def _together(call: Callable[..., Node], values: Sequence[Any]) -> Node:
+    """Returns the values of all steps as one: where they came from, if that was one."""
+    source = values[0].args[0] if _is_item(values[0], 0) else None
+    if isinstance(source, Node) and source.target is aten.unbind.int and source.args[1:] == (0,):
+        items = [value for value in values if value.target is operator.getitem and value.args[0] is source]
+        if [item.args[1] for item in items] == list(range(len(values))) and len(source.users) == len(values):
+            return source.args[0]  # type: ignore[return-value]
+    return call(aten.stack.default, list(values))
+
+
+def _roll_up_linear(graph: torch.fx.Graph) -> None:
+    """Makes one linear layer of those that have the same weights and the steps of one sequence."""
+    groups: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        value = node.args[0] if node.target is aten.linear.default else None
+        if isinstance(value, Node) and value.target is operator.getitem:
+            source = value.args[0]
+            if isinstance(source, Node) and source.target is aten.unbind.int and source.args[1:] == (0,):
+                groups.setdefault((source, *node.args[1:]), []).append(node)
+    for (source, *weights), group in groups.items():
+        if len(group) < _WORTH_IT or 2 * len(group) < len(source.users):
+            continue
+        with graph.inserting_before(group[0]):
+            call = _caller(graph, group[0])
+            steps = call(aten.unbind.int, call(aten.linear.default, source.args[0], *weights), 0)
+            for node in group:
+                node.replace_all_uses_with(call(operator.getitem, steps, node.args[0].args[1]))  # type: ignore[union-attr]
+
+
+def _sort(graph: torch.fx.Graph) -> None:
+    """Puts every node behind what it takes, and as few as possible into another order."""
+    done: set[Node] = set()
+    order: list[Node] = []
+    for node in graph.nodes:
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            missing: Iterable[Node] = [given for given in top.all_input_nodes if given not in done]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if top not in done:
+                done.add(top)
+                order.append(top)
+    for before, after in itertools.pairwise(order):
+        before.append(after)
