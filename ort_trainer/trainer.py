@@ -142,6 +142,19 @@ class ORTTrainer(OwnSteps, TrainerState):
         return self._loop.rates.scheduler
 
     @property
+    def loss_parameters(self) -> dict[str, float]:
+        """Numbers that the loss function takes by name, or the model where the loss is inside: they may change.
+
+        ``trainer.loss_parameters["beta"] = 0.1`` calls ``loss_fn(prediction, label, beta=0.1)``, where it gets the
+        number as a tensor without dimensions: another value needs no export. Another name does.
+        """
+        return self._loop.graphs.loss_parameters
+
+    @loss_parameters.setter
+    def loss_parameters(self, values: Mapping[str, float]) -> None:
+        self._loop.graphs.loss_parameters = dict(values)
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per weight update; at first the option ``batch.gradient_accumulation_steps``.
 

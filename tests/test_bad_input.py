@@ -86,6 +86,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     ],
     "utils.frozen_weights": [("fc1.weight", "must be of list type")],
     "utils.grad_norm_clip": [(1.0, "must be of boolean type")],
+    "utils.max_grad_value": [("1", "must be of number type"), (0.0, "must be positive and finite")],
     "utils.max_grad_norm": [("1", "must be of number type"), (-1.0, "must be positive and finite")],
     "utils.memory_efficient_gradient": [("no", "must be of boolean type")],
     "utils.share_weights": [("no", "must be of boolean type")],
@@ -273,7 +274,7 @@ CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tupl
 
 
 def public_constructors() -> set[Any]:
-    found = {getattr(optim, name) for name in optim.__all__ if not name.startswith("_")}
+    found = {getattr(optim, name) for name in optim.__all__ if not name.startswith("_")} - {optim.from_torch}
     return found | {getattr(amp, name) for name in amp.__all__} | {ORTTrainer, ORTTrainerOptions, TrainStepInfo}
 
 

@@ -10,13 +10,15 @@ from typing import Any, Protocol
 import torch
 
 from ..graph import TrainingGraph
+from ..nested import Layout
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
 from ..ownership import own_copies
 
-__all__ = ["BORROWED", "Builder", "ModelSource", "Named", "autocast_dtype", "check_names"]
+__all__ = ["BORROWED", "Builder", "Layouts", "ModelSource", "Named", "autocast_dtype", "check_names"]
 
 Named = Mapping[str, torch.Tensor]
+Layouts = Sequence[tuple[str, Layout]]
 BORROWED = threading.RLock()
 """Held while a model is looked at or exported: an export changes modes and functions of PyTorch for a while."""
 
@@ -141,7 +143,9 @@ class ModelSource(ABC):
         return {name: aliases[name] for name in self.trainable}
 
     @abstractmethod
-    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def name_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
+    ) -> dict[str, Any]:
         """Returns the arguments of a step by name, where there is no description yet."""
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
@@ -155,12 +159,27 @@ class ModelSource(ABC):
         )
 
     @abstractmethod
-    def describe(self, batch: Named) -> ModelDescription:
-        """Returns a description that is derived from a sample batch."""
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
+        """Returns a description that is derived from a sample batch.
+
+        Args:
+            batch: The tensors by input name.
+            layouts: How they make the arguments.
+            parameters: The loss parameters.
+        """
 
     @abstractmethod
-    def builder(self, description: ModelDescription) -> Builder:
+    def builder(
+        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+    ) -> Builder:
         """Returns what builds the graphs.
+
+        Args:
+            description: The model description.
+            layouts: The arguments that are not one tensor, each with its layout.
+            parameters: The inputs that are loss parameters; None where that is not known yet.
 
         Raises:
             ValueError: If the description does not fit the model.

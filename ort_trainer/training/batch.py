@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import shown
+from ..nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
 __all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
 
-Batch = dict[str, torch.Tensor]
+
+_NO_TENSOR = "input {!r} must be a torch.Tensor or a numpy array, but a {} was given: {}"
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors by input name.
+
+    Attributes:
+        layouts: The arguments that are not one tensor, each with its layout: graphs depend on them.
+    """
+
+    layouts: tuple[tuple[str, Layout], ...] = ()
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """Returns the same arguments with other tensors."""
+        batch = Batch(tensors)
+        batch.layouts = self.layouts
+        return batch
 
 
 def read_batch(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[str] = ()
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    optional: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    constants: Collection[str] = (),
 ) -> Batch:
     """Assigns the arguments of ``train_step`` or ``eval_step`` to the described inputs.
 
     Args:
-        names: The inputs, in the order of the description.
+        names: The inputs, in the order of the description. Those of an argument that is a tuple or dict have its name,
+            a dot, and their place in it.
         args: Positional arguments in that order; or one dict, list or tuple that holds the batch.
-        kwargs: Keyword arguments by input name, for the inputs that no positional argument gives.
+        kwargs: Keyword arguments by name, for those that no positional argument gives.
         optional: Inputs that may be left out.
+        arguments: The arguments in order; those that the names show, if there are none.
+        constants: Names of other arguments, which may be None, bools, numbers and strings.
 
     Returns:
         Name -> contiguous, detached tensor, in the order of the description.
@@ -34,22 +60,58 @@ def read_batch(
         TypeError: If an argument is missing, unknown, given twice, or no tensor.
     """
     args, kwargs = unpack(args, kwargs)
-    if len(args) > len(names):
-        raise TypeError(f"{len(args)} inputs were given, but the model description has {len(names)}: {list(names)}")
-    given = dict(zip(names, args, strict=False))
+    arguments = arguments or tuple(dict.fromkeys(map(argument_of, names)))
+    if len(args) > len(arguments):
+        raise TypeError(
+            f"{len(args)} inputs were given, but the model description has {len(arguments)}: {list(arguments)}"
+        )
+    given = dict(zip(arguments, args, strict=False))
     if kwargs:
-        unknown = [name for name in kwargs if name not in names]
+        unknown = [name for name in kwargs if name not in names and name not in arguments and name not in constants]
         if unknown:
             raise TypeError(f"unknown inputs {unknown}: the model description has {list(names)}")
         twice = [name for name in kwargs if name in given]
         if twice:
             raise TypeError(f"inputs {twice} were given both by position and by name")
         given.update(kwargs)
+    layouts: dict[str, Layout] = {}
+    if any(not isinstance(value, (torch.Tensor, np.ndarray)) for value in given.values()):
+        given, layouts = _taken_apart(given, names)
+    strange = [name for name in given if name not in names]
+    if strange:
+        raise TypeError(
+            f"inputs {strange} are tensors, but the model description has no tensors for them: it has {list(names)}"
+        )
     if len(given) < len(names):
         missing = [name for name in names if name not in given and name not in optional]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}")
-    return {name: to_tensor(name, given[name]) for name in names if name in given}
+    batch = Batch({name: to_tensor(name, given[name]) for name in names if name in given})
+    for name in batch:
+        argument = argument_of(name)
+        if argument != name and argument not in layouts:  # its parts were given by their own names
+            layouts[argument] = default_layout(argument, batch)
+    batch.layouts = tuple(sorted(layouts.items()))
+    return batch
+
+
+def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Layout]]:
+    """Returns what may be a tensor by input name, and the layouts of arguments that are not one tensor."""
+    leaves: dict[str, Any] = {}
+    layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+    layouts = {argument: layout for argument, layout in layouts.items() if layout != ("tensor", argument)}
+    for argument, layout in layouts.items():
+        expected = [name for name in names if argument_of(name) == argument]
+        found = [name for name in leaves if argument_of(name) == argument]
+        if found != expected:
+            if expected == [argument]:
+                raise TypeError(_NO_TENSOR.format(argument, type(given[argument]).__name__, shown(given[argument])))
+            what = shown(given[argument]) if layout[0] == "value" else f"one with the parts {found}"
+            raise TypeError(
+                f"input {argument!r} is {what}, but the model description has "
+                + (f"{expected} for it" if expected else "no tensors for it")
+            )
+    return leaves, layouts
 
 
 def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -74,10 +136,7 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
         value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"input {name!r} must be a torch.Tensor or a numpy array, but a {type(value).__name__} was given: "
-            f"{shown(value)}"
-        )
+        raise TypeError(_NO_TENSOR.format(name, type(value).__name__, shown(value)))
     if value.layout != torch.strided:
         raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
     return value.detach().contiguous()

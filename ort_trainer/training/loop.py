@@ -350,7 +350,7 @@ class TrainingLoop:
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns loss and gradients of a batch with the weights of now."""
         assert self._session is not None
-        plan = self.graphs.plan(self._session, batch, True, [self.graphs.loss_name])
+        plan = self.graphs.plan(self._session, batch, True, [self.graphs.description.loss.name])
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
 
@@ -368,9 +368,8 @@ class TrainingLoop:
 
     def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
         """Makes session and first graph; keeps them last, so that a failure leaves the loop as it was."""
-        description = self.graphs.description
-        if len(batch) < len(description.inputs):
-            missing = [name for name in description.input_names if name not in batch]
+        missing = [name for name in self.graphs.description.input_names if name not in batch]
+        if missing:
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
         session = self._session or make_session(self.source, self.config, self.options, self._device, self._seed)
         if self.options.debug.check_model_export and not self.source.fixed:

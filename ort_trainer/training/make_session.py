@@ -39,6 +39,6 @@ def make_session(
         given_options=options.session_options,
         deterministic=options.debug.deterministic_compute,
         provider_options=options.provider_options,
-        mem_limit=options.device.mem_limit,
+        mem_limit=options.memory_limit(device),
         seed=seed,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 
 from ..errors import shown, warn
 from ..graph import TrainingGraph
+from ..nested import Layout, argument_of, constants_of, flatten
 from ..options import ModelDescription
 from ..runtime import Plan, StepSession
 from ..runtime.memory import return_freed_memory
-from ..sources import BORROWED, ModelSource
+from ..sources import BORROWED, Builder, ModelSource
 from .batch import Batch, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
@@ -35,6 +38,9 @@ class StepGraphs:
         lenient: Whether fixed sizes and ranks that a batch does not have are corrected, with a warning.
         built: Is called with every new graph, after it was added to the session.
 
+    Attributes:
+        loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
+
     Raises:
         TypeError, ValueError: If the description is invalid or does not fit the model.
     """
@@ -54,6 +60,10 @@ class StepGraphs:
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
         self._input_names: tuple[str, ...] = ()
+        self._arguments: tuple[str, ...] = ()
+        self._layouts: dict[str, Layout] = {}
+        self.loss_parameters: dict[str, float] = {}
+        self._parameters: dict[str, tuple[float, torch.Tensor]] = {}
         self._output_names: tuple[str, ...] = ()
         self._fitting: set[tuple[Any, ...]] = set()
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
@@ -93,7 +103,11 @@ class StepGraphs:
         if self._description is None:
             self._describe(args, kwargs)
         try:
-            batch = read_batch(self._input_names, args, kwargs, self._input_names if partly else ())
+            names = self._input_names
+            batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
+            self._add_parameters(batch)
+            if partly and self._layouts:  # what is left out is as it was
+                batch.layouts = tuple(sorted({**self._layouts, **dict(batch.layouts)}.items()))
             kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
             if kind not in self._fitting:
                 self._check(batch)
@@ -117,6 +131,7 @@ class StepGraphs:
     def started(self, batch: Batch) -> None:
         """Remembers the shapes and dtypes of the batch with which training began."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
+        self._layouts = dict(batch.layouts)
         self._fitting.clear()
 
     def blank_batch(self) -> Batch:
@@ -126,10 +141,15 @@ class StepGraphs:
             RuntimeError: If there has been none, and the model itself does not say what it takes.
         """
         if self._sample is None:
-            return self._source.blank_batch(self.description)
-        return {
-            name: torch.zeros(shape, dtype=dtype, device=self._device) for name, (shape, dtype) in self._sample.items()
-        }
+            return Batch(self._source.blank_batch(self.description))
+        batch = Batch(
+            {
+                name: torch.zeros(shape, dtype=dtype, device=self._device)
+                for name, (shape, dtype) in self._sample.items()
+            }
+        )
+        batch.layouts = tuple(self._layouts.items())
+        return batch
 
     def fetches(self, names: Sequence[str]) -> Sequence[str]:
         """Returns the outputs that a step returns; all of them where no name is given.
@@ -146,11 +166,6 @@ class StepGraphs:
                 "be in it once"
             )
         return names
-
-    @property
-    def loss_name(self) -> str:
-        """Name of the output that is the loss."""
-        return next(entry.name for entry in self.description.outputs if entry.is_loss)
 
     def plan(
         self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
@@ -170,7 +185,7 @@ class StepGraphs:
             TypeError: If an input was left out that the outputs need.
         """
         with BORROWED:  # by an export in another thread, whose modes are not the user's
-            session.choose_variant(training, self._source.variant(training))
+            session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
         plan = session.plan(training, batch, names, backward)
         if plan is None:
             self._add_graph(session, batch, training)
@@ -187,7 +202,7 @@ class StepGraphs:
         plan = self.plan(session, batch, False, self._output_names)
         found = session.evaluate(plan, batch)
         with BORROWED:
-            reference = self._source.builder(self.description).reference(batch)
+            reference = self._builder(batch).reference(batch)
         for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
                 difference = (ours.float() - theirs.float()).abs().max().item()
@@ -196,19 +211,52 @@ class StepGraphs:
                     f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
                 )
 
-    def _set_description(self, description: ModelDescription) -> None:
-        self._source.builder(description)  # which checks it
+    def _set_description(self, description: ModelDescription, parameters: Sequence[str] | None = None) -> None:
+        # Which checks it; which arguments of a loss are its parameters is known with the first batch.
+        self._source.builder(description, parameters=parameters)
         self._description, self._input_names = description, tuple(description.input_names)
         self._output_names = tuple(description.output_names)
         self._fitting.clear()
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Derives the description from the first batch."""
-        given = self._source.name_inputs(*unpack(args, kwargs))
-        batch = {name: to_tensor(name, value) for name, value in given.items()}
+        given = self._source.name_inputs(*unpack(args, kwargs), self.loss_parameters)
+        leaves: dict[str, Any] = {}
+        layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+        batch = {name: to_tensor(name, value) for name, value in leaves.items()}
+        parameters = Batch()
+        self._add_parameters(parameters)
         with BORROWED:
-            self._set_description(self._source.describe(batch))
+            self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
+        # By position they come as they came first, but for labels, which are last.
+        described = dict.fromkeys(map(argument_of, self._input_names))
+        in_order = iter(described)
+        self._arguments = tuple(next(in_order) if argument in described else argument for argument in given)
         _log.info("derived from the first batch: %r", self._description)
+
+    def _builder(self, batch: Batch) -> Builder:
+        """Returns what builds graphs for arguments like those of a batch, with the loss parameters that there are."""
+        description = self.description
+        if self._parameters:
+            known = description.to_dict()
+            inputs = [*known["inputs"], *((name, []) for name in self._parameters)]
+            description = ModelDescription({**known, "inputs": inputs}, description.inferred, description.corrected)
+        return self._source.builder(description, batch.layouts, tuple(self._parameters))
+
+    def _add_parameters(self, batch: Batch) -> None:
+        """Adds the loss parameters to a batch, as tensors that are filled anew where a number has changed."""
+        if self._parameters.keys() != self.loss_parameters.keys():
+            taken = [name for name in self.loss_parameters if name in self._input_names or not name.isidentifier()]
+            if taken:
+                raise ValueError(f"loss_parameters {taken} must be names of arguments, and none of the inputs")
+            self._parameters = {name: (math.nan, torch.zeros((), device=self._device)) for name in self.loss_parameters}
+        for name, value in self.loss_parameters.items():
+            known, tensor = self._parameters[name]
+            if known != value:
+                if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                    raise TypeError(f"loss_parameters[{name!r}] must be a number, but {shown(value)} was given")
+                self._parameters[name] = (float(value), tensor.fill_(float(value)))
+            batch[name] = tensor
 
     def _check(self, batch: Batch) -> None:
         """Checks a batch of a new kind; a derived description is widened for it."""
@@ -247,21 +295,26 @@ class StepGraphs:
     def _add_graph(self, session: StepSession, batch: Batch, training: bool) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = session.graphs(training)
+        constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
+        if graphs and constants:
+            _log.info("exported anew, with the constants %s", constants)
         if len(graphs) >= _MAXIMUM_GRAPHS:
             fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
             raise RuntimeError(
                 f"the model fixes dimensions ({fixed}), and has been exported for {len(graphs)} sizes already; {sizes} "
                 "would be one more. Pad the inputs to fewer different sizes"
                 if fixed
-                else f"modes and settings of the model (a dropout's p, a float attribute) have changed so often that "
-                f"it has been exported {len(graphs)} times already. Make what changes all the time an input"
+                else f"modes and settings of the model (a dropout's p, a float attribute), or inputs that are no "
+                f"tensors (numbers, bools), have changed so often that it has been exported {len(graphs)} times "
+                "already. Make what changes all the time a tensor that is an input, or one of trainer.loss_parameters"
             )
         if self._sample is not None:
             # Inputs that were left out are not needed for the outputs asked for, but for an export.
             for entry in self.description.inputs:
                 if entry.name not in batch:
                     shape = [sizes.get(size, 2) if isinstance(size, str) else size for size in entry.shape]
-                    batch = {**batch, entry.name: torch.zeros(shape, dtype=self._sample[entry.name][1])}
+                    blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
+                    batch = batch.with_tensors({**batch, entry.name: blank})
         graph = self._build(batch, training)
         session.add_graph(graph)
         return_freed_memory()
@@ -270,7 +323,7 @@ class StepGraphs:
     def _build(self, batch: Batch, training: bool) -> TrainingGraph:
         try:
             with BORROWED, torch.enable_grad():  # in whatever mode the caller's autograd is
-                graph = self._source.builder(self.description).build(_without_inference(batch), training)
+                graph = self._builder(batch).build(_without_inference(batch), training)
         except BaseException:
             self._narrow()
             raise
@@ -280,4 +333,4 @@ class StepGraphs:
 
 def _without_inference(batch: Batch) -> Batch:
     """Returns a batch of ordinary tensors."""
-    return {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
+    return batch.with_tensors({name: value.clone() if value.is_inference() else value for name, value in batch.items()})

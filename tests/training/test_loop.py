@@ -18,7 +18,7 @@ from ..helpers import MLP, assert_same_weights, mlp_batches, mlp_trainer
 
 def backward(loop: TrainingLoop, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     bound = loop.graphs.bind(batch, {})
-    return loop.backward(loop.prepare(bound, True, loop.fetches(())), bound)[0]
+    return loop.backward(loop.prepare(bound, True, loop.graphs.fetches(())), bound)[0]
 
 
 def test_backward_and_optimizer_step_are_a_step() -> None:

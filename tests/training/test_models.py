@@ -217,7 +217,7 @@ def test_loss_inside_the_model(kind: str) -> None:
     model = WithLoss(kind)
     if kind in ("dict", "dataclass"):
         trainer = ORTTrainer(model, desc, CONFIG)
-        output = model(*batches[0])
+        output = copy.deepcopy(model)(*batches[0])
         first = trainer.train_step(*batches[0])
         expected = output["loss"] if kind == "dict" else output.loss
         assert_close(first[0], expected.detach(), 1e-5, "loss")

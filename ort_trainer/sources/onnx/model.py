@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 import torch
 
+from ...nested import Layout
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...runtime.engine import training_bindings
-from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
+from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
 from ..torch import LossFunction
 from .build import OnnxGraphBuilder, OnnxStep
 from .describe import check_description, describe_onnx
@@ -61,15 +62,20 @@ class OnnxSource(ModelSource):
         """All buffers, likewise."""
         return self._model.buffers
 
-    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def name_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
+    ) -> dict[str, Any]:
         """Returns the arguments of a step by name."""
         names = [*self._model.inputs, *([] if self._loss_fn is None else ["label"])]
         if len(args) > len(names):
             raise TypeError(f"{len(args)} inputs were given, but the ONNX model takes {names}")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def describe(self, batch: Named) -> ModelDescription:
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
         """Returns a description that is derived from a sample batch."""
+        _refuse_for_arguments([entry for entry in layouts.items() if entry[1][0] != "tensor"], list(parameters))
         return describe_onnx(self._model, self._loss_fn, batch)
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
@@ -84,8 +90,11 @@ class OnnxSource(ModelSource):
             for entry in description.inputs
         }
 
-    def builder(self, description: ModelDescription) -> Builder:
+    def builder(
+        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+    ) -> Builder:
         """Returns what builds the graphs; see the base class."""
+        _refuse_for_arguments(layouts, parameters)
         check_description(self._model, description, self._loss_fn)
         step = OnnxStep(
             model=self._model,
@@ -96,6 +105,17 @@ class OnnxSource(ModelSource):
             symbolic_shapes=self._options.utils.run_symbolic_shape_infer,
         )
         return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess)
+
+
+def _refuse_for_arguments(layouts: Layouts, parameters: Sequence[str] | None) -> None:
+    if layouts:
+        names = [name for name, _ in layouts]
+        raise TypeError(f"inputs {names} are no tensors, and an ONNX model takes nothing else")
+    if parameters:
+        raise ValueError(
+            f"loss_parameters {list(parameters)} are for loss functions in Python: with an ONNX model make them inputs "
+            "of the model"
+        )
 
 
 def _refuse_for_onnx(options: ORTTrainerOptions) -> None:

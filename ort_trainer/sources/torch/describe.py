@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import ExportError
+from ...nested import Layout, argument_of, rebuild
 from ...options import ModelDescription
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
@@ -24,9 +26,15 @@ _ALONG_THE_SEQUENCE = ("attention_mask", "token_type_ids", "position_ids")
 
 
 def name_sample(
-    model: nn.Module, loss_fn: LossFunction | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parameters: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns the arguments of a step by name; positional ones are those of ``forward`` in order, then the label.
+    """Returns the arguments of a step by name; positional ones are those of ``forward`` in order, then the labels.
+
+    The ``parameters`` are arguments of the loss function that are no labels.
 
     Raises:
         TypeError: If there are more than ``forward`` takes, or one is given twice.
@@ -36,8 +44,9 @@ def name_sample(
     # With a loss_fn one of them is the label.
     if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
         raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
-    label = [] if loss_fn is None or kwargs else [_unused("label", names)]
-    names = [*names[: len(args) - len(label)], *label]
+    count = 0 if loss_fn is None or kwargs else max(_label_count(loss_fn, parameters), len(args) - len(names))
+    labels = [_unused("label" if number == 0 else f"label_{number + 1}", names) for number in range(count)]
+    names = [*names[: max(len(args) - count, 0)], *labels]
     if len(args) > len(names):
         raise TypeError(f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}")
     given = dict(zip(names, args, strict=False))
@@ -45,6 +54,16 @@ def name_sample(
     if twice:
         raise TypeError(f"inputs {twice} were given both by position and by name")
     return {**given, **kwargs}
+
+
+def _label_count(loss_fn: LossFunction, others: Collection[str]) -> int:
+    """Returns how many labels a loss function asks for, at least one."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except ValueError:  # some built-in functions have none
+        return 1
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return max(1, sum(p.default is p.empty and p.name not in others for p in positional) - 1)
 
 
 def _takes_any_name(model: nn.Module) -> bool:
@@ -56,7 +75,13 @@ def _argument_names(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]) -> ModelDescription:
+def describe(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    parameters: Mapping[str, torch.Tensor],
+) -> ModelDescription:
     """Returns a description of a model.
 
     The first dimension of every input is dynamic and called ``batch`` where all first dimensions have one size. All
@@ -64,8 +89,10 @@ def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str,
 
     Args:
         model: The model.
-        loss_fn: The loss function; its label is the one input that ``forward`` does not take, or the last one.
-        batch: The sample.
+        loss_fn: The loss function; its labels are the arguments that ``forward`` does not take, or the last one.
+        batch: The tensors of the sample by input name.
+        layouts: How they make the arguments.
+        parameters: The loss parameters.
 
     Raises:
         TypeError: If the label is missing.
@@ -76,19 +103,29 @@ def describe(model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str,
         raise TypeError(
             f"with a loss_fn a batch has the inputs of forward() and a label, but only {len(batch)} value was given"
         )
-    batch = batch if loss_fn is None else _label_last(model, batch)
+    labels = () if loss_fn is None else _labels(model, loss_fn, layouts)
+    batch = {
+        **{name: value for name, value in batch.items() if argument_of(name) not in labels},
+        **{name: value for name, value in batch.items() if argument_of(name) in labels},
+    }
     inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
     # What forward() does to Python objects, and it may do anything, stays in the child.
-    answer = run_in_child(lambda: json.dumps(_described(model, loss_fn, batch)).encode()) if can_isolate() else None
-    outputs = _described(model, loss_fn, batch) if answer is None else json.loads(answer)
+    found = functools.partial(_described, model, loss_fn, batch, layouts, labels, parameters)
+    answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
+    outputs = found() if answer is None else json.loads(answer)
     return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
 
 
 def _described(
-    model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    labels: Sequence[str],
+    parameters: Mapping[str, torch.Tensor],
 ) -> list[tuple[str, list[str], bool]]:
     """Returns the outputs as a description has them."""
-    outputs = dict(_outputs(model, loss_fn, batch))
+    outputs = dict(_outputs(model, loss_fn, batch, layouts, labels, parameters))
     loss = _find_loss(outputs)
     taken = list(batch)
     described = []
@@ -106,24 +143,31 @@ def _unused(name: str, taken: list[str]) -> str:
     return name
 
 
-def _label_last(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the batch with the label at its end, where the loss function takes it from."""
+def _labels(model: nn.Module, loss_fn: LossFunction, arguments: Collection[str]) -> list[str]:
+    """Returns the arguments that are labels: those that ``forward`` does not take, or the last one."""
     accepted = _argument_names(model)
-    extra = [name for name in batch if name not in accepted] or list(batch)[-1:]
-    if len(extra) > 1:
-        raise ValueError(
-            f"model_desc='auto': forward() of {type(model).__name__} takes none of {extra}, and only one of them can "
-            "be the label of loss_fn: leave the others out of the batch"
-        )
-    return {**{name: value for name, value in batch.items() if name not in extra}, extra[0]: batch[extra[0]]}
+    labels = [name for name in arguments if name not in accepted] or list(arguments)[-1:]
+    try:
+        inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind_partial(None, *labels)
+    except ValueError:  # some built-in functions have no signature
+        return labels
+    except TypeError as error:
+        raise TypeError(
+            f"model_desc='auto': forward() of {type(model).__name__} takes {accepted}, so {labels} are for loss_fn, "
+            f"which does not take them: {error}"
+        ) from None
+    return labels
 
 
 def _input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str, ...]]:
-    first_sizes = {value.shape[0] for value in batch.values() if value.dim()}
+    first_sizes = {value.shape[0] for name, value in batch.items() if value.dim() and argument_of(name) == name}
     shapes: dict[str, tuple[int | str, ...]] = {}
     sequence: int | None = None
     for name, value in batch.items():
         shape: list[int | str] = list(value.shape)
+        if argument_of(name) != name and len(first_sizes) == 1:
+            shapes[name] = _shape_of_part(value, *first_sizes)
+            continue
         if value.dim():
             shape[0] = "batch" if len(first_sizes) == 1 else f"{name}_0"
         if not value.is_floating_point():
@@ -137,17 +181,30 @@ def _input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | st
     return shapes
 
 
+def _shape_of_part(value: torch.Tensor, batch: int) -> tuple[int | str, ...]:
+    """Returns the shape of a part of an argument, such as a recurrent layer's state, whose batch is in the middle."""
+    places = [axis for axis, size in enumerate(value.shape) if size == batch]
+    place = 1 if value.dim() == 3 and 1 in places else places[0] if places else None
+    return tuple("batch" if axis == place else size for axis, size in enumerate(value.shape))
+
+
 def _outputs(
-    model: nn.Module, loss_fn: LossFunction | None, batch: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    labels: Sequence[str],
+    parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and values of a step's outputs, of a run on copies that leaves no trace."""
-    data = {name: value.clone() for name, value in batch.items()}
-    label = data.popitem()[1] if loss_fn is not None else None
+    tensors = {name: value.clone() for name, value in batch.items()}
+    data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
+    given = [data.pop(label) for label in labels]
     step = nn.ModuleList(part for part in (model, loss_fn) if isinstance(part, nn.Module))
     with borrowed(step, (), training=True), torch.no_grad(), torch.random.fork_rng():
         try:
-            result = model(**data)
-            loss = None if loss_fn is None or label is None else loss_fn(result, label)
+            result = model(**data, **({} if loss_fn is not None else parameters))
+            loss = None if loss_fn is None else loss_fn(result, *given, **parameters)
         except ExportError:
             raise
         except Exception as error:

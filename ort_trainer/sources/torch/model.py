@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...nested import Layout
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...ownership import shared_groups
 from ...runtime.engine import has_cuda, maximum_opset
 from ...runtime.installed import can_call_pytorch
-from ..model_source import Builder, ModelSource, Named, autocast_dtype, check_names
+from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
 from .builder import GraphBuilder
 from .describe import describe, name_sample
+from .loss_watch import LossWatch
 from .model_checks import check_model
 from .model_watch import ModelWatch
 from .shared_tensors import SharedTensors
@@ -51,6 +53,7 @@ class TorchSource(ModelSource):
         self._watches = [self._watch]
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
+        self._loss_watch = LossWatch(loss_fn)
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
         self._shared = SharedTensors(model) if options.utils.share_weights else None
         tensors = {
@@ -103,7 +106,7 @@ class TorchSource(ModelSource):
 
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for modes and settings of model and loss; see the base class."""
-        variant = tuple(watch.variant(training) for watch in self._watches)
+        variant = (*(watch.variant(training) for watch in self._watches), self._loss_watch.variant())
         self.take_changes()
         self._check_trainable(training, self._watch.trainable)
         return variant
@@ -159,23 +162,32 @@ class TorchSource(ModelSource):
         named = [name for name, is_given in given.items() if is_given]
         return f"{' and '.join(named)} ask for a graph of ONNX's own operators" if named else ""
 
-    def name_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def name_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
+    ) -> dict[str, Any]:
         """Returns the arguments of a step by name."""
-        return name_sample(self._model, self._loss_fn, args, kwargs)
+        return name_sample(self._model, self._loss_fn, args, kwargs, parameters)
 
-    def describe(self, batch: Named) -> ModelDescription:
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
         """Returns a description that is derived from a sample batch."""
-        return describe(self._model, self._loss_fn, batch)
+        return describe(self._model, self._loss_fn, batch, layouts, parameters)
 
-    def builder(self, description: ModelDescription) -> Builder:
+    def builder(
+        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+    ) -> Builder:
         """Returns what builds the graphs; see the base class."""
-        check_signature(self._model, description, self._loss_fn)
+        labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
         self._watch.check_exportable()
         internal = self._options._internal_use
         step = ExportedStep(
             model=self._model,
             description=description,
             loss_fn=self._loss_fn,
+            labels=labels,
+            parameters=tuple(parameters or ()),
+            layouts=dict(layouts),
             trainable=self._watch.trainable,
             modes={part: mode for watch in self._watches for part, mode in (watch.modes or {}).items()},
             autocast=autocast_dtype(self._options),

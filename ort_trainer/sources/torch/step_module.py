@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import ExportError, shown
+from ...nested import Layout, argument_of, rebuild
 from ...options import ModelDescription
 from .kept_state import LeftAttributes, assignments_as_updates
 from .source_lines import forward_line
@@ -26,7 +27,8 @@ __all__ = [
     "named_outputs",
 ]
 
-LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+LossFunction = Callable[..., torch.Tensor]
+"""(prediction, label, ...) -> scalar loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,9 @@ class ExportedStep:
         model: The user's model; it is left as it was found.
         description: The model description.
         loss_fn: The loss function, or None where the model returns the loss.
+        labels: The arguments that are the loss function's; empty for the last one, where there is a loss function.
+        parameters: The inputs that are loss parameters, which the loss function, or else the model, takes by name.
+        layouts: The arguments that are not one tensor, with their layouts.
         trainable: Canonical names of the parameters to train.
         modes: Module -> whether it is in training mode in a training step, where that is not what ``train()`` makes.
         autocast: dtype of mixed precision, or None.
@@ -71,6 +76,9 @@ class ExportedStep:
     description: ModelDescription
     loss_fn: LossFunction | None
     trainable: frozenset[str]
+    labels: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
     modes: Mapping[nn.Module, bool] = dataclasses.field(default_factory=dict)
     autocast: torch.dtype | None = None
     opset: int = 18
@@ -91,26 +99,55 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def check_signature(model: nn.Module, description: ModelDescription, loss_fn: LossFunction | None) -> None:
+def check_signature(
+    model: nn.Module,
+    description: ModelDescription,
+    loss_fn: LossFunction | None,
+    layouts: Mapping[str, Layout],
+    parameters: Sequence[str] | None,
+) -> tuple[str, ...]:
     """Checks that model, loss function and description fit together, as far as that shows without running anything.
 
+    Args:
+        model: The model.
+        description: Its description.
+        loss_fn: The loss function, or None.
+        layouts: The arguments that are not one tensor, with their layouts.
+        parameters: The inputs that are loss parameters; None where that is not known yet.
+
+    Returns:
+        The arguments that are the labels of ``loss_fn``: the last one, and those before it that ``forward`` does not
+        take.
+
     Raises:
-        TypeError: If ``loss_fn`` can't be called with a prediction and a label.
+        TypeError: If ``loss_fn`` can't be called with a prediction and the labels.
         ValueError: If an input is no argument of ``forward`` or a required argument is no input; or if the loss is not
             where it must be.
     """
-    names = description.input_names
+    arguments = [name for name in map(argument_of, description.input_names) if name not in (parameters or ())]
+    names = list(dict.fromkeys([*arguments, *layouts, *(parameters or () if loss_fn is None else ())]))
+    taken = inspect.signature(model.forward).parameters.values()
+    keywords = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    anything = any(p.kind == p.VAR_KEYWORD for p in taken)
+    labels: tuple[str, ...] = ()
     if loss_fn is not None:
+        labels = _labels(list(dict.fromkeys(arguments)), keywords, anything)
         try:
             signature = inspect.signature(loss_fn)
         except ValueError:
             signature = None  # some built-in functions have none, so it is left to the export
         try:
             if signature is not None:
-                signature.bind(None, None)
+                if parameters is None:
+                    signature.bind_partial(None, *labels)
+                else:
+                    signature.bind(None, *labels, **dict.fromkeys(parameters))
         except TypeError as error:
             raise TypeError(
-                f"loss_fn must take two arguments, (prediction, label), but {shown(loss_fn)}: {error}"
+                f"loss_fn must take {'two' if len(labels) == 1 else 1 + len(labels)} arguments, "
+                f"({', '.join(['prediction', *labels])})"
+                + (f", and the loss parameters {list(parameters)} by name" if parameters else "")
+                + f", but {shown(loss_fn)}: {error}. (A number that is no input is one of trainer.loss_parameters)"
             ) from None
         if isinstance(loss_fn, nn.Module):
             models = {id(parameter) for parameter in model.parameters()}
@@ -129,22 +166,28 @@ def check_signature(model: nn.Module, description: ModelDescription, loss_fn: Lo
                 "with a loss_fn the first output is the loss: put the output with is_loss=True first in "
                 f"model_desc['outputs'], which has {description.output_names}"
             )
-        names = names[:-1]
-    parameters = inspect.signature(model.forward).parameters.values()
-    keywords = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        names = [name for name in names if name not in labels]
     unknown = [name for name in names if name not in keywords]
     if unknown and not anything:
         raise ValueError(
             f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names "
             "must be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
         )
-    required = [p.name for p in parameters if p.default is p.empty and p.name in keywords]
+    required = [p.name for p in taken if p.default is p.empty and p.name in keywords]
     absent = [name for name in required if name not in names]
     if absent:
         raise ValueError(
             f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs"
         )
+    return labels
+
+
+def _labels(arguments: Sequence[str], keywords: Sequence[str], anything: bool) -> tuple[str, ...]:
+    """Returns the last argument, and those right before it that ``forward`` does not take."""
+    count = 1
+    while not anything and count < len(arguments) - 1 and arguments[-count - 1] not in keywords:
+        count += 1
+    return tuple(arguments[-count:])
 
 
 def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,6 +240,8 @@ class StepModule(nn.Module):
         self.model = step.model
         self.loss_fn = step.loss_fn
         self._names = step.description.input_names
+        self._layouts, self._loss_parameters = step.layouts, step.parameters
+        self._labels = step.labels or ((argument_of(self._names[-1]),) if step.loss_fn is not None else ())
         self._outputs = step.description.outputs
         self.left = LeftAttributes()
 
@@ -207,12 +252,16 @@ class StepModule(nn.Module):
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Does so, whatever forward() does to attributes."""
+        tensors = dict(zip(self._names, inputs, strict=True))
+        arguments = {argument_of(name): ("tensor", name) for name in self._names} | dict(self._layouts)
+        given = {name: rebuild(layout, tensors) for name, layout in arguments.items()}
+        labels = [given.pop(name) for name in self._labels]
+        parameters = {name: given.pop(name) for name in self._loss_parameters}
         if self.loss_fn is None:
-            found = _tensors(self.model(**dict(zip(self._names, inputs, strict=True))), self.model)
+            found = _tensors(self.model(**given, **parameters), self.model)
         else:
-            *data, label = inputs
-            prediction = self.model(**dict(zip(self._names[:-1], data, strict=True)))
-            loss = self.loss_fn(prediction, label)
+            prediction = self.model(**given)
+            loss = self.loss_fn(prediction, *labels, **parameters)
             if not isinstance(loss, torch.Tensor):
                 raise ExportError(
                     f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {shown(loss)}"

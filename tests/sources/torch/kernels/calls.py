@@ -41,9 +41,9 @@ def trained(function: Function, rows: int = 7, width: int = 6) -> Counter[str]:
     ours = ORTTrainer(model, desc, optim.SGDConfig(lr=1.0), options=options)
     x = torch.randn(rows, width) * 2
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loss = ours.train_step(x)
     expected = model(x)
     expected.backward()
+    loss = ours.train_step(x)
     assert_close(loss, expected.detach(), 1e-5, "loss")
     after = ours.state_dict(pytorch_format=True)
     for name, parameter in model.named_parameters():

@@ -1,0 +1,90 @@
+"""Arguments that are not one tensor: tuples, lists and dicts of tensors, and values that are constants of a graph.
+
+An argument ``state`` that is ``(h, c)`` has the inputs ``state.0`` and ``state.1``, and a layout that says how they
+make the argument. The values in a layout are constants of a graph: None, bools, numbers and strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "rebuild"]
+
+Layout = tuple[Any, ...]
+"""``("tensor", input name)``, ``("value", type, value)``, or a kind of container with the layouts of its parts."""
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def argument_of(name: str) -> str:
+    """Returns the argument that an input is, or is a part of."""
+    return name.partition(".")[0]
+
+
+def flatten(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
+    """Takes an argument apart.
+
+    Args:
+        name: Of the argument.
+        value: What was given for it.
+        leaves: Receives by name what can only be a tensor.
+
+    Raises:
+        TypeError: If it is a packed sequence.
+    """
+    if type(value) in _PLAIN:
+        return ("value", type(value), value)
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            f"input {name!r} is a PackedSequence: give the padded tensor and the lengths instead, and call "
+            "torch.nn.utils.rnn.pack_padded_sequence in forward()"
+        )
+    if isinstance(value, Mapping):
+        parts = tuple((key, flatten(f"{name}.{key}", entry, leaves)) for key, entry in value.items())
+        return ("dict", parts)
+    if isinstance(value, (tuple, list)):
+        kind = type(value) if hasattr(value, "_fields") else "list" if isinstance(value, list) else "tuple"
+        return (kind, tuple(flatten(f"{name}.{index}", entry, leaves) for index, entry in enumerate(value)))
+    leaves[name] = value
+    return ("tensor", name)
+
+
+def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns an argument from its layout and the tensors by input name."""
+    kind, *rest = layout
+    if kind == "tensor":
+        return tensors[rest[0]]
+    if kind == "value":
+        return rest[1]
+    if kind == "dict":
+        return {key: rebuild(part, tensors) for key, part in rest[0]}
+    parts = [rebuild(part, tensors) for part in rest[0]]
+    return parts if kind == "list" else tuple(parts) if kind == "tuple" else kind(*parts)
+
+
+def default_layout(argument: str, names: Iterable[str]) -> Layout:
+    """Returns the layout of an argument of whose parts only the names are known: tuples where they are numbers."""
+    own = [name for name in names if name == argument or name.startswith(f"{argument}.")]
+    if own == [argument]:
+        return ("tensor", argument)
+    depth = len(argument) + 1
+    keys = list(dict.fromkeys(name[depth:].partition(".")[0] for name in own))
+    parts = [default_layout(f"{argument}.{key}", own) for key in keys]
+    if keys == [str(index) for index in range(len(keys))]:
+        return ("tuple", tuple(parts))
+    return ("dict", tuple(zip(keys, parts, strict=True)))
+
+
+def constants_of(layout: Layout, name: str) -> dict[str, Any]:
+    """Returns the values that are constants of a graph, by the name that an input in their place would have."""
+    kind, *rest = layout
+    if kind == "value":
+        return {name: rest[1]}
+    if kind == "tensor":
+        return {}
+    parts = rest[0] if kind == "dict" else enumerate(rest[0])
+    return {key: value for index, part in parts for key, value in constants_of(part, f"{name}.{index}").items()}

@@ -1,0 +1,195 @@
+"""Arguments as forward() takes them: tuples, dicts, None, numbers; several labels; numbers that a loss reads."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, optim
+from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(
+        self, x: torch.Tensor, state: State | None = None, scale: float = 1.0, extra: dict[str, Any] | None = None
+    ) -> tuple[torch.Tensor, State]:
+        y, state = self.rnn(x, state)
+        if extra is not None:
+            y = y + extra["bias"] * (2.0 if extra["double"] else 1.0)
+        return self.head(y[:, -1]) * scale, state
+
+
+def weighted(output: tuple[torch.Tensor, State], label: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (F.cross_entropy(output[0], label, reduction="none") * weight).mean()
+
+
+NESTED = {
+    "inputs": [
+        ("x", ["batch", "time", 4]),
+        ("state.0", [1, "batch", 8]),
+        ("state.1", [1, "batch", 8]),
+        ("extra.bias", [8]),
+        ("label", ["batch"]),
+        ("weight", ["batch"]),
+    ],
+    "outputs": [("loss", [], True), ("logits", ["batch", 3]), ("h", [1, "batch", 8]), ("c", [1, "batch", 8])],
+}
+
+
+@pytest.mark.parametrize("desc", [NESTED, "auto"], ids=["described", "auto"])
+def test_a_state_is_carried_and_a_dict_and_a_number_are_passed(desc: Any) -> None:
+    model = Recurrent()
+    reference = copy.deepcopy(model)
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=weighted)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    ours = theirs = (torch.zeros(1, 5, 8), torch.zeros(1, 5, 8))
+    for number in range(8):
+        x, y, w = torch.randn(5, 3, 4), torch.randint(0, 3, (5,)), torch.rand(5)
+        scale = 1.0 if number < 6 else 2.0
+        extra = {"bias": torch.linspace(0, 1, 8), "double": False}
+        if desc == "auto":
+            loss, logits, *state = trainer.train_step(x, ours, scale, extra, y, w)
+        else:
+            loss, logits, *state = trainer.train_step(x=x, state=ours, scale=scale, extra=extra, label=y, weight=w)
+        output = reference(x, theirs, scale, extra)
+        expected = weighted(output, y, w)
+        assert_close(loss, expected.detach(), 1e-5, "loss")
+        assert_close(logits, output[0].detach(), 1e-5, "logits")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        ours, theirs = tuple(state), tuple(value.detach() for value in output[1])
+        assert_close(ours[1], theirs[1], 1e-5, "state")
+    assert len(trainer.session.graphs(True)) == 2  # one for each scale
+    arguments = {"x": x, "state": ours, "scale": scale, "extra": extra}
+    assert_close(trainer.predict(**arguments)[0], reference(x, theirs, scale, extra)[0].detach(), 1e-4, "prediction")
+    assert len(trainer.session.graphs(False)) == 1
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    trainer = ORTTrainer(Recurrent(), NESTED, optim.SGDConfig(), loss_fn=weighted)
+    x, y, w, state = torch.randn(5, 3, 4), torch.zeros(5, dtype=torch.int64), torch.ones(5), torch.zeros(1, 5, 8)
+    good = {"x": x, "state": (state, state), "extra": {"bias": torch.ones(8), "double": True}, "label": y, "weight": w}
+    trainer.train_step(good)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"state": None}, r"input 'state' is None, but the model description has \['state.0', 'state.1'\] for it"),
+        ({"state": (state,)}, r"input 'state' is one with the parts \['state.0'\]"),
+        ({"scale": torch.ones(())}, r"inputs \['scale'\] are tensors, but the model description has no tensors for"),
+        ({"x": nn.utils.rnn.pack_sequence([x[0]])}, "input 'x' is a PackedSequence: give the padded tensor"),
+        ({"x": [1.0, 2.0]}, r"input 'x' must be a torch.Tensor or a numpy array, but a list was given: \[1.0, 2.0\]"),
+        ({"label": 3}, "input 'label' must be a torch.Tensor or a numpy array, but a int was given: 3"),
+        ({"stride": 2}, r"unknown inputs \['stride'\]"),
+    ]
+    for change, message in cases:
+        with pytest.raises(TypeError, match=message):
+            trainer.train_step({**good, **change})
+    assert trainer.train_step_info.step == 1
+    # Parts may be given by their own names, too.
+    apart = {**good, "state.0": state, "state.1": state}
+    del apart["state"]
+    trainer.train_step(apart)
+    assert len(trainer.session.graphs(True)) == 1
+
+
+def test_numbers_that_change_all_the_time_are_refused_in_the_end() -> None:
+    class Scaled(MLP):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    trainer = mlp_trainer(model=Scaled())
+    x, y = mlp_batches(1)[0]
+    with pytest.raises(RuntimeError, match="exported 16 times already. Make what changes all the time a tensor that"):
+        for number in range(17):
+            trainer.eval_step(x=x, label=y, scale=float(number))
+
+
+class Encoder(nn.Module):
+    """Something with two parts of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = self.down(x)
+        return self.up(code), code
+
+
+def annealed(output: Any, x: torch.Tensor, beta: float) -> torch.Tensor:
+    return F.mse_loss(output[0], x) + beta * output[1].square().mean()
+
+
+class Inside(Encoder):
+    """With its loss."""
+
+    def forward(self, x: torch.Tensor, beta: float) -> torch.Tensor:  # type: ignore[override]
+        return annealed(super().forward(x), x, beta)
+
+
+ENCODED = {"inputs": [("x", ["b", 8]), ("target", ["b", 8])], "outputs": [("loss", [], True)]}
+
+
+@pytest.mark.parametrize("kind", ["described", "auto", "inside"])
+def test_a_number_of_the_loss_changes_without_an_export(kind: str) -> None:
+    inside = kind == "inside"
+    model = Inside() if inside else Encoder()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    desc: Any = ENCODED if kind == "described" else "auto"
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), None if inside else annealed)
+    for number in range(20):
+        beta = 0.1 * number
+        trainer.loss_parameters["beta"] = beta
+        x = torch.randn(5, 8)
+        found = trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
+        loss = reference(x, beta) if kind == "inside" else annealed(reference(x), x, beta)
+        assert_close(found[0] if isinstance(found, list) else found, loss.detach(), 1e-5, "loss")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(trainer.session.graphs(True)) == 1
+    trainer.loss_parameters["beta"] = "high"  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"loss_parameters\['beta'\] must be a number, but 'high' was given"):
+        trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
+    trainer.loss_parameters = {"x": 1.0}
+    with pytest.raises(ValueError, match=r"loss_parameters \['x'\] must be names of arguments, and none of the inputs"):
+        trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
+
+
+def test_a_missing_number_is_named() -> None:
+    trainer = ORTTrainer(Encoder(), ENCODED, optim.SGDConfig(), annealed)
+    with pytest.raises(TypeError, match="missing a required argument: 'beta'.*is one of trainer.loss_parameters"):
+        trainer.train_step(torch.randn(5, 8), torch.randn(5, 8))
+
+
+def test_a_changed_closure_is_used_with_a_warning() -> None:
+    factor = 1.0
+
+    def loss_fn(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return factor * F.cross_entropy(logits, label)
+
+    model = MLP()
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.0), loss_fn)
+    x, y = mlp_batches(1)[0]
+    expected = F.cross_entropy(model(x), y).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(trainer.train_step(x, y)[0], expected, 1e-5, "loss")
+    factor = 3.0
+    with pytest.warns(UserWarning, match="loss_fn reads 'factor', which has changed from 1.0 to 3.0"):
+        assert_close(trainer.train_step(x, y)[0], 3 * expected, 1e-5, "loss")
+    factor = 1.0
+    assert_close(trainer.train_step(x, y)[0], expected, 1e-5, "loss")
+    assert len(trainer.session.graphs(True)) == 2
