@@ -55,12 +55,12 @@ def fit(
     callbacks = list(callbacks)
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         checkpoints = Checkpoints(checkpoints)
-    state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
     shows = [Progress()] if progress is True else [progress] if progress is not False else []
     every = [*callbacks, *shows, *([] if checkpoints is None else [checkpoints])]
     for callback in every:
         if not isinstance(callback, Callback):
             raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {shown(callback)} was given")
+    state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
     path = _path_to_resume(resume, checkpoints)
     return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state).run(path)
 
@@ -168,6 +168,9 @@ class _Fit:
         batch = _moved(batch, self.device)
         self.call("on_train_batch_start")
         trainer.prepare(_inputs(batch, trainer))  # an export takes long and can be interrupted; a step is counted
+        _loss_place(trainer)
+        if len(self.metrics):
+            self.label_name()
         with uninterrupted():
             outputs = trainer.train_step(**batch) if isinstance(batch, Mapping) else trainer.train_step(batch)
             loss, _ = _split(trainer, outputs)
@@ -195,16 +198,21 @@ class _Fit:
         state.metrics = {"eval_loss": total / count, **self.metrics.compute()}
         self.call("on_validation_end")
 
-    def label(self, batch: Any) -> Any:
-        """Returns what metrics compare outputs with."""
+    def label_name(self) -> str:
+        """Returns the name of the input that metrics compare outputs with."""
         names = self.trainer.model_desc.input_names
         if self.labels is not None and self.labels not in names:
             raise ValueError(f"labels={self.labels!r} is no input: the model description has {names}")
         usual = [name for name in ("labels", "label") if name in names]
-        name = self.labels or (usual or names[-1:])[0]
+        return self.labels or (usual or names[-1:])[0]
+
+    def label(self, batch: Any) -> Any:
+        """Returns what metrics compare outputs with."""
+        name = self.label_name()
         if isinstance(batch, Mapping):
             return batch[name]
-        return (batch if isinstance(batch, (list, tuple)) else [batch])[names.index(name)]
+        place = self.trainer.model_desc.input_names.index(name)
+        return (batch if isinstance(batch, (list, tuple)) else [batch])[place]
 
     def call(self, moment: str, *more: Any) -> None:
         """Tells all callbacks."""
@@ -216,7 +224,7 @@ class _Fit:
         now = None if self.loading else capture(self.train_loader)
         found: dict[str, Any] = {
             _KEY: {
-                "state": self.state.state_dict(),
+                "state": self.state.state_dict(self.trainer),
                 "random": now if self.frozen is None else self.frozen,
                 "epoch_random": self.epoch_random,
                 "callbacks": {name: kept for name, callback in self.named() if (kept := callback.state_dict())},
@@ -312,15 +320,19 @@ def _inputs(batch: Any, trainer: ORTTrainer) -> Any:
     return batch
 
 
-def _split(trainer: ORTTrainer, outputs: Any) -> tuple[float, list[Any]]:
-    """Returns the loss among the outputs of a step, and the others."""
-    description = trainer.model_desc
-    names, loss = trainer.train_step_info.fetches or description.output_names, description.loss.name
+def _loss_place(trainer: ORTTrainer) -> int:
+    """Returns where the loss is among the outputs of a step."""
+    names, loss = trainer.train_step_info.fetches, trainer.model_desc.loss.name
+    names = names or trainer.model_desc.output_names
     if loss not in names:
         raise ValueError(f"train_step_info.fetches leaves out the loss, {loss!r}, which fit() needs: put it in")
-    found = outputs if isinstance(outputs, list) else [outputs]
-    at = names.index(loss)
-    return float(found[at]), found[:at] + found[at + 1 :]
+    return names.index(loss)
+
+
+def _split(trainer: ORTTrainer, outputs: Any) -> tuple[float, list[Any]]:
+    """Returns the loss among the outputs of a step, and the others."""
+    found, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
+    return float(found[place]), found[:place] + found[place + 1 :]
 
 
 def _samples(batch: Any) -> int:

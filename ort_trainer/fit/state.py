@@ -56,6 +56,7 @@ class FitState:
         self.files: dict[str, str] = {}
         self._loss_sum, self._loss_samples = 0.0, 0
         self._clock, self._timed = 0.0, (0, 0, 0.0)
+        self._used: tuple[float | None, ...] = (None, None)
         self.checkpoint: Callable[[], dict[str, Any]] = dict
 
     def stop(self, reason: str) -> None:
@@ -98,7 +99,10 @@ class FitState:
     def record(self, trainer: ORTTrainer) -> dict[str, Any]:
         """Returns the figures of now, with the loss of the last batch."""
         info = trainer.train_step_info
-        values = (self.epoch, info.step, info.optimization_step, self.loss, info.learning_rate, info.grad_norm)
+        used = (info.learning_rate, info.grad_norm)
+        if info.learning_rate is None:  # there was no update since a checkpoint was loaded
+            used = self._used
+        values = (self.epoch, info.step, info.optimization_step, self.loss, *used)
         return dict(zip(EPOCH_COLUMNS, (*values, self.samples_per_second), strict=True))
 
     def end_epoch(self, trainer: ORTTrainer) -> None:
@@ -111,11 +115,18 @@ class FitState:
         """Goes on to the epoch after those in the history."""
         self.epoch, self.batch = len(self.history) + 1, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, trainer: ORTTrainer) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
+        now = self.record(trainer)
         batch = self.batch if self.epoch > len(self.history) else 0
-        counts = {"batch": batch, "batches": self.batches}
-        return {**counts, "history": self.history, "loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
+        return {
+            "batch": batch,
+            "batches": self.batches,
+            "history": self.history,
+            "loss_sum": self._loss_sum,
+            "loss_samples": self._loss_samples,
+            "used": [now["learning_rate"], now["grad_norm"]],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned.
@@ -134,6 +145,7 @@ class FitState:
         self.next_epoch()
         self.batch = state["batch"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        self._used = tuple(state["used"])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the losses and metrics of the epochs into a picture, whose format the ending of the path says.
