@@ -46,9 +46,11 @@ def test_a_bar_on_a_terminal(there: bool, capsys: pytest.CaptureFixture[str], mo
         pytest.importorskip("tqdm")
     else:
         monkeypatch.setitem(sys.modules, "tqdm", None)
+    trainer = mlp_trainer()
+    trainer.prepare(mlp_batches(1)[0])  # an export has a line of its own on a terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
-    mlp_trainer().fit(mlp_batches(3), epochs=2)
+    trainer.fit(mlp_batches(3), epochs=2)
     shown = capsys.readouterr().err
     if there:
         assert re.search(rf"epoch 2/2 100%\|█+\| 3/3, {FIGURES}", shown), shown
