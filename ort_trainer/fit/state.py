@@ -99,7 +99,7 @@ class FitState:
     def record(self, trainer: ORTTrainer) -> dict[str, Any]:
         """Returns the figures of now, with the loss of the last batch."""
         info = trainer.train_step_info
-        used = (info.learning_rate, info.grad_norm)
+        used: tuple[float | None, ...] = (info.learning_rate, info.grad_norm)
         if info.learning_rate is None:  # there was no update since a checkpoint was loaded
             used = self._used
         values = (self.epoch, info.step, info.optimization_step, self.loss, *used)
