@@ -72,7 +72,7 @@ def test_both_sides_of_the_diff_train_the_same() -> None:
 
 def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("usage.md", "onnx_models.md"):
+    for name in ("usage.md", "onnx_models.md", "fit.md"):
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
         assert blocks
         for block in blocks:

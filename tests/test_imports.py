@@ -30,8 +30,12 @@ ALLOWED = {
     "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
     "trainer_state": LEAVES | {"checkpoint", "training"},
     "own_steps": LEAVES | {"training"},
+    # The trainer for type checkers only; the trainer imports it when it is asked to fit.
+    "fit": LEAVES | {"trainer"},
+    "fitting": LEAVES | {"fit", "options", "runtime"},
     "trainer": LEAVES
-    | {"amp", "graph", "optim", "options", "own_steps", "profiling", "runtime", "sources", "trainer_state", "training"},
+    | {"amp", "checkpoint", "fitting", "graph", "optim", "options", "own_steps", "profiling", "runtime", "sources"}
+    | {"trainer_state", "training"},
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},

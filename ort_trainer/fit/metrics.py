@@ -1,0 +1,117 @@
+"""Metrics of an evaluation, of three kinds, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import shown
+
+__all__ = ["Metrics"]
+
+
+class Metrics:
+    """Feeds metrics with the outputs of an evaluation.
+
+    Args:
+        metrics: One metric, a list of them, or a dict of them by name. A metric is a function (outputs, labels) ->
+            number, an object with ``update(outputs, labels)``, ``compute()`` and ``reset()``, as those of torchmetrics,
+            or one with ``add_batch(predictions=, references=)`` and ``compute()``, as those of ``evaluate``. Or a tuple
+            of one of these and a function that makes the metric's first argument of the outputs.
+
+    Raises:
+        TypeError: If something else is among them.
+        ValueError: If two have the same name.
+    """
+
+    def __init__(self, metrics: Any) -> None:
+        if not isinstance(metrics, (Mapping, list)):
+            metrics = [] if metrics is None else [metrics]
+        given = metrics.items() if isinstance(metrics, Mapping) else [(None, metric) for metric in metrics]
+        self._metrics = [_Metric(name, metric) for name, metric in given]
+        _check_unique([metric.name for metric in self._metrics])
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    @property
+    def names(self) -> set[str] | None:
+        """The names of what they will give; None if some may give more than a number."""
+        return {m.name for m in self._metrics} if all(m.kind == "function" for m in self._metrics) else None
+
+    def reset(self) -> None:
+        """Begins an evaluation."""
+        for metric in self._metrics:
+            metric.reset()
+
+    def update(self, outputs: Any, labels: Any, samples: int) -> None:
+        """Takes the outputs and labels of a batch."""
+        for metric in self._metrics:
+            metric.update(outputs, labels, samples)
+
+    def compute(self) -> dict[str, float]:
+        """Returns the numbers by name, each name beginning with ``eval_``."""
+        found = [pair for metric in self._metrics for pair in metric.compute()]
+        _check_unique([name for name, _ in found])
+        return {f"eval_{name}": value for name, value in found}
+
+
+class _Metric:
+    def __init__(self, name: Any, metric: Any) -> None:
+        self._prepare: Callable[[Any], Any] | None = None
+        if isinstance(metric, tuple) and len(metric) == 2 and callable(metric[1]):
+            metric, self._prepare = metric
+        self._metric, self._named = metric, name is not None
+        if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
+            self.kind = "object"
+        elif all(hasattr(metric, part) for part in ("add_batch", "compute")):
+            self.kind = "batches"
+        elif callable(metric):
+            self.kind = "function"
+        else:
+            raise TypeError(
+                f"a metric must be a function (outputs, labels) -> number, or have update(), compute() and reset(), or "
+                f"add_batch() and compute(), but {shown(metric)} was given"
+            )
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"names of metrics must be str, but {shown(name)} was given")
+        own = getattr(metric, "__name__", None) or getattr(metric, "name", None)
+        self.name: str = name or (own if isinstance(own, str) else type(metric).__name__)
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum, self._samples = 0.0, 0
+        if self.kind == "object":
+            self._metric.reset()
+
+    def update(self, outputs: Any, labels: Any, samples: int) -> None:
+        outputs = outputs if self._prepare is None else self._prepare(outputs)
+        if self.kind == "object":
+            self._metric.update(outputs, labels)
+        elif self.kind == "batches":
+            self._metric.add_batch(predictions=outputs, references=labels)
+        else:
+            self._sum += self._number(self._metric(outputs, labels)) * samples
+            self._samples += samples
+
+    def compute(self) -> list[tuple[str, float]]:
+        if self.kind == "function":
+            return [(self.name, self._sum / self._samples)]
+        found = self._metric.compute()
+        if not isinstance(found, Mapping):
+            return [(self.name, self._number(found))]
+        # A name that was given stands before the names of several numbers, and for that of a single one.
+        alone, prefix = self._named and len(found) == 1, f"{self.name}_" if self._named else ""
+        return [(self.name if alone else f"{prefix}{key}", self._number(value)) for key, value in found.items()]
+
+    def _number(self, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"metric {self.name!r} must give a number, but it gave {shown(value)}") from error
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1 or name == "loss"})
+    if repeated:
+        raise ValueError(f"metrics need unique names, and none is 'loss': name {repeated} by a dict, name -> metric")

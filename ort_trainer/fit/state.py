@@ -1,0 +1,188 @@
+"""Where a fit stands, what it has seen so far, and the summary of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..trainer import ORTTrainer
+
+__all__ = ["EPOCH_COLUMNS", "FitState", "shown_number"]
+
+EPOCH_COLUMNS = ("epoch", "step", "update", "loss", "learning_rate", "grad_norm", "samples_per_second")
+
+
+class FitState:
+    """What callbacks see of a fit, and what ``fit`` returns.
+
+    Args:
+        epochs: As given to ``fit``.
+        batches: Batches of an epoch, as far as the loader says.
+        expected: Names that each row of the history will have; None where that can't be known before.
+        default_monitor: What is monitored where nothing else is asked for.
+
+    Attributes:
+        epochs, batches, expected, default_monitor: As given.
+        status: ``running``, ``completed``, ``stopped``, ``interrupted`` or ``failed``.
+        reason: Why it was stopped.
+        epoch: The epoch that runs, from 1.
+        batch: How many of its batches were trained on.
+        loss: The loss of the last batch.
+        outputs: What its step returned, the loss included.
+        metrics: What the last evaluation gave; a callback's ``on_validation_end`` may put in numbers of its own.
+        history: A dict for each completed epoch: its number, steps and updates so far, the mean loss, rate and gradient
+            norm of the last update, samples per second, and the numbers of the evaluation.
+        steps: Steps that this call has made.
+        resumed: Whether it began with a checkpoint.
+        seconds: What this call has taken; at its end.
+        checkpoint: Returns the user dict of a checkpoint of now, for ``trainer.save_checkpoint(path, it)``.
+        files: The checkpoints that it has written: ``last`` and ``best``.
+    """
+
+    def __init__(self, epochs: int, batches: int | None, expected: set[str] | None, default_monitor: str) -> None:
+        self.epochs, self.batches = epochs, batches
+        self.expected, self.default_monitor = expected, default_monitor
+        self.status, self.reason = "running", ""
+        self.epoch, self.batch, self.steps = 1, 0, 0
+        self.loss: float | None = None
+        self.outputs: Any = None
+        self.metrics: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self.resumed = False
+        self.seconds = 0.0
+        self.files: dict[str, str] = {}
+        self._loss_sum, self._loss_samples = 0.0, 0
+        self._clock, self._timed = 0.0, (0, 0, 0.0)
+        self._used: tuple[float | None, ...] = (None, None)
+        self.checkpoint: Callable[[], dict[str, Any]] = dict
+
+    def stop(self, reason: str) -> None:
+        """Ends the fit after this batch, or this epoch if it is at its end."""
+        self.reason = reason
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return bool(self.reason) or len(self.history) >= self.epochs
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """In this epoch; the first step of a call, which exports the model, counts only until there is another."""
+        _, samples, seconds = self._timed
+        return samples / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the batches to come will take, evaluations left out; None where it can't be known."""
+        batches, _, seconds = self._timed
+        if not batches or self.batches is None:
+            return None
+        return max(0, self.batches * (self.epochs - self.epoch + 1) - self.batch) * seconds / batches
+
+    def begin_clock(self) -> None:
+        """Begins to take the time of an epoch."""
+        self._clock, self._timed = time.perf_counter(), (0, 0, 0.0)
+
+    def count(self, loss: float, samples: int, outputs: Any) -> None:
+        """Counts a batch that was trained on."""
+        now = time.perf_counter()
+        batches, counted, seconds = (0, 0, 0.0) if self.steps == 1 else self._timed
+        self._timed = batches + 1, counted + samples, seconds + now - self._clock
+        self._clock = now
+        self.batch, self.steps = self.batch + 1, self.steps + 1
+        self.loss, self.outputs = loss, outputs
+        self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
+
+    def record(self, trainer: ORTTrainer) -> dict[str, Any]:
+        """Returns the figures of now, with the loss of the last batch."""
+        info = trainer.train_step_info
+        used: tuple[float | None, ...] = (info.learning_rate, info.grad_norm)
+        if info.learning_rate is None:  # there was no update since a checkpoint was loaded
+            used = self._used
+        values = (self.epoch, info.step, info.optimization_step, self.loss, *used)
+        return dict(zip(EPOCH_COLUMNS, (*values, self.samples_per_second), strict=True))
+
+    def end_epoch(self, trainer: ORTTrainer) -> None:
+        """Writes the epoch into the history."""
+        mean = {"loss": self._loss_sum / self._loss_samples}
+        self.history.append({**self.record(trainer), **mean, **self.metrics})
+        self._loss_sum, self._loss_samples = 0.0, 0
+
+    def next_epoch(self) -> None:
+        """Goes on to the epoch after those in the history."""
+        self.epoch, self.batch = len(self.history) + 1, 0
+
+    def state_dict(self, trainer: ORTTrainer) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        now = self.record(trainer)
+        batch = self.batch if self.epoch > len(self.history) else 0
+        return {
+            "batch": batch,
+            "batches": self.batches,
+            "history": self.history,
+            "loss_sum": self._loss_sum,
+            "loss_samples": self._loss_samples,
+            "used": [now["learning_rate"], now["grad_norm"]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If it does not fit the arguments of ``fit``.
+        """
+        if len(state["history"]) > self.epochs:
+            raise ValueError(f"the checkpoint has {len(state['history'])} epochs done, but epochs is {self.epochs}")
+        if state["batch"] and state["batches"] != self.batches:
+            raise ValueError(
+                f"the checkpoint was saved in the middle of an epoch of {state['batches']} batches, but train_loader "
+                f"has {self.batches}: resume with the same data and batch size"
+            )
+        self.history, self.resumed = list(state["history"]), True
+        self.next_epoch()
+        self.batch = state["batch"]
+        self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        self._used = tuple(state["used"])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the losses and metrics of the epochs into a picture, whose format the ending of the path says.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+            ValueError: If no epoch was completed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
+        if not self.history:
+            raise ValueError("there are no curves to draw: no epoch was completed")
+        metrics = [name for name in self.history[-1] if name not in (*EPOCH_COLUMNS, "eval_loss")]
+        figure = Figure(figsize=(5 * (1 + len(metrics)), 4), layout="constrained")
+        axes = figure.subplots(1, 1 + len(metrics), squeeze=False)[0]
+        for axis, names in zip(axes, [["loss", "eval_loss"], *([name] for name in metrics)], strict=True):
+            for name in names:
+                points = [(row["epoch"], row[name]) for row in self.history if name in row]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker=".", label=name)
+            axis.set_xlabel("epoch")
+            axis.legend()
+        figure.savefig(path)
+
+    def __repr__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        lines = [f"{self.status}{why}: {len(self.history)} of {self.epochs} epochs, {self.seconds:.1f} s"]
+        if self.history:
+            names = list(dict.fromkeys(name for row in self.history for name in row))
+            rows = [names, *([shown_number(row.get(name)) for name in names] for row in self.history)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["  ".join(c.rjust(width) for c, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([*lines, *(f"{name}: {path}" for name, path in self.files.items())])
+
+
+def shown_number(value: Any) -> str:
+    """Returns a number as a table or a line shows it."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

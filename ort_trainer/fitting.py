@@ -1,0 +1,82 @@
+"""The part of ``ORTTrainer`` for those who want no loop of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .options import ORTTrainerOptions
+from .runtime.engine import resolve_device
+
+if TYPE_CHECKING:
+    from .fit import Callback, Checkpoints, FitState
+
+__all__ = ["Fitting"]
+
+
+class Fitting:
+    """``fit`` of :class:`~ort_trainer.ORTTrainer`."""
+
+    options: ORTTrainerOptions
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        *,
+        metrics: Any = None,
+        labels: str | None = None,
+        callbacks: Iterable[Callback] = (),
+        checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        resume: bool | str | os.PathLike[str] = False,
+        progress: bool | Callback = True,
+    ) -> FitState:
+        """Trains for some epochs, evaluating after each (docs/fit.md).
+
+        Ctrl-C ends it after the step that runs, with the status ``interrupted``, and the last checkpoint is saved.
+
+        Args:
+            train_loader: Gives the batches of an epoch each time it is gone through: a DataLoader, a list. Batches are
+                what :meth:`train_step` takes, tuples, lists, dicts or tensors; they are moved to the device. In a dict,
+                ``gradient_weight`` may stand beside the inputs.
+            eval_loader: The same for the evaluation.
+            epochs: How many there are in all, those before a checkpoint included. The last accumulation window of each
+                ends with it.
+            metrics: Of the evaluation: a metric, a list of them, or a dict of them by name. A metric is a function
+                (outputs, labels) -> number, whose mean over the samples is taken; an object with ``update``,
+                ``compute`` and ``reset``; or one with ``add_batch`` and ``compute``. Or a tuple of one of these and a
+                function of the outputs, whose result it gets instead of them. Outputs are those besides the loss.
+            labels: Name of the input that metrics compare with; None for ``labels`` or ``label`` if there is one, or
+                else the last input.
+            callbacks: Objects of subclasses of ``ort_trainer.fit.Callback``.
+            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, or ``ort_trainer.fit.Checkpoints``.
+            resume: Whether to go on from the last checkpoint, if there is one; or the path of another. In the middle of
+                an epoch, the batches done are loaded and skipped.
+            progress: Whether to show how it goes on; or a callback that does it.
+
+        Returns:
+            The state at the end: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
+
+        Raises:
+            TypeError, ValueError: If an argument is none that can be, or a number is monitored that is not there.
+            FileNotFoundError: If the folder for checkpoints, or the checkpoint, does not exist.
+            FileExistsError: If checkpoints would be replaced.
+            CheckpointError: If the checkpoint was not saved by ``fit``.
+        """
+        from .fit import fit
+
+        return fit(
+            self,  # type: ignore[arg-type]
+            resolve_device(self.options.device.id, self.options.is_given("device.id")),
+            train_loader,
+            eval_loader,
+            epochs,
+            metrics=metrics,
+            labels=labels,
+            callbacks=callbacks,
+            checkpoints=checkpoints,
+            resume=resume,
+            progress=progress,
+        )
