@@ -35,7 +35,7 @@ _REFUSED = {
     "use_liger_kernel": "leave it out: its kernels can't be exported",
     "neftune_noise_alpha": "leave it out: its noise depends on values that a graph does not know",
     "torch_empty_cache_steps": "leave it out: PyTorch's allocator does not hold the activations",
-    "auto_find_batch_size": "set per_device_train_batch_size: it does not know ONNX Runtime's error for too little memory",
+    "auto_find_batch_size": "set per_device_train_batch_size: it does not know ONNX Runtime's out-of-memory error",
     "deepspeed": "leave it out: one process trains on one device",
     "fsdp": "leave it out: one process trains on one device",
     "parallelism_config": "leave it out: one process trains on one device",
@@ -125,7 +125,8 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
             self._add(key, Forward(model, example))
         part, trainer = self._parts[key]
         assert isinstance(part, Forward)
-        return part.rebuild(trainer.eval_step(inputs)[1:])
+        _, *tensors = trainer.eval_step(inputs)
+        return part.rebuild(tensors)
 
     def _is_divided(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Whether the loss is already divided by the size of the window, by the rule of ``Trainer.training_step``."""
