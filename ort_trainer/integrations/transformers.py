@@ -84,11 +84,12 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
             raise ValueError(f"ort_options has {taken}, which follow TrainingArguments here: leave them out")
         self._parts: dict[tuple[Any, ...], tuple[Loss | Forward, ORTTrainer]] = {}
         super().__init__(model, args, *rest, **kwargs)
-        kind = getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type)
-        if kind != "NO":
+        distributed = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
+        if distributed != "NO" or self.args.n_gpu > 1:
             raise ValueError(
-                f"accelerate was configured for {kind}, but OrtTrainer trains in one process on one device: start the "
-                "script with python instead of a launcher"
+                f"OrtTrainer trains in one process on one device, but there are {self.args.n_gpu} GPUs and accelerate "
+                f"was configured for {distributed}: start the script with python instead of a launcher, and show it "
+                "one GPU with CUDA_VISIBLE_DEVICES=0"
             )
 
     def training_step(
@@ -103,7 +104,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
             batch[ITEMS] = torch.as_tensor(num_items_in_batch, device=self.args.device)
         if not self._is_divided(num_items_in_batch):
             batch[PARTS] = torch.tensor(float(self.current_gradient_accumulation_steps), device=self.args.device)
-        key = (model, Loss, *batch)
+        key = (model, Loss, frozenset(batch))
         if key not in self._parts:
             trainer = self._add(key, Loss(model, self.compute_loss))
             trainer.prepare(batch)
@@ -117,7 +118,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
 
     def run_model(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Returns what the model returns in evaluation mode, computed in ONNX Runtime."""
-        key = (model, Forward, *inputs)
+        key = (model, Forward, frozenset(inputs))
         if key not in self._parts:
             # Once, to see the structure of what it returns.
             with torch.no_grad():
@@ -179,9 +180,4 @@ def _check_arguments(args: Any) -> None:
         raise ValueError(
             f"OrtTrainer does not support TrainingArguments(optim={optimizer!r}), which updates weights during "
             "PyTorch's backward pass: take another one, such as 'adamw_torch'"
-        )
-    if args.n_gpu > 1 or args.world_size > 1:
-        raise ValueError(
-            f"OrtTrainer trains in one process on one device, but there are {max(args.n_gpu, args.world_size)}: start "
-            "one process, and show it one GPU with CUDA_VISIBLE_DEVICES=0"
         )
