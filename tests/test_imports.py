@@ -37,6 +37,7 @@ ALLOWED = {
     | {"amp", "checkpoint", "fitting", "graph", "optim", "options", "own_steps", "profiling", "runtime", "sources"}
     | {"trainer_state", "training"},
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
+    "integrations": LEAVES | {"optim", "options", "trainer"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},
     "__init__": {"amp", "errors", "optim", "options", "sources", "trainer", "training_session"},
@@ -91,6 +92,8 @@ def test_only_compat_uses_the_package_from_outside() -> None:
         ("safetensors", {"checkpoint/file.py"}),
         ("cerberus", {"options/schema.py"}),
         ("h5py", {"checkpoint/legacy.py"}),
+        ("transformers", {"integrations/transformers.py"}),
+        ("accelerate", {"integrations/transformers.py"}),
         ("pickle", set()),
     ],
 )
