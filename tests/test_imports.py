@@ -32,7 +32,7 @@ ALLOWED = {
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},
-    "__init__": {"amp", "errors", "optim", "options", "sources", "trainer", "training_session"},
+    "__init__": {"amp", "checkpoint", "errors", "optim", "options", "sources", "trainer", "training_session"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

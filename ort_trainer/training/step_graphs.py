@@ -208,7 +208,7 @@ class StepGraphs:
         batch = {name: to_tensor(name, value) for name, value in given.items()}
         with BORROWED:
             self._set_description(self._source.describe(batch))
-        _log.info("derived from the first batch: %r", self._description)
+        _log.info("derived from the first batch: %s", self._description)
 
     def _check(self, batch: Batch) -> None:
         """Checks a batch of a new kind; a derived description is widened for it."""
@@ -228,7 +228,8 @@ class StepGraphs:
         if wider.inputs != known.inputs:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
             if known.inferred:
-                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+                sizes = ", ".join(map(str, changed))
+                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", sizes)
             else:
                 wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
                 warn(
