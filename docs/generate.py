@@ -1,6 +1,7 @@
-"""Writes what follows from the schema of the options; --check says whether it is up to date.
+"""Writes what follows from other files; --check says whether it is up to date.
 
-That is docs/options.md, the options in docs/names.md, and their types in ort_trainer/options/sections.py.
+From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
+ort_trainer/options/sections.py; from examples/cookbook/ the differences in docs/cookbook.md.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cookbook_diffs import with_diffs
 from option_types import option_types
 
 from ort_trainer.options.checks import SPELLINGS
@@ -73,7 +75,7 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     schema = load_schema("trainer_options")
     rules = dict(leaves(schema))
-    names = HERE / "names.md"
+    names, cookbook = HERE / "names.md", HERE / "cookbook.md"
     block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
     begin = re.escape(NAMES_HEAD.splitlines()[0])
     targets = {
@@ -82,6 +84,7 @@ def main() -> None:
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
         names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
+        cookbook: with_diffs(cookbook.read_text(), ROOT / "examples" / "cookbook"),
     }
     for target, text in targets.items():
         if "--check" not in sys.argv:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import amp, optim
+from .checkpoint import read_user_dict
 from .errors import CheckpointError, ExportError
 from .optim.step_info import TrainStepInfo
 from .options import ORTTrainerOptions
@@ -22,6 +23,7 @@ __all__ = [
     "TrainingSession",
     "amp",
     "optim",
+    "read_user_dict",
     "register_operator",
 ]
 __version__ = "0.1.0"

@@ -81,6 +81,15 @@ def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "run.ortckpt").exists() and (tmp_path / "model.onnx").exists()
 
 
+def test_python_of_the_page_on_optimizers_runs() -> None:
+    scope: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "optimizers.md").read_text(), re.DOTALL):
+        exec(compile(block, "optimizers.md", "exec"), scope)
+    losses = scope["losses"]
+    assert isinstance(losses, list) and len(losses) == 3
+    assert all(kind == pytest.approx(losses[0], rel=1e-5) for kind in losses)
+
+
 def test_option_tables_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120

@@ -6,12 +6,13 @@ happens. Nothing in a file is ever executed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import safetensors
 import torch
@@ -22,7 +23,7 @@ from ..errors import CheckpointError
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
 from .manifest import decode, encode
 
-__all__ = ["PathOrFile", "load_checkpoint_file", "save_checkpoint_file"]
+__all__ = ["PathOrFile", "load_checkpoint_file", "read_user_dict", "save_checkpoint_file"]
 
 PathOrFile = str | os.PathLike[str] | BinaryIO
 _FORMAT = "ort_trainer checkpoint"
@@ -96,21 +97,77 @@ def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str,
     """
     if more:
         return aggregate_legacy_files([file, *more]), {}
+    with _on_disk(file) as (path, name):
+        if is_legacy_file(path):
+            return load_legacy_file(path, name), {}
+        state, user = _load(path, name, "state", "user")
+        return state, user
+
+
+def read_user_dict(path: PathOrFile) -> dict[str, Any]:
+    """Returns the user's dict of a checkpoint, without a trainer; of the tensors only those in it are read.
+
+    Args:
+        path: The checkpoint, as a path or an open binary file.
+
+    Returns:
+        What ``save_checkpoint`` was given as ``user_dict``.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is damaged or no checkpoint; or one of the legacy ``ORTTrainer``, in which the
+            user's dict is a pickle.
+
+    Example:
+        >>> trainer.save_checkpoint("run.ortckpt", {"epoch": 3})
+        >>> ort_trainer.read_user_dict("run.ortckpt")
+        {'epoch': 3}
+    """
+    with _on_disk(path) as (found, name):
+        if is_legacy_file(found):
+            raise CheckpointError(
+                f"{name} is a checkpoint of the legacy ORTTrainer, in which the user's dict is a pickle, which could "
+                "execute anything: read it in the old environment, and store it as JSON"
+            )
+        return _load(found, name, "user")[0]
+
+
+@contextlib.contextmanager
+def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
+    """Gives the path of a file and its name for errors; an open one is copied to a temporary file."""
     if isinstance(file, (str, os.PathLike)):
         if not Path(file).is_file():
             raise FileNotFoundError(f"there is no checkpoint {str(file)!r}")
-        return _load(Path(file), repr(str(file)))
+        yield Path(file), repr(str(file))
+        return
     if not hasattr(file, "read"):
         raise TypeError(f"path must be a path or a binary file, but a {type(file).__name__} was given")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkpoint"
         copy.write_bytes(file.read())
-        return _load(copy, "the given file")
+        yield copy, "the given file"
 
 
-def _load(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    if is_legacy_file(path):
-        return load_legacy_file(path, name), {}
+class _Tensors(Mapping[str, torch.Tensor]):
+    """The tensors of an open file, each read when it is asked for."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened, self._names = opened, frozenset(opened.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return cast(torch.Tensor, self._opened.get_tensor(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _load(path: Path, name: str, *parts: str) -> list[dict[str, Any]]:
+    """Returns parts of a checkpoint of ours: ``state``, ``user``."""
     with path.open("rb") as opened:
         if opened.read(4) in _PICKLES:
             raise CheckpointError(
@@ -128,10 +185,10 @@ def _load(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise CheckpointError(
                     f"{name} has the checkpoint version {manifest.get('version')!r}; this ort_trainer reads {_VERSION}"
                 )
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
+            tensors = _Tensors(opened)
+            found = [decode(manifest.get(part), tensors) for part in parts]
     except (safetensors.SafetensorError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name} is damaged or no checkpoint of ort_trainer: {error}") from error
-    state, user = (decode(manifest.get(key), tensors) for key in ("state", "user"))
-    if not isinstance(state, dict) or not isinstance(user, dict):
+    if not all(isinstance(part, dict) for part in found):
         raise CheckpointError(f"{name} is damaged: its manifest has no state or no user dict")
-    return state, user
+    return found

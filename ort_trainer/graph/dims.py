@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["evaluate", "holds", "symbols_of"]
+__all__ = ["evaluate", "fixed_dimensions", "holds", "symbols_of"]
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -107,3 +107,9 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
         if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_evaluate(argument, sizes) for argument in node.args))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic over dimensions")
+
+
+def fixed_dimensions(sizes: Mapping[str, int]) -> str:
+    """Returns ``dimension 'length' at 5``, or ``dimensions 'length' at 5, 'batch' at 2``, for a log line."""
+    listed = ", ".join(f"{symbol!r} at {size}" for symbol, size in sizes.items())
+    return f"dimension{'s' if len(sizes) > 1 else ''} {listed}"

@@ -51,6 +51,9 @@ class InputDescription(_Entry):
     name: str
     shape: tuple[int | str, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
+
 
 @dataclass(frozen=True)
 class OutputDescription(_Entry):
@@ -182,6 +185,10 @@ class ModelDescription:
             "inputs": [(entry.name, list(entry.shape)) for entry in self.inputs],
             "outputs": [(entry.name, list(entry.shape), entry.is_loss) for entry in self.outputs],
         }
+
+    def __str__(self) -> str:
+        outputs = [e.name + (" (the loss)" if e.is_loss and e.name != "loss" else "") for e in self.outputs]
+        return f"inputs {', '.join(map(str, self.inputs))}; outputs {', '.join(outputs)}"
 
     def __repr__(self) -> str:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"

@@ -232,7 +232,7 @@ class StepGraphs:
         described = dict.fromkeys(map(argument_of, self._input_names))
         in_order = iter(described)
         self._arguments = tuple(next(in_order) if argument in described else argument for argument in given)
-        _log.info("derived from the first batch: %r", self._description)
+        _log.info("derived from the first batch: %s", self._description)
 
     def _builder(self, batch: Batch) -> Builder:
         """Returns what builds graphs for arguments like those of a batch, with the loss parameters that there are."""
@@ -276,7 +276,8 @@ class StepGraphs:
         if wider.inputs != known.inputs:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
             if known.inferred:
-                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", changed)
+                sizes = ", ".join(map(str, changed))
+                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", sizes)
             else:
                 wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
                 warn(

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ort_trainer import CheckpointError
+from ort_trainer import CheckpointError, read_user_dict
 from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 
 USER = {
@@ -49,6 +49,45 @@ def test_round_trip(tmp_path: Path) -> None:
     buffer.seek(0)
     assert same(load_checkpoint_file(buffer)[1], USER)
     assert load_checkpoint_file(str(tmp_path / "a"))[0]["step"] == 3
+
+
+def test_the_users_dict_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = torch.arange(4.0)
+    path = tmp_path / "a"
+    save_checkpoint_file(path, {"model": {"large": torch.ones(1000), "shared": shared}}, {**USER, "shared": shared})
+    read: list[str] = []
+    original = safetensors.safe_open
+
+    class Watched:
+        def __init__(self, *args, **kwargs) -> None:
+            self.file = original(*args, **kwargs)
+
+        def __enter__(self):
+            self.opened = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def __getattr__(self, name: str):
+            return getattr(self.opened, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.opened.get_tensor(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Watched)
+    assert same(read_user_dict(path), {**USER, "shared": shared})
+    assert "state/model/shared" in read and "state/model/large" not in read
+    with path.open("rb") as opened:
+        assert same(read_user_dict(opened), {**USER, "shared": shared})
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        read_user_dict(tmp_path / "b")
+    with pytest.raises(TypeError, match="path must be a path or a binary file, but a int was given"):
+        read_user_dict(3)  # type: ignore[arg-type]
+    path.write_bytes(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match="was written by torch.save"):
+        read_user_dict(path)
 
 
 def test_existing_file_is_refused_or_replaced_whole(tmp_path: Path) -> None:

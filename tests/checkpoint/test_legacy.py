@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import CheckpointError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import CheckpointError, ORTTrainer, ORTTrainerOptions, optim, read_user_dict
 from ort_trainer.checkpoint import aggregate_legacy_files, load_checkpoint_file
 
 h5py = pytest.importorskip("h5py")
@@ -85,6 +85,11 @@ def test_a_real_checkpoint_goes_on_as_legacy_did(name: str) -> None:
         x, label = torch.arange(40.0).reshape(5, 8).sin(), torch.arange(5)
         losses = [trainer.train_step(x, label)[0].item() for _ in LOSSES]
         assert losses == pytest.approx(LOSSES, rel=1e-5)
+
+
+def test_the_users_dict_alone_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="is a pickle, which could execute anything: read it in the old env"):
+        read_user_dict(REAL)
 
 
 @pytest.mark.filterwarnings("ignore:the user_dict")

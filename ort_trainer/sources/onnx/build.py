@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from ...errors import ExportError
-from ...graph import TensorSpec, TrainingGraph
+from ...graph import TensorSpec, TrainingGraph, fixed_dimensions
 from ...graph.postprocess import postprocessed
 from ...graph.prune import KeepOutputsPass, RemoveUnusedPass
 from ...graph.run_passes import run_passes
@@ -104,8 +104,8 @@ class OnnxGraphBuilder:
                     raise ExportError(
                         f"shapes of the ONNX model are not known, for batches of {sizes}: {reason}"
                     ) from reason
-        for symbol, size in fixed.items():
-            _log.warning("the ONNX model asks for dimension %r as a number, %d: each other size is built", symbol, size)
+        if fixed:
+            _log.warning("the ONNX model fixes %s: each other size is built", fixed_dimensions(fixed))
         kind = "training" if training else "evaluation"
         _log.info("built the %s graph in %.1f s: %d nodes", kind, time.perf_counter() - start, len(graph.model.graph))
         return graph if self.postprocess is None else postprocessed(graph, self.postprocess)

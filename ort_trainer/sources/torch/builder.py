@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import IdleOptionError, warn
-from ...graph import TrainingGraph
+from ...graph import TrainingGraph, fixed_dimensions
 from ...runtime.engine import preload
 from ..export_cache import export_cache
 from .borrow import borrowed
@@ -92,9 +92,10 @@ class GraphBuilder:
             found = made() if answer is None else Export.from_bytes(answer)
         graph = TrainingGraph.from_bytes(found.graph)
         self._log_export(found, graph, time.perf_counter() - start)
-        for symbol, size in graph.fixed.items():
-            where = found.reasons.get(symbol, "")
-            _log.warning("the model fixes dimension %r at %d (%s): each other size is exported", symbol, size, where)
+        if graph.fixed:
+            places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))
+            places = f". {places}" if places else ""
+            _log.warning("the model fixes %s: each other size is exported%s", fixed_dimensions(graph.fixed), places)
         if self.postprocess is not None:
             from ...graph.postprocess import postprocessed
 

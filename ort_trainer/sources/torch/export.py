@@ -89,7 +89,7 @@ class _Exporter:
                 if self._step.kernels == "pytorch":
                     raise
                 self._for_kernels = False
-                _log.info("ONNX Runtime's own kernels are used: %s", error)
+                _log.info("ONNX Runtime's own kernels are used: %s", " ".join(str(error).split()))
         return self._run()
 
     def _run(self) -> Export:

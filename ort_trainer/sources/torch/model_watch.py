@@ -237,17 +237,21 @@ class ModelWatch:
 
     def _log_changes(self, settings: list[tuple[Any, ...]], states: list[tuple[Any, ...]]) -> None:
         changes = [
-            f"{name}.{key}".removeprefix(".") + f": {shown(old)} -> {shown(new)}"
+            (name, f"{key}: {shown(old)} -> {shown(new)}")
             for (name, _), keys, before, now in zip(self._modules, self._keys, self._settings, settings, strict=False)
             for key, old, new in zip(keys, before[1:], now[1:], strict=True)
             if old is not new and not _same([(old,)], [(new,)])
         ]
         changes += [
-            f"{name}.requires_grad: {old[0]} -> {new[0]}"
+            (name, f"requires_grad: {old[0]} -> {new[0]}")
             for name, old, new in zip(self._parameters, self._states, states, strict=True)
             if old != new
         ]
-        _log.info("the model has changed: %s%s", "; ".join(changes[:5]), "; ..." if len(changes) > 5 else "")
+        where: dict[str, list[str]] = {}
+        for name, change in changes:
+            where.setdefault(change, []).append(name)
+        said = [f"{change} in {_listed(names)}" for change, names in where.items()]
+        _log.info("the model has changed: %s%s", "; ".join(said[:5]), "; ..." if len(said) > 5 else "")
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -288,5 +292,5 @@ def _same(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> bool:
 
 
 def _listed(names: Collection[str]) -> str:
-    quoted = [repr(name) for name in names]
+    quoted = [repr(name) if name else "the model" for name in names]
     return ", ".join(quoted[:5]) + (f" and {len(quoted) - 5} more" if len(quoted) > 5 else "")

@@ -6,7 +6,7 @@ import inspect
 import re
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ __all__ = [
     "drop_source",
     "forward_line",
     "library_line_of_error",
+    "line_of_condition",
     "onnx_source_line",
     "operator_of",
     "source_line",
@@ -31,6 +32,7 @@ _TORCH = Path(torch.__file__).parent
 _LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
 # What of PyTorch computes in Python; the rest of it is between a model and its capture.
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+_CALLS_OPERATOR = str(_TORCH / "_ops.py")
 _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 
 
@@ -82,6 +84,20 @@ def forward_line(model: nn.Module) -> str:
 def source_line_of_error(error: BaseException) -> str:
     """Returns the same for what raised an error while the user's code ran."""
     return _last_of_the_user(_frames_of_error(error))
+
+
+def line_of_condition(place: Any) -> str:
+    """Returns the line that asked for a condition on sizes, be it the user's or a library's; "" where none is known.
+
+    Args:
+        place: What torch notes with a condition, whose own text cuts the path.
+    """
+    frame = place.framework_loc
+    if not isinstance(frame, traceback.FrameSummary):
+        return str(place).strip("()")
+    if frame.filename == _CALLS_OPERATOR:
+        return ""
+    return _shown((frame.filename, str(frame.lineno), frame.name, frame.line or "")).removesuffix(": ")
 
 
 def library_line_of_error(error: BaseException) -> str:

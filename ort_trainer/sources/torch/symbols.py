@@ -14,6 +14,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from ...graph import Dim, evaluate
 from ...options import InputDescription
+from .source_lines import line_of_condition
 
 __all__ = ["SymbolTable", "hint", "is_choice_of_library", "number_of_elements", "size_in_bytes"]
 
@@ -109,11 +110,11 @@ class SymbolTable:
         return conditions, frozen
 
     def reason(self, name: str) -> str:
-        """Returns where the model fixed a symbolic dimension, as far as the exporter knows."""
+        """Returns where the model fixed a symbolic dimension; "" where the exporter does not know."""
         for guard in self._shape_env.guards:
             if any(self._names.get(symbol) == name for symbol in guard.expr.free_symbols):
-                return str(guard.sloc)
-        return "the model"
+                return line_of_condition(guard.sloc)
+        return ""
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
         if not expression.free_symbols <= set(self._names):

@@ -76,7 +76,7 @@ class MeasureShapesPass(ir.passes.InPlacePass):
                     {s: own[s] for s in symbols}
                 )
             except Exception as error:  # ONNX Runtime's errors have no separate class
-                _log.info("the shapes of the ONNX model can't be measured: %s", error)
+                _log.info("the shapes of the ONNX model can't be measured: %s", " ".join(str(error).split()))
                 return ir.passes.PassResult(model, modified=False)
             for name in unknown:
                 shapes = [(sizes, measured[name]) for sizes, measured in runs]
