@@ -1,4 +1,4 @@
-"""What a user reads while a model is exported: one line for each thing, with whole paths and no reprs of our classes."""
+"""What a user reads in the log of a first run: whole paths, descriptions as they are written, a line an export."""
 
 from __future__ import annotations
 
