@@ -40,6 +40,7 @@ class ParameterUpdate:
         group: Index of its learning rate.
         hyper: The hyper-parameters of its group, as the optimizer config has them.
         limit: What the global gradient norm is clipped to; infinite for not at all.
+        max_value: What each element of the gradient is clipped to; infinite for not at all.
     """
 
     rule: Rule
@@ -48,6 +49,7 @@ class ParameterUpdate:
     group: int
     hyper: Mapping[str, Any]
     limit: float
+    max_value: float = math.inf
 
 
 def with_optimizer(
@@ -121,6 +123,9 @@ class _Writer(Emitter):
                 excess = self.op("Div", norm, self.constant(update.limit, np.float32))
                 excess = self.op("Max", excess, self.constant(1.0, np.float32))
                 gradient = self.op("Div", gradient, self._like(excess, weight))
+            if math.isfinite(update.max_value):
+                bounds = [self.number(bound, weight) for bound in (-update.max_value, update.max_value)]
+                gradient = self.op("Clip", gradient, *bounds)
             slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
             count = step if update.rule.shares_count else None
             if update.counts and count is None:

@@ -41,6 +41,7 @@ def save_graphs(
     session: StepSession,
     config: OptimizerConfig,
     *,
+    max_value: float,
     accumulate: bool,
     check_finite: bool,
 ) -> None:
@@ -51,6 +52,7 @@ def save_graphs(
         graph: The first training graph.
         session: Knows what is updated, and how ONNX Runtime is set up.
         config: The update rule.
+        max_value: What each element of a gradient is clipped to; infinite for not at all.
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped where gradients are not finite.
     """
@@ -71,7 +73,9 @@ def save_graphs(
             with_optimizer(
                 graph,
                 {
-                    name: ParameterUpdate(rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit)
+                    name: ParameterUpdate(
+                        rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit, max_value
+                    )
                     for index, hyper, limit, names in session.optimizer.groups
                     for name in names
                 },

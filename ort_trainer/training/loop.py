@@ -6,6 +6,7 @@ All faces of the trainer run this one loop and translate arguments only.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -318,9 +319,9 @@ class TrainingLoop:
 
     def discard_gradients(self) -> None:
         """Ends the window without an update."""
+        self.window.reset()
         if self._session is not None:
             self._session.lazy_reset_grad()
-        self.window.reset()
 
     def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> list[torch.Tensor]:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
@@ -387,13 +388,13 @@ class TrainingLoop:
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
         self.precision.name_input(graph)
-        paths = self.options.debug.graph_save_paths.to_dict()
         if graph.training and len(session.graphs(True)) == 1:
             save_graphs(
-                paths,
+                self.options.debug.graph_save_paths.to_dict(),
                 graph,
                 session,
                 self.config,
+                max_value=self.options.utils.max_grad_value or math.inf,
                 accumulate=self.window.size > 1,
                 check_finite=self.precision.checks_finite,
             )

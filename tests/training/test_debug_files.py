@@ -71,7 +71,7 @@ def test_four_files(tmp_path: Path) -> None:
 GROUP = [{"params": FIRST, "lr": 0.05}]
 CONFIGS: dict[str, Any] = {
     **{name: (config(lr=0.01), {}) for name, config in rules.CONFIGS.items()},
-    "sgd": (optim.SGDConfig(GROUP, lr=0.1), {"utils": {"max_grad_norm": 0.3}}),
+    "sgd": (optim.SGDConfig(GROUP, lr=0.1), {"utils": {"max_grad_norm": 0.3, "max_grad_value": 0.05}}),
     "momentum": (optim.SGDConfig(lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.1), {}),
     "nesterov": (optim.SGDConfig(lr=0.1, momentum=0.9, nesterov=True), {}),
     "lion": (optim.LionConfig(lr=0.01, weight_decay=0.1), {}),
