@@ -14,7 +14,7 @@ PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo test test-python312 lint format bench fidelity operators docs clean
+.PHONY: setup setup-stock setup-legacy demo test test-python312 lint format bench fidelity operators docs reference clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -79,6 +79,11 @@ operators: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# The pages of build/reference, from the docstrings; a warning is an error. Nothing else needs Sphinx.
+reference: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'sphinx>=8.1'
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs/reference build/reference
 
 clean:
 	rm -rf $(VENV) $(STOCK) $(LEGACY) out dist build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -88,6 +89,21 @@ def test_python_of_the_page_on_optimizers_runs() -> None:
     losses = scope["losses"]
     assert isinstance(losses, list) and len(losses) == 3
     assert all(kind == pytest.approx(losses[0], rel=1e-5) for kind in losses)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    modules = ("ort_trainer", "ort_trainer.optim", "ort_trainer.amp", "ort_trainer.fit")
+    said: dict[str, set[str]] = {module: set() for module in modules}
+    for page in (ROOT / "docs" / "reference").glob("*.rst"):
+        text = page.read_text()
+        module = re.search(r"currentmodule:: (\S+)", text)
+        for name in re.findall(r"^\.\. auto\w+:: (\S+)|^``(\w+)`` is legacy's name", text, re.MULTILINE):
+            path = "".join(name) if module is None else f"{module[1]}.{''.join(name)}"
+            said.setdefault(path.rpartition(".")[0], set()).add(path.rpartition(".")[2])
+        assert page.stem == "index" or f"\n   {page.stem}\n" in page.with_stem("index").read_text()
+    for module_name in modules:
+        names, public = said[module_name], importlib.import_module(module_name).__all__
+        assert names == {name for name in public if f"{module_name}.{name}" not in said}, module_name
 
 
 def test_option_tables_are_up_to_date() -> None:

@@ -17,9 +17,12 @@ class LSTMModel(nn.Module):
         self.lstm = nn.LSTM(WIDTH, WIDTH, LAYERS)
         self.decoder = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens, h, c):
-        output, (h, c) = self.lstm(self.encoder(tokens), (h, c))
-        return self.decoder(output).flatten(0, 1), h, c
+    def forward(self, tokens, hidden):
+        output, hidden = self.lstm(self.encoder(tokens), hidden)
+        return self.decoder(output).flatten(0, 1), hidden
+
+    def init_hidden(self):
+        return torch.zeros(LAYERS, BATCH, WIDTH), torch.zeros(LAYERS, BATCH, WIDTH)
 
 
 def criterion(output, target):
@@ -34,11 +37,11 @@ def batch(text, start):
 @torch.no_grad()
 def evaluate(model, text):
     model.eval()
-    h = c = torch.zeros(LAYERS, BATCH, WIDTH)
+    hidden = model.init_hidden()
     total = 0.0
     for start in range(0, len(text) - 1, LENGTH):
         data, target = batch(text, start)
-        output, h, c = model(data, h, c)
+        output, hidden = model(data, hidden)
         total += F.cross_entropy(output, target, reduction="sum").item()
     return total / (text.numel() - BATCH)
 
@@ -51,12 +54,12 @@ def main(steps=600):
     lr, best = 5.0, float("inf")
     trainer = ORTTrainer(model, "auto", torch.optim.SGD(model.parameters(), lr=lr), loss_fn=criterion)
     losses = []
-    h = c = torch.zeros(LAYERS, BATCH, WIDTH)
+    hidden = model.init_hidden()
     for step in range(steps):
         model.train()
         data, target = batch(text, step * LENGTH % (len(text) - 1))
         model.zero_grad()
-        loss, _, h, c = trainer.forward_backward(data, h, c, target)
+        loss, _, *hidden = trainer.forward_backward(data, tuple(hidden), target)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         for p in model.parameters():
             p.data.add_(p.grad, alpha=-lr)

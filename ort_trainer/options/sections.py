@@ -354,7 +354,9 @@ class Options(Section):
     device: Option[DeviceOptions] = Option(DeviceOptions)
     distributed: Option[DistributedOptions] = Option(DistributedOptions)
     lr_scheduler: Option[LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None] = Option()
-    """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`."""
+    """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`; one of
+    `torch.optim.lr_scheduler` over the optimizer that the trainer has, stepped after each update; or a function from
+    the number of updates done to a factor on the rates."""
     mixed_precision: Option[MixedPrecisionOptions] = Option(MixedPrecisionOptions)
     graph_transformer: Option[GraphTransformerOptions] = Option(GraphTransformerOptions)
     utils: Option[UtilsOptions] = Option(UtilsOptions)

@@ -85,7 +85,7 @@ class ORTTrainerOptions(Options):
     Raises:
         TypeError: If ``options`` is not a mapping.
         ValueError: If any setting is unknown, has a wrong value, or is not supported yet. The text starts with
-            ``Invalid options: `` and names every wrong setting by its dotted path.
+            ``Invalid options:`` and names every wrong setting by its dotted path.
 
     Example:
         >>> ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 4}}).batch.gradient_accumulation_steps

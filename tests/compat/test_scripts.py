@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.engine
-
 SCRIPTS = Path(__file__).parent / "scripts"
+Update = Callable[[int], None]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -23,7 +25,7 @@ def run(script: str, argument: Path) -> dict[str, list[list[float]]]:
         "import runpy, sys, ort_trainer.compat; ort_trainer.compat.install(); "
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-c", program, str(SCRIPTS / script), str(argument)],
         capture_output=True,
@@ -65,6 +67,7 @@ def reference(rates: list[float]) -> dict[str, list[list[float]]]:
     return lines
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("script", "argument", "rates"),
     [
@@ -81,3 +84,99 @@ def test_an_old_script_gives_the_numbers_of_pytorch(
     for word, lines in expected.items():
         for ours, theirs in zip(found[word], lines, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), word
+
+
+@pytest.fixture
+def old_models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("old_models")
+
+
+def losses_of(
+    loss_of: Callable[..., torch.Tensor], batches: Iterable[tuple[torch.Tensor, ...]], model: nn.Module, step: Update
+) -> list[list[float]]:
+    """Two micro-batches a window, and clipping; ``step`` gets the number of the update."""
+    losses: list[list[float]] = []
+    for batch in batches:
+        loss = loss_of(*batch)
+        losses.append([loss.item()])
+        (loss / 2).backward()
+        if len(losses) % 2 == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            step(len(losses) // 2 - 1)
+            model.zero_grad()
+    return losses
+
+
+def assert_same_lines(found: dict[str, list[list[float]]], expected: dict[str, list[list[float]]]) -> None:
+    assert found.keys() == expected.keys()
+    for word, lines in expected.items():
+        for ours, theirs in zip(found[word], lines, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), word
+
+
+def test_the_getting_started_example(tmp_path: Path, old_models: ModuleType) -> None:
+    torch.manual_seed(1)
+    model = old_models.TransformerModel()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    expected: dict[str, list[list[float]]] = {"loss": []}
+    for number, tokens in enumerate(old_models.token_batches(8, 7, 3)):
+        loss = old_models.transformer_loss(model(tokens[:-1]), tokens[1:].reshape(-1))
+        expected["loss"].append([loss.item()])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 0.01 * (number / 2 if number < 2 else (20 - number) / 18)
+        optimizer.step()
+    with torch.no_grad():
+        loss = old_models.transformer_loss(model.eval()(tokens[:-1]), tokens[1:].reshape(-1))
+    expected["evaluated"] = [[loss.item()]]
+    assert_same_lines(run("getting_started_like.py", tmp_path / "weights.pt"), expected)
+    kept = torch.load(tmp_path / "weights.pt", weights_only=False)
+    assert set(kept) == set(dict(model.named_parameters()))
+
+
+def test_the_gpt2_example(tmp_path: Path, old_models: ModuleType) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = old_models.gpt2()
+    decayed = {n: not any(key in n for key in ("bias", "ln_")) for n, _ in model.named_parameters()}
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.1 * decayed[n]} for n, p in model.named_parameters()], lr=0.01
+    )
+
+    def step(number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (10 - number) / 10
+        optimizer.step()
+
+    batches = [(tokens,) for tokens in old_models.token_batches(8, 3, 9)]
+    losses = losses_of(lambda tokens: model(tokens, labels=tokens).loss, batches, model, step)
+    written = model.eval().generate(batches[-1][0][:1, :4], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert_same_lines(run("gpt2_like.py", tmp_path), {"loss": losses, "generated": written.tolist()})
+
+
+def test_the_bert_example(tmp_path: Path, old_models: ModuleType) -> None:
+    """LAMB as its paper has it (algorithm 2), without bias correction, as legacy's default was."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = old_models.BertForPreTraining()
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def step(number: int) -> None:
+        rate = 0.02 * (number / 2 if number < 2 else (1 - number / 10) ** 0.5)
+        for name, weight in model.named_parameters():
+            first, second = moments[name]
+            first.mul_(0.9).add_(weight.grad, alpha=0.1)
+            second.mul_(0.999).addcmul_(weight.grad, weight.grad, value=0.001)
+            decay = 0.0 if any(key in name for key in ("bias", "gamma", "beta", "LayerNorm")) else 0.01
+            direction = first / (second.sqrt() + 1e-6) + decay * weight
+            norms = weight.norm(), direction.norm()
+            ratio = norms[0] / norms[1] if all(norms) else 1.0
+            weight.sub_(rate * ratio * direction)
+
+    losses = losses_of(model, old_models.bert_batches(8), model, step)
+    names = sorted(n for n, _ in model.named_parameters() if n.startswith("model.cls.predictions.tr"))
+    norms = [model.get_parameter(name).norm().item() for name in names]
+    assert_same_lines(run("bert_like.py", tmp_path), {"loss": losses, "norm": [norms]})

@@ -50,4 +50,4 @@ def test_log_lines_of_a_first_run(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert found is not None and Path(found[2]).is_absolute() and Path(found[2]).exists()
     changed = [line for line in lines if line.startswith("the model has changed")]
-    assert changed[-1] == "the model has changed: training: True -> False in 'rnn'"
+    assert changed[-1] == "the model has changed: training: False -> True in the model, 'head'"
