@@ -113,10 +113,11 @@ def test_other_weights_find_the_graph(folder: Path, log: pytest.LogCaptureFixtur
     said(log)
     torch.manual_seed(2)
     model = MLP()
+    x, label = mlp_batches(1)[0]
+    expected = F.cross_entropy(model(x), label).detach()
     (loss, *_), _ = trained(model)
     assert FOUND in said(log)
-    x, label = mlp_batches(1)[0]
-    torch.testing.assert_close(loss, F.cross_entropy(model(x), label).detach())
+    torch.testing.assert_close(loss, expected)
 
 
 class Scaled(nn.Module):
@@ -137,10 +138,11 @@ class Scaled(nn.Module):
 def test_changed_constants_are_seen(changed: nn.Module, folder: Path, log: pytest.LogCaptureFixture) -> None:
     trained(Scaled(2.0))
     said(log)
+    x, label = mlp_batches(1)[0]
+    expected = F.cross_entropy(changed(x), label).detach()
     (loss, *_), _ = trained(changed)
     assert MADE in said(log)
-    x, label = mlp_batches(1)[0]
-    torch.testing.assert_close(loss, F.cross_entropy(changed(x), label).detach())
+    torch.testing.assert_close(loss, expected)
 
 
 def test_evaluation_has_a_graph_of_its_own(folder: Path, log: pytest.LogCaptureFixture) -> None:
@@ -219,9 +221,10 @@ def test_a_graph_is_used_only_for_the_sizes_that_it_accepts(folder: Path, log: p
     for expected in (MADE, FOUND):
         for size in (4, 1):
             model, batch = OfSizeOne(), mlp_batches(1, size=size)
+            wanted = F.cross_entropy(model(batch[0][0]), batch[0][1]).detach()
             (loss,), _ = trained(model, batch)
             assert expected in said(log)
-            torch.testing.assert_close(loss, F.cross_entropy(model(batch[0][0]), batch[0][1]).detach())
+            torch.testing.assert_close(loss, wanted)
 
 
 def refusing(model: nn.Module, message: str) -> None:
