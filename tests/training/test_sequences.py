@@ -315,6 +315,30 @@ def test_loops_over_cells(case: str, kernels: str) -> None:
     same(Loop(**settings), desc, batches, F.mse_loss, options=options)
 
 
+def test_a_loop_over_cells_with_closures() -> None:
+    """The loop of pytorch/examples' time_sequence_prediction, with fewer and smaller steps."""
+    model = Loop().double()
+    reference = copy.deepcopy(model)
+    wave = torch.sin(torch.arange(21) / 4.0 + torch.randint(-9, 9, (5, 1))).double()
+    x, y = wave[:, :-1].contiguous(), wave[:, 1:].contiguous()
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn=F.mse_loss)
+    optimizers = [torch.optim.LBFGS(part.parameters(), lr=0.8, max_iter=4) for part in (model, reference)]
+
+    def ours() -> torch.Tensor:
+        optimizers[0].zero_grad()
+        return trainer.forward_backward(x, y)[0]
+
+    def theirs() -> torch.Tensor:
+        optimizers[1].zero_grad()
+        loss = F.mse_loss(reference(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        assert_close(optimizers[0].step(ours), optimizers[1].step(theirs).detach(), 1e-6, "loss")
+    assert_same_weights(trainer, reference, 1e-6)
+
+
 @pytest.mark.parametrize("case", LOOPS)
 def test_loops_over_cells_become_layers(case: str) -> None:
     settings, left = LOOPS[case]
