@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "rebuild"]
+__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "rebuild"]
 
 Layout = tuple[Any, ...]
 """``("tensor", input name)``, ``("value", type, value)``, or a kind of container with the layouts of its parts."""
@@ -77,6 +77,14 @@ def default_layout(argument: str, names: Iterable[str]) -> Layout:
     if keys == [str(index) for index in range(len(keys))]:
         return ("tuple", tuple(parts))
     return ("dict", tuple(zip(keys, parts, strict=True)))
+
+
+def has_tensors(layout: Layout) -> bool:
+    """Returns whether an argument has a tensor in it."""
+    kind, *rest = layout
+    if kind in ("tensor", "value"):
+        return bool(kind == "tensor")
+    return any(map(has_tensors, (part for _, part in rest[0]) if kind == "dict" else rest[0]))
 
 
 def constants_of(layout: Layout, name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .runtime.installed import check_engine
 from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
 from .trainer_state import TrainerState
+from .training import state
 from .training.inference_mode import outside_inference_mode
 from .training.learning_rates import Schedule
 from .training.loop import TrainingLoop
@@ -275,7 +276,7 @@ class ORTTrainer(Fitting, OwnSteps, TrainerState):
 
     @outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
-        self._loop.check_started(method)
+        state.check_started(self._loop, method)
         save_onnx(self._loop, path, names)
 
     # Copying asks for this too.

@@ -125,7 +125,7 @@ class TrainerState:
             FileNotFoundError: If the folder does not exist.
             TypeError: If ``user_dict`` holds something else.
         """
-        self._loop.check_started("save_checkpoint")
+        state.check_started(self._loop, "save_checkpoint")
         found = state.collect(self._loop, include_optimizer=include_optimizer_states, copy=False)
         save_checkpoint_file(path, found, {} if user_dict is None else user_dict, overwrite)
 

@@ -186,7 +186,7 @@ class _Fit:
         total, count = 0.0, 0
         for given in self.eval_loader:
             batch = _moved(given, self.device)
-            loss, outputs = _split(trainer, trainer.eval_step(batch))
+            loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
             samples = _samples(batch)
             total, count = total + loss * samples, count + samples
             if len(self.metrics):

@@ -143,6 +143,13 @@ class OptimizerConfig:
         """Returns whether the optimizer has a parameter of this name."""
         return True
 
+    def check(self) -> None:
+        """Checks what may have changed from outside since :meth:`bind`.
+
+        Raises:
+            RuntimeError: If an update is impossible now.
+        """
+
     def set_rates(self, rates: Sequence[float]) -> None:
         """Is told the rates of an update, before it."""
 

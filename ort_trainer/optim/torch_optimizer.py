@@ -102,14 +102,15 @@ class _OverTorch(OptimizerConfig):
         self._write("initial_lr" if self._from_bases else "lr", [number("lr", value) for value in values])
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Shows the optimizer the rates of an update, and checks its groups.
+        """Shows the optimizer the rates of an update.
 
         Args:
             rates: One for all groups, or one for each and one more.
-
-        Raises:
-            RuntimeError: If parameters were added after the trainer was made.
         """
+        self._write("lr", [rates[0]] * len(self.optimizer.param_groups) if len(rates) == 1 else rates)
+
+    def check(self) -> None:
+        """Checks that no parameters were added after the trainer was made."""
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if count != len(self._parameters):
             raise RuntimeError(
@@ -117,7 +118,6 @@ class _OverTorch(OptimizerConfig):
                 "trainer was made: make the optimizer over all of them and freeze those that wait with "
                 "requires_grad_(False), or make a new trainer"
             )
-        self._write("lr", [rates[0]] * len(self.optimizer.param_groups) if len(rates) == 1 else rates)
 
     def _write(self, key: str, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
@@ -266,6 +266,24 @@ class FollowedConfig(_OverTorch):
     def hyper_parameters(self, group: int) -> dict[str, Any]:
         """Returns the rule's hyper-parameters of a group, as they are now."""
         return self._hyper(self.optimizer.param_groups[group])
+
+    def bind(self, model: object) -> None:
+        """Finds the names of the optimizer's parameters, and what their rule keeps of them."""
+        super().bind(model)
+        self._slots = self._slots_of_now()
+
+    def check(self) -> None:
+        """Checks that the groups are what they were, and need no other state."""
+        super().check()
+        if self._slots_of_now() != self._slots:
+            raise RuntimeError(
+                f"a parameter group of {type(self.optimizer).__name__} has got a momentum, or has lost it, since the "
+                "trainer was made, which has made no state for that: give it a momentum from the start"
+            )
+
+    def _slots_of_now(self) -> list[tuple[str, ...]]:
+        groups = range(len(self.optimizer.param_groups))
+        return [tuple(self.rule.slots_for(self.hyper_parameters(group))) for group in groups]
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """Shows the optimizer the rates of an update."""

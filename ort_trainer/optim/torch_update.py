@@ -42,6 +42,18 @@ class TorchUpdate(OptimizerUpdate):
         again: Again | None,
     ) -> None:
         optimizer = self._torch.optimizer
+        gone = [
+            name
+            for name, parameter in self._torch.parameters.items()
+            if parameter.dtype == self._parameters[name].dtype
+            and parameter.data_ptr() != self._parameters[name].data_ptr()
+        ]
+        if gone:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has the parameters {gone[:3]} that the model had when the trainer was "
+                "made, and the model has others (load_state_dict(assign=True) makes such): make optimizer and trainer "
+                "anew"
+            )
         self._put(gradients, divisor)
         if again is None:
             optimizer.step()

@@ -121,12 +121,16 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True where that was not checked.
         """
-        self.norm = global_norm(gradients.values()) / divisor if (self._clips or check_finite) and gradients else None
+        self.norm = global_norm(gradients.values()) / divisor if self._asks_norm(check_finite) and gradients else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
         self._update(gradients, learning_rates, divisor, again)
         return True
+
+    def rebind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Updates other tensors from now on, of the parameters among those that are given by name."""
+        self._parameters |= {name: value for name, value in parameters.items() if name in self._parameters}
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
         """Is told that gradients which it has used are needed no longer."""
@@ -154,6 +158,10 @@ class OptimizerUpdate:
                         counter=group.counter if len(names) == len(group.names) else None,
                     )
                 )
+
+    def _asks_norm(self, check_finite: bool) -> bool:
+        """Returns whether the norm is needed, or can't be had after the update."""
+        return self._clips or check_finite or self._max_value is not None
 
     def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
         """Divides and clips gradients in place."""

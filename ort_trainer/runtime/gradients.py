@@ -102,4 +102,4 @@ class Gradients:
         for name, value in gradients.items():
             self.memory(name).copy_(value)
         self._present = set(gradients)
-        self._reset = not gradients
+        self._reset, self._used = not gradients, False

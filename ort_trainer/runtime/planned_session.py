@@ -132,6 +132,21 @@ class PlannedSession:
         options.optimized_model_filepath = str(path)
         load(graph, self._providers, options)
 
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Works on other tensors from now on.
+
+        Args:
+            tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
+        """
+        for name, tensor in tensors.items():
+            (self.parameters if name in self.parameters else self.buffers)[name] = tensor
+            for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
+                if name in runner.graph.state:
+                    runner.rebind(name, tensor)
+        for plan in self._plans.values():
+            plan.bindings.clear()
+        self.optimizer.rebind(tensors)
+
     def graphs(self, training: bool) -> list[TrainingGraph]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
         return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]

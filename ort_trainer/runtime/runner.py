@@ -59,11 +59,13 @@ class _Binding:
     Attributes:
         binding: ONNX Runtime's own.
         destinations: Names of the graph outputs that are written into given tensors.
+        tensors: All that is bound, which must live as long as the addresses are known here.
         loss_scale: The tensor that is bound as loss scale.
     """
 
     binding: Any
     destinations: list[str]
+    tensors: list[torch.Tensor]
     loss_scale: torch.Tensor | None = None
 
 
@@ -123,6 +125,10 @@ class GraphRunner:
 
     def _load(self) -> InferenceSession:
         return load(self.graph, *self._settings)
+
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes another tensor for a parameter or buffer; plans must forget their bindings then."""
+        self._state[self.graph.state[name]] = tensor
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""
@@ -212,7 +218,7 @@ class GraphRunner:
             binding.bind_input(name, *self._describe(name, value))
         for name, value in destinations.items():
             binding.bind_output(name, *self._describe(name, value))
-        return _Binding(binding, list(destinations))
+        return _Binding(binding, list(destinations), [*self._state.values(), *destinations.values()])
 
     def _describe(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
         """Returns device, element type, shape and address of a tensor, as a binding takes them."""

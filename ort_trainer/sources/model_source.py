@@ -76,12 +76,16 @@ class ModelSource(ABC):
         parameters = self.parameters
         return own_copies({**parameters, **self.buffers}, parameters, device)
 
-    def take_changes(self) -> None:  # noqa: B027 - nothing to do for copies
+    def take_changes(self) -> Named:
         """Takes over what was changed in the model itself, where the trainer works on its tensors.
+
+        Returns:
+            Those that have other memory now, by canonical name; mostly none.
 
         Raises:
             RuntimeError: If that can't be.
         """
+        return {}
 
     def publish(self, names: Collection[str]) -> None:  # noqa: B027 - likewise
         """Shows the model what has become of its tensors, where it does not see that by itself.

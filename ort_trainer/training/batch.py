@@ -103,7 +103,7 @@ def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[s
     for argument, layout in layouts.items():
         expected = [name for name in names if argument_of(name) == argument]
         found = [name for name in leaves if argument_of(name) == argument]
-        if found != expected:
+        if sorted(found) != sorted(expected):
             if expected == [argument]:
                 raise TypeError(_NO_TENSOR.format(argument, type(given[argument]).__name__, shown(given[argument])))
             what = shown(given[argument]) if layout[0] == "value" else f"one with the parts {found}"

@@ -99,7 +99,7 @@ class TrainingLoop:
             (self.rates.scheduler, "lr_scheduler"),
             (getattr(config, "optimizer", None), "optim_config"),
         ):
-            if thing is not None:
+            if hasattr(thing, "state_dict"):  # a function may serve any number of trainers
                 claim(thing, self, option, options.lenient)
 
     @property
@@ -110,8 +110,7 @@ class TrainingLoop:
             RuntimeError: If a tensor of the model was changed to one that it can't take over.
         """
         if self._session is not None:
-            with BORROWED:
-                self.source.take_changes()
+            self.graphs.refresh(self._session)
         return self._session
 
     @property
@@ -130,13 +129,6 @@ class TrainingLoop:
         with BORROWED:
             restored.tensors = dict(self.source.put(restored.tensors))
         self._pending, self.pending_dict = restored, state_dict
-
-    def check_started(self, method: str) -> None:
-        """Raises a RuntimeError before the first step, when there is nothing to save."""
-        if self._session is None:
-            raise RuntimeError(
-                f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
-            )
 
     def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Returns what runs a step for a batch; makes session and graph where there are none yet.
@@ -214,7 +206,8 @@ class TrainingLoop:
                     "optimizer.step(closure)"
                 )
             again = functools.partial(self._again, batch)
-        # Asked before anything has changed, as a schedule may refuse.
+        # Asked before anything has changed, as either may refuse.
+        self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
         outputs = self.backward(plan, batch, weight)
         if self.window.complete:
@@ -287,8 +280,9 @@ class TrainingLoop:
         Returns:
             As :meth:`optimizer_step`.
         """
-        session, info = self._session, self.info
+        session, info = self._session if gradients is None else self.session, self.info
         assert session is not None
+        self.config.check()
         rates = self.rates.upcoming(info, info.step) if rates is None else rates
         session.set_learning_rate(*rates)
         self.config.set_rates(rates)
@@ -296,17 +290,22 @@ class TrainingLoop:
         update = session.optimizer_step
         if self._profiler is not None:
             update = functools.partial(self._profiler.update, update)
-        info.all_finite = update(
-            divisor=self.window.divisor if gradients is None else 1.0,
-            check_finite=self.precision.checks_finite,
-            gradients=gradients,
-            again=again,
-        )
-        norm = session.optimizer.norm
-        if norm is None and gradients:  # the user may change them
-            norm = global_norm(gradients.values())
-        self.source.publish(session.parameters)
-        self.discard_gradients()
+        # Of gradients that the user may change it is computed at once.
+        norm = global_norm(gradients.values()) if gradients else None
+        try:
+            info.all_finite = update(
+                divisor=self.window.divisor if gradients is None else 1.0,
+                check_finite=self.precision.checks_finite,
+                gradients=gradients,
+                again=again,
+            )
+        finally:  # they are divided, whatever has become of the update
+            self.discard_gradients()
+        norm = session.optimizer.norm if norm is None else norm
+        if self.layout.torch_config is None:
+            self.source.publish(session.parameters)
+        else:  # it has changed the model itself
+            self.graphs.refresh(session)
         self.holds_gradients = False
         info.note_update(rates, session.norm_of_used if norm is None else norm)
         try:

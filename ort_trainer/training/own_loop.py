@@ -21,6 +21,7 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
             f"forward_backward() was called after {loop.window.micro_batches} of {loop.window.size} micro-batches of a "
             "window of train_step(), whose gradients are kept elsewhere: end it with optimizer_step() first"
         )
+    loop.source.add_gradients({})  # which is refused where there is no place for them
     batch = loop.graphs.bind(args, kwargs)
     plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches))
     with uninterrupted():
@@ -49,6 +50,11 @@ def optimizer_step(loop: TrainingLoop) -> bool:
             return loop.optimizer_step()
         if not loop.holds_gradients:
             return False
+        if loop.config.needs_closure:
+            raise RuntimeError(
+                f"{loop.config.name} computes the loss several times in an update: call optimizer.step(closure) "
+                "yourself, with a closure that calls forward_backward(), or train_step()"
+            )
         with BORROWED:
             gradients = loop.source.gradients()
         return bool(gradients) and loop.update(gradients)

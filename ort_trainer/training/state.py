@@ -17,13 +17,21 @@ from .layout import SHARED, STEP, UPDATE_COUNT, Layout
 from .loop import TrainingLoop
 from .read_state import apply_to_session, read
 
-__all__ = ["NOT_INITIALIZED", "collect", "load", "to_pytorch"]
+__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "to_pytorch"]
 
 StateDict = dict[str, Any]
 NOT_INITIALIZED = (
     "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
     "calling ORTTrainer.state_dict()."
 )
+
+
+def check_started(loop: TrainingLoop, method: str) -> None:
+    """Raises a RuntimeError before the first step, when there is nothing to save."""
+    if loop.session is None:
+        raise RuntimeError(
+            f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
+        )
 
 
 def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = True) -> StateDict:
@@ -108,6 +116,7 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
         RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
         TypeError, ValueError: If anything does not fit. Nothing has changed then.
     """
+    session = loop.session  # which raises where the model has become one that can't be written to
     restored = read(state_dict, loop.layout, loop.window, strict)
     precision, rates, info = loop.precision, loop.rates, loop.info
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
@@ -124,9 +133,9 @@ def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> Non
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
             raise
-        if loop.session is not None:
-            apply_to_session(restored, loop.session)
-            loop.source.publish({*loop.session.parameters, *loop.session.buffers})
+        if session is not None:
+            apply_to_session(restored, session)
+            loop.source.publish({*session.parameters, *session.buffers})
         else:
             loop.wait_with(restored, state_dict)
         loop.window = restored.window or loop.window

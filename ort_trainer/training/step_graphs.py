@@ -12,7 +12,7 @@ import torch
 
 from ..errors import shown, warn
 from ..graph import TrainingGraph
-from ..nested import Layout, argument_of, constants_of, flatten
+from ..nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..options import ModelDescription
 from ..runtime import Plan, StepSession
 from ..runtime.memory import return_freed_memory
@@ -106,8 +106,9 @@ class StepGraphs:
             names = self._input_names
             batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
             self._add_parameters(batch)
-            if partly and self._layouts:  # what is left out is as it was
-                batch.layouts = tuple(sorted({**self._layouts, **dict(batch.layouts)}.items()))
+            if partly and self._layouts:  # parts that are left out are laid out as they were
+                known = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
+                batch.layouts = tuple(sorted({**known, **dict(batch.layouts)}.items()))
             kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
             if kind not in self._fitting:
                 self._check(batch)
@@ -167,6 +168,17 @@ class StepGraphs:
             )
         return names
 
+    def refresh(self, session: StepSession) -> None:
+        """Makes a session work on what was changed in the model itself.
+
+        Raises:
+            RuntimeError: If that can't be.
+        """
+        with BORROWED:
+            changed = self._source.take_changes()
+        if changed:
+            session.rebind(changed)
+
     def plan(
         self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
     ) -> Plan:
@@ -186,6 +198,7 @@ class StepGraphs:
         """
         with BORROWED:  # by an export in another thread, whose modes are not the user's
             session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
+        self.refresh(session)
         plan = session.plan(training, batch, names, backward)
         if plan is None:
             self._add_graph(session, batch, training)

@@ -76,6 +76,9 @@ def test_a_state_is_carried_and_a_dict_and_a_number_are_passed(desc: Any) -> Non
     arguments = {"x": x, "state": ours, "scale": scale, "extra": extra}
     assert_close(trainer.predict(**arguments)[0], reference(x, theirs, scale, extra)[0].detach(), 1e-4, "prediction")
     assert len(trainer.session.graphs(False)) == 1
+    # A constant that is left out is forward()'s default, and not what it was.
+    del arguments["scale"]
+    assert_close(trainer.predict(**arguments)[0], reference(x, theirs, extra=extra)[0].detach(), 1e-4, "unscaled")
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

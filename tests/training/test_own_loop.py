@@ -184,7 +184,8 @@ def test_clipping_by_value() -> None:
         trainer.train_step(x, y)
         (F.cross_entropy(reference(x), y) / 2).backward()
         if number % 2:
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            assert trainer.train_step_info.grad_norm == pytest.approx(float(norm), rel=1e-4)
             torch.nn.utils.clip_grad_value_(reference.parameters(), 0.02)
             optimizer.step()
             optimizer.zero_grad()
@@ -192,9 +193,12 @@ def test_clipping_by_value() -> None:
 
 
 def test_copies_have_no_gradients_to_show() -> None:
-    trainer = mlp_trainer({"utils": {"share_weights": False}})
+    trainer = mlp_trainer({"utils": {"share_weights": False}}, model=Normed())
+    trainer.prepare(mlp_batches(1)[0])
+    before = trainer.state_dict(pytorch_format=True)
     with pytest.raises(RuntimeError, match="the trainer works on copies of its weights: use train_step"):
         trainer.forward_backward(*mlp_batches(1)[0])
+    assert all(torch.equal(value, before[name]) for name, value in trainer.state_dict(pytorch_format=True).items())
 
 
 class Generator(nn.Module):

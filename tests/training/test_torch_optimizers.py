@@ -305,6 +305,87 @@ def test_copies_can_not_be_stepped_by_an_optimizer_over_the_model() -> None:
         mlp_trainer({"utils": {"share_weights": False}}, torch.optim.Adam(model.parameters()), model)
 
 
+def test_bfloat16_parameters_are_stepped_as_they_are() -> None:
+    model = MLP().bfloat16()
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.5) for part in (model, reference)]
+    trainer = mlp_trainer(None, optimizers[0], model)
+    for number, (x, y) in enumerate(mlp_batches(20)):
+        x = x.bfloat16()
+        if number % 2:
+            trainer.train_step(x, y)
+        else:
+            optimizers[0].zero_grad()
+            trainer.forward_backward(x, y)
+            optimizers[0].step()
+        optimizers[1].zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        optimizers[1].step()
+    for name, value in reference.state_dict().items():
+        assert_close(model.state_dict()[name], value, 0.02, name)
+    assert torch.equal(trainer.get_parameter("fc1.weight"), model.fc1.weight.detach().float())
+
+
+def test_an_optimizer_that_raises_ends_the_window() -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise FloatingPointError("not now")
+            return super().step(closure)
+
+    model = MLP()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}}, optimizer, model)
+    batches = mlp_batches(4)
+    trainer.train_step(*batches[0])
+    with pytest.raises(FloatingPointError):
+        trainer.train_step(*batches[1])
+    Failing.fails = False
+    reference = copy.deepcopy(model)
+    for x, y in batches[2:]:
+        trainer.train_step(x, y)
+        (F.cross_entropy(reference(x), y) / 2).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for name, value in reference.state_dict().items():
+        assert_close(model.state_dict()[name], value, 1e-5, name)
+
+
+def test_what_an_update_can_not_do_is_told_before_it() -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mlp_trainer(None, optim.from_torch(optimizer), model)
+    batch = mlp_batches(1)[0]
+    trainer.train_step(*batch)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match="a parameter group of SGD has got a momentum, or has lost it"):
+        trainer.train_step(*batch)
+    assert trainer.train_step_info.step == 1
+    model = MLP()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    trainer = mlp_trainer(None, optimizer, model)
+    trainer.forward_backward(*batch)
+    with pytest.raises(RuntimeError, match=r"LBFGS computes the loss several times.*call optimizer.step\(closure\)"):
+        trainer.optimizer_step()
+    model = MLP()
+    trainer = mlp_trainer(None, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    trainer.train_step(*batch)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(RuntimeError, match=r"has the parameters \['fc1.weight', .* make optimizer and trainer"):
+        trainer.train_step(*batch)
+
+
+def test_one_function_is_a_schedule_of_two_trainers() -> None:
+    def factor(step: int) -> float:
+        return 0.5
+
+    trainers = [mlp_trainer({"lr_scheduler": factor}, optim.SGDConfig(lr=0.1)) for _ in range(2)]
+    for trainer in trainers:
+        trainer.train_step(*mlp_batches(1)[0])
+        assert trainer.train_step_info.learning_rate == 0.05
+
+
 def test_one_optimizer_is_for_one_trainer() -> None:
     model = MLP()
     optimizer = torch.optim.Adam(model.parameters())

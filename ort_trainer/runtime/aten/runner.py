@@ -35,6 +35,11 @@ class KernelRunner(GraphRunner):
         prepare({key: Program.from_text(text) for key, text in self.graph.programs.items()})
         self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
 
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes another tensor for a parameter or buffer."""
+        super().rebind(name, tensor)
+        self._feeds[self.graph.state[name]] = from_torch(tensor.detach())
+
     @property
     def _session(self) -> Any:
         """ONNX Runtime's own session, below the Python class, whose method wraps every result."""
@@ -63,7 +68,7 @@ class KernelRunner(GraphRunner):
         for output in plan.outputs:
             if output.dtype is torch.bool:
                 results[output.name] = results[output.name].view(torch.bool)
-        return results, found
+        return results, {**found, **(destinations or {})}
 
     def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss

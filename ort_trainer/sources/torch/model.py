@@ -79,10 +79,9 @@ class TorchSource(ModelSource):
         """Returns what the trainer works on: the tensors of the model, or copies."""
         return super().adopt(device) if self._shared is None else self._shared.adopt(device)
 
-    def take_changes(self) -> None:
+    def take_changes(self) -> Named:
         """Takes over what was changed in the model itself."""
-        if self._shared is not None:
-            self._shared.take_changes()
+        return {} if self._shared is None else self._shared.take_changes()
 
     def publish(self, names: Collection[str]) -> None:
         """Shows the model what has become of its tensors."""
@@ -107,7 +106,6 @@ class TorchSource(ModelSource):
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for modes and settings of model and loss; see the base class."""
         variant = (*(watch.variant(training) for watch in self._watches), self._loss_watch.variant())
-        self.take_changes()
         self._check_trainable(training, self._watch.trainable)
         return variant
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -36,9 +37,8 @@ class _Place:
 class SharedTensors:
     """The parameters and buffers of a module, as those of the trainer.
 
-    Graphs are given addresses, so the tensors stay where they are. One that has got other memory from outside
-    (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``) gives its value to the memory that it
-    had, and is put back there.
+    Graphs are given addresses, so whoever works on the tensors must be told which of them have got other memory from
+    outside (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``).
 
     A bfloat16 tensor takes in no small update, so the trainer has a float32 copy of it. The module's is that one,
     rounded after each update; where it is something else, it was changed from outside, and the copy begins anew from
@@ -85,24 +85,31 @@ class SharedTensors:
         self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
         return ours
 
-    def take_changes(self) -> None:
+    def take_changes(self) -> dict[str, torch.Tensor]:
         """Takes over what was changed from outside; quick where nothing was.
+
+        Returns:
+            The tensors that have other memory than before, by name, contiguous.
 
         Raises:
             RuntimeError: If a tensor is gone, or has become one that graphs can't take.
         """
-        for place in self._same:
+        changed: dict[str, torch.Tensor] = {}
+        for index, place in enumerate(self._same):
             tensor = place.tensors.get(place.key)
-            if tensor is None or tensor.data_ptr() != place.address:
-                tensor = self._checked(place)
-                if tensor.device != place.ours.device:
-                    self._refuse(place, f"was moved to {tensor.device}, and training runs on {place.ours.device}")
-                place.ours.copy_(tensor)
-                place.tensors[place.key].data = place.ours
+            if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
+                ours = self._checked(place)
+                if ours.device != place.ours.device:
+                    self._refuse(place, f"was moved to {ours.device}, and training runs on {place.ours.device}")
+                if not ours.is_contiguous():
+                    ours = place.tensors[place.key].data = ours.contiguous()
+                self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
+                changed[place.name] = ours
         for place in self._rounded:
             tensor = self._checked(place)
             if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):
                 place.ours.copy_(tensor)
+        return changed
 
     def publish(self, names: Collection[str]) -> None:
         """Shows the module new values, where it has a tensor in another dtype; it sees the others by itself.

@@ -307,7 +307,7 @@ def test_a_setting_that_changes_all_the_time_is_an_error(monkeypatch: pytest.Mon
         pair.change(lambda m, scale=scale: setattr(m, "scale", scale))
         pair.step()
     pair.models[0].scale = 0.25
-    with pytest.raises(RuntimeError, match="exported 2 times already. Make what changes all the time an input"):
+    with pytest.raises(RuntimeError, match="exported 2 times already. Make what changes all the time a tensor"):
         pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
 
 

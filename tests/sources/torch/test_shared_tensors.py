@@ -236,3 +236,50 @@ def test_copies_leave_the_model_alone() -> None:
     with torch.no_grad():
         model.fc1.weight.zero_()
     assert trainer.get_parameter("fc1.weight").any()
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_other_memory_is_taken_over_and_the_former_left_alone(kernels: str) -> None:
+    """Averaged weights are put in for an evaluation, and the trained ones back: by reference, as many scripts do."""
+
+    class Square(MLP):
+        def __init__(self) -> None:
+            super().__init__(hidden=16)
+            self.mix, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc2(self.again(torch.tanh(self.mix(torch.tanh(self.fc1(x))))))
+
+    pair = Pair(Square(), {"utils": {"kernels": kernels}})
+    pair.step(2)
+    x, y = mlp_batches(1)[0]
+    for model in (pair.model, pair.reference):
+        backup = {name: parameter.data for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 0.1)
+        expected = F.cross_entropy(model(x), y).detach()
+        if model is pair.model:
+            assert_close(pair.trainer.eval_step(x, y)[0], expected, 1e-6, "loss of the average")
+        for name, parameter in model.named_parameters():
+            parameter.data = backup[name]
+    pair.step(2)
+    for model in (pair.model, pair.reference):
+        model.mix.weight.data, model.again.weight.data = model.again.weight.data, model.mix.weight.data
+    pair.step(2)
+    for model in (pair.model, pair.reference):
+        model.mix.weight.data = model.mix.weight.data.t()  # at the same address
+    pair.step(2)
+    assert pair.model.mix.weight.is_contiguous()
+
+
+def test_both_kinds_of_kernels_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of both write the gradients of one window."""
+    pair = Pair(Normed())
+    source = pair.trainer.loop.source
+    for number in range(6):
+        monkeypatch.setattr(source, "_kernels", lambda number=number: ("pytorch", "onnxruntime")[number % 2])
+        for model in (pair.model, pair.reference):
+            model.norm.momentum = 0.1 + 0.1 * (number % 2)  # another graph
+        pair.step()
+    programs = [bool(graph.programs) for graph in pair.trainer.session.graphs(True)]
+    assert programs == [True, False]
