@@ -9,7 +9,7 @@ from .training.inference_mode import outside_inference_mode
 from .training.loop import TrainingLoop
 from .training.onnx_file import names_without_loss
 
-__all__ = ["OwnSteps"]
+__all__ = ["OwnSteps", "bare"]
 
 
 class OwnSteps:
@@ -39,7 +39,7 @@ class OwnSteps:
                 of the weights (``utils.share_weights=False``, ONNX models).
             TypeError, ValueError: If the batch does not fit the description.
         """
-        return _bare(own_loop.forward_backward(self._loop, args, kwargs))
+        return bare(own_loop.forward_backward(self._loop, args, kwargs))
 
     @outside_inference_mode
     def optimizer_step(self) -> bool:
@@ -72,8 +72,8 @@ class OwnSteps:
         """
         loop = self._loop
         if not training:
-            return _bare(loop.evaluate(args, kwargs, loop.info.fetches))
-        return _bare(own_loop.forward(loop, args, kwargs))
+            return bare(loop.evaluate(args, kwargs, loop.info.fetches))
+        return bare(own_loop.forward(loop, args, kwargs))
 
     @outside_inference_mode
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,9 +91,9 @@ class OwnSteps:
             ValueError: If the loss is the only described output.
         """
         loop = self._loop
-        return _bare(loop.evaluate(args, kwargs, names_without_loss(loop.graphs.description)))
+        return bare(loop.evaluate(args, kwargs, names_without_loss(loop.graphs.description)))
 
 
-def _bare(outputs: list[Any]) -> Any:
+def bare(outputs: list[Any]) -> Any:
     """Returns the outputs of a step, or the one that there is."""
     return outputs[0] if len(outputs) == 1 else outputs

@@ -16,7 +16,7 @@ from .optim import OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
 from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
-from .own_steps import OwnSteps
+from .own_steps import OwnSteps, bare
 from .profiling import Profile
 from .runtime import StepSession
 from .runtime.engine import resolve_device
@@ -211,8 +211,7 @@ class ORTTrainer(Fitting, OwnSteps, TrainerState):
             TypeError, ValueError: If the batch does not fit the description. Nothing has been counted or changed then.
             ExportError: In the first step, if the model can't be exported.
         """
-        outputs = self._loop.train(args, kwargs)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return bare(self._loop.train(args, kwargs))
 
     @outside_inference_mode
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
@@ -228,8 +227,7 @@ class ORTTrainer(Fitting, OwnSteps, TrainerState):
         Returns:
             As :meth:`train_step`.
         """
-        outputs = self._loop.evaluate(args, kwargs, self.train_step_info.fetches)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return bare(self._loop.evaluate(args, kwargs, self.train_step_info.fetches))
 
     def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
         """Measures the next calls of :meth:`train_step`, which train as they would have without it.

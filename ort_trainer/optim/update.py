@@ -121,7 +121,7 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True where that was not checked.
         """
-        self.norm = global_norm(gradients.values()) / divisor if self._asks_norm(check_finite) and gradients else None
+        self.norm = global_norm(gradients.values()) / divisor if self.asks_norm(check_finite) and gradients else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
@@ -159,8 +159,8 @@ class OptimizerUpdate:
                     )
                 )
 
-    def _asks_norm(self, check_finite: bool) -> bool:
-        """Returns whether the norm is needed, or can't be had after the update."""
+    def asks_norm(self, check_finite: bool) -> bool:
+        """Returns whether :meth:`step` computes the norm: it is needed, or can't be had after the update."""
         return self._clips or check_finite or self._max_value is not None
 
     def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:

@@ -192,12 +192,17 @@ class PlannedSession:
         return plan
 
     def train(self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0) -> list[torch.Tensor]:
-        """Does what :meth:`train` does, with a plan from :meth:`plan`.
+        """Runs forward and backward pass and adds to the gradients.
+
+        If the run fails, gradients, buffers and random state are what they were.
 
         Args:
-            plan: For the shapes of the batch.
+            plan: From :meth:`plan`, for the shapes of the batch.
             batch: Inputs by name, contiguous and on the session's device.
-            loss_scale: As for :meth:`train`.
+            loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
+
+        Returns:
+            The outputs that the plan fetches, as new tensors.
         """
         graph = plan.runner.graph
         fresh = self._gradients.are_fresh
@@ -233,7 +238,15 @@ class PlannedSession:
         return self._run(plan, needed, True, 1.0)[0]
 
     def evaluate(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Does what :meth:`evaluate` does, with a plan from :meth:`plan`."""
+        """Runs the forward pass in evaluation mode; changes nothing.
+
+        Args:
+            plan: From :meth:`plan`, for evaluation.
+            batch: Inputs by name, contiguous and on the session's device.
+
+        Returns:
+            The outputs that the plan fetches, as new tensors.
+        """
         runner = plan.runner
         if len(batch) > len(runner.graph.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
@@ -312,8 +325,8 @@ class PlannedSession:
         """
         graph = plan.runner.graph
         key = "fresh" if fresh else "add"
-        stays, destinations = self._gradients.stays, {}
-        if stays:
+        destinations: dict[str, torch.Tensor] = {}
+        if self._gradients.stays and key not in plan.bindings:
             found = self._gradients.destinations(graph.gradients, fresh)
             destinations = {output: found[name] for name, output in graph.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}

@@ -58,14 +58,12 @@ class _Binding:
 
     Attributes:
         binding: ONNX Runtime's own.
-        destinations: Names of the graph outputs that are written into given tensors.
-        tensors: All that is bound, which must live as long as the addresses are known here.
+        destinations: Graph outputs that are written into given tensors, which must live as long as the binding.
         loss_scale: The tensor that is bound as loss scale.
     """
 
     binding: Any
-    destinations: list[str]
-    tensors: list[torch.Tensor]
+    destinations: Mapping[str, torch.Tensor]
     loss_scale: torch.Tensor | None = None
 
 
@@ -202,7 +200,7 @@ class GraphRunner:
             output.name: results[output.name] if output.bound is output.dtype else results[output.name].to(output.dtype)
             for output in plan.outputs
         }
-        return fetched, destinations or {}
+        return fetched, known.destinations
 
     def _draw(self, plan: Plan, generator: torch.Generator | None) -> list[torch.Tensor]:
         """Returns new random numbers for a run."""
@@ -218,7 +216,7 @@ class GraphRunner:
             binding.bind_input(name, *self._describe(name, value))
         for name, value in destinations.items():
             binding.bind_output(name, *self._describe(name, value))
-        return _Binding(binding, list(destinations), [*self._state.values(), *destinations.values()])
+        return _Binding(binding, destinations)
 
     def _describe(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
         """Returns device, element type, shape and address of a tensor, as a binding takes them."""

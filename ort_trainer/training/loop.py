@@ -291,7 +291,8 @@ class TrainingLoop:
         if self._profiler is not None:
             update = functools.partial(self._profiler.update, update)
         # Of gradients that the user may change it is computed at once.
-        norm = global_norm(gradients.values()) if gradients else None
+        asked = session.optimizer.asks_norm(self.precision.checks_finite)
+        norm = global_norm(gradients.values()) if gradients and not asked else None
         try:
             info.all_finite = update(
                 divisor=self.window.divisor if gradients is None else 1.0,

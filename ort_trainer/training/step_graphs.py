@@ -229,6 +229,7 @@ class StepGraphs:
         self._source.builder(description, parameters=parameters)
         self._description, self._input_names = description, tuple(description.input_names)
         self._output_names = tuple(description.output_names)
+        self._arguments = self._arguments or tuple(dict.fromkeys(map(argument_of, self._input_names)))
         self._fitting.clear()
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -242,9 +243,8 @@ class StepGraphs:
         with BORROWED:
             self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
         # By position they come as they came first, but for labels, which are last.
-        described = dict.fromkeys(map(argument_of, self._input_names))
-        in_order = iter(described)
-        self._arguments = tuple(next(in_order) if argument in described else argument for argument in given)
+        in_order = iter(self._arguments)
+        self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
         _log.info("derived from the first batch: %s", self._description)
 
     def _builder(self, batch: Batch) -> Builder:

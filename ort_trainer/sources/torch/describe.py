@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,25 +108,20 @@ def describe(
         **{name: value for name, value in batch.items() if argument_of(name) in labels},
     }
     inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
+
     # What forward() does to Python objects, and it may do anything, stays in the child.
-    found = functools.partial(_described, model, loss_fn, batch, layouts, labels, parameters)
+    def found() -> list[tuple[str, list[str], bool]]:
+        return _described(dict(_outputs(model, loss_fn, batch, layouts, labels, parameters)), batch)
+
     answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
     outputs = found() if answer is None else json.loads(answer)
     return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
 
 
-def _described(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    batch: Mapping[str, torch.Tensor],
-    layouts: Mapping[str, Layout],
-    labels: Sequence[str],
-    parameters: Mapping[str, torch.Tensor],
-) -> list[tuple[str, list[str], bool]]:
-    """Returns the outputs as a description has them."""
-    outputs = dict(_outputs(model, loss_fn, batch, layouts, labels, parameters))
+def _described(outputs: Mapping[str, torch.Tensor], inputs: Iterable[str]) -> list[tuple[str, list[str], bool]]:
+    """Returns the outputs as a description has them, with names that no input has."""
     loss = _find_loss(outputs)
-    taken = list(batch)
+    taken = list(inputs)
     described = []
     for name, value in outputs.items():
         unique = _unused(name, taken)

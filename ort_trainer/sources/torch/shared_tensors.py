@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ from ...ownership import own_copies, owned_dtype, shared_groups
 __all__ = ["SharedTensors"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Place:
     """Where a module keeps a tensor.
 
