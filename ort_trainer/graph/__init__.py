@@ -1,6 +1,5 @@
 """The training graph: pure data, and the passes over it."""
 
-from .dims import evaluate, fixed_dimensions
 from .training_graph import Dim, RandomInput, TensorSpec, TrainingGraph
 
-__all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph", "evaluate", "fixed_dimensions"]
+__all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .dims import holds, symbols_of
+from ..dims import holds, symbols_of
 
 if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need not wait for
     import onnx_ir as ir
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need n
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
 
 Dim = int | str
-"""A size, or an expression over symbolic dimensions that :func:`~ort_trainer.graph.evaluate` understands."""
+"""A size, or an expression over symbolic dimensions that :func:`~ort_trainer.dims.evaluate` understands."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Learning-rate schedules: each is a function from the number of completed updates to a learning rate.
 
 In the formulas s is ``optimization_step`` (updates completed before this one), T is ``total_steps``, W is
-``warmup * T`` and base is the ``lr`` of the optimizer config. During warm-up, s < W, every schedule here gives
-``base * s / max(1, W)``; so with any warm-up the very first update has a learning rate of 0.
+``warmup * T`` and base is the ``lr`` of the optimizer config. ``ort_trainer/schedules.py`` has them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from .. import schedules
 from ..errors import shown
 from .config import OptimizerConfig
 from .step_info import TrainStepInfo
@@ -88,7 +88,9 @@ def _listed(given: Any) -> list[float]:
 
 
 class _WarmupLRScheduler(LRScheduler):
-    """The shared warm-up; subclasses give the factor after it."""
+    """What the schedules with warm-up have in common."""
+
+    kind: ClassVar[str]
 
     def __init__(self, total_steps: int, warmup: float) -> None:
         super().__init__()
@@ -104,25 +106,16 @@ class _WarmupLRScheduler(LRScheduler):
             raise ValueError(f"'warmup' is a share of total_steps, at least 0 and below 1, but {warmup!r} was given")
         self._warmup_steps = self.warmup * total_steps
 
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """What :func:`ort_trainer.schedules.learning_rate` takes: plain values, which files can keep."""
+        return {"kind": self.kind, "total_steps": self.total_steps, "warmup_steps": self._warmup_steps}
+
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
         """Returns the learning rate of the coming update in a list; where groups have their own, that of each."""
         config = train_step_info.optimizer_config
         bases = config.learning_rates if config.has_group_rates else [config.lr]
-        return [self._rate(train_step_info.optimization_step, base) for base in bases]
-
-    def _rate(self, step: int, base: float) -> float:
-        if base == 0:
-            return 0.0  # a group that is held, which no schedule raises
-        if step < self._warmup_steps:
-            return base * step / max(1.0, self._warmup_steps)
-        return base * self._factor(step, base)
-
-    def _progress(self, step: int) -> float:
-        """Returns how much of the time after warm-up has gone: 0 to 1, and 1 from total_steps on."""
-        return min(1.0, (step - self._warmup_steps) / max(1.0, self.total_steps - self._warmup_steps))
-
-    def _factor(self, step: int, base: float) -> float:
-        raise NotImplementedError
+        return [schedules.learning_rate(self.schedule, train_step_info.optimization_step, base) for base in bases]
 
 
 class ConstantWarmupLRScheduler(_WarmupLRScheduler):
@@ -133,11 +126,10 @@ class ConstantWarmupLRScheduler(_WarmupLRScheduler):
         warmup: Share of them that warms up, in [0, 1).
     """
 
+    kind = "constant"
+
     def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-
-    def _factor(self, step: int, base: float) -> float:
-        return 1.0
 
 
 class LinearWarmupLRScheduler(_WarmupLRScheduler):
@@ -148,11 +140,10 @@ class LinearWarmupLRScheduler(_WarmupLRScheduler):
         warmup: Share of them that warms up, in [0, 1).
     """
 
+    kind = "linear"
+
     def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
-
-    def _factor(self, step: int, base: float) -> float:
-        return max(0.0, (self.total_steps - step) / max(1.0, self.total_steps - self._warmup_steps))
 
 
 class CosineWarmupLRScheduler(_WarmupLRScheduler):
@@ -166,12 +157,16 @@ class CosineWarmupLRScheduler(_WarmupLRScheduler):
         warmup: Share of the updates that warms up, in [0, 1).
     """
 
+    kind = "cosine"
+
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
         self.cycles = _real("cycles", cycles, positive=True)
 
-    def _factor(self, step: int, base: float) -> float:
-        return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * self.cycles * self._progress(step))))
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """As for the other schedules."""
+        return {**super().schedule, "cycles": self.cycles}
 
 
 class PolyWarmupLRScheduler(_WarmupLRScheduler):
@@ -187,15 +182,14 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
         ValueError: From ``get_lr`` if the base learning rate is not above ``lr_end``.
     """
 
+    kind = "poly"
+
     def __init__(self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
         self.lr_end = _real("lr_end", lr_end)
         self.power = _real("power", power)
 
-    def _factor(self, step: int, base: float) -> float:
-        if base <= self.lr_end:
-            raise ValueError(f"'lr_end' {self.lr_end} must be below the learning rate of the optimizer config, {base}")
-        if step > self.total_steps:
-            return self.lr_end / base
-        remaining = 1.0 - (step - self._warmup_steps) / (self.total_steps - self._warmup_steps)
-        return float(((base - self.lr_end) * remaining**self.power + self.lr_end) / base)
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """As for the other schedules."""
+        return {**super().schedule, "lr_end": self.lr_end, "power": self.power}

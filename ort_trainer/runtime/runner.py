@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..graph import Dim, RandomInput, TrainingGraph, evaluate
+from ..dims import evaluate
+from ..graph import Dim, RandomInput, TrainingGraph
 from .aten.dropout import draw_mask, unpacked
 from .engine import make_session
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph import TrainingGraph, evaluate
+from ..dims import evaluate
+from ..graph import TrainingGraph
 from ..runtime.engine import make_ort_value
 
 __all__ = ["IOBinding", "check_binding"]

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ...graph.dims import evaluate
+from ...dims import evaluate
 from .operators import LIBRARY, OWN
 
 __all__ = ["GETITEM", "Order", "Program", "find_operator", "may_call"]

@@ -12,8 +12,9 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from ...dims import fixed_dimensions
 from ...errors import ExportError
-from ...graph import TensorSpec, TrainingGraph, fixed_dimensions
+from ...graph import TensorSpec, TrainingGraph
 from ...graph.postprocess import postprocessed
 from ...graph.prune import KeepOutputsPass, RemoveUnusedPass
 from ...graph.run_passes import run_passes

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import onnx_ir as ir
 
+from ...dims import symbols_of
 from ...errors import ExportError
 from ...graph import Dim
-from ...graph.dims import symbols_of
 
 __all__ = [
     "SizeNeededError",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 import torch
 
+from ...dims import symbols_of
 from ...errors import ExportError
 from ...graph import Dim, TensorSpec, TrainingGraph
-from ...graph.dims import symbols_of
 from ...graph.names import Names
 from ...options import ModelDescription
 from ...runtime.bfloat16 import WidenInterfacePass

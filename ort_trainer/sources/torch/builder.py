@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...dims import fixed_dimensions
 from ...errors import IdleOptionError, warn
-from ...graph import TrainingGraph, fixed_dimensions
+from ...graph import TrainingGraph
 from ...runtime.engine import preload
 from ..export_cache import export_cache
 from .borrow import borrowed

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 
-from ...graph.dims import holds, symbols_of
+from ...dims import holds, symbols_of
 
 __all__ = ["Export", "violated"]
 

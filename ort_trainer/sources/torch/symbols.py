@@ -12,7 +12,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...graph import Dim, evaluate
+from ...dims import evaluate
+from ...graph import Dim
 from ...options import InputDescription
 from .source_lines import line_of_condition
 

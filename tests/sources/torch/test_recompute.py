@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.dims import evaluate
 from ort_trainer.errors import ExportError
-from ort_trainer.graph import evaluate
 
 from ...helpers import MLP_DESC, assert_same_training, mlp_batches
 

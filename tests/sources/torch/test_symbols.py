@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ort_trainer.graph import evaluate
-from ort_trainer.graph.dims import holds
+from ort_trainer.dims import evaluate, holds
 from ort_trainer.sources.torch.symbols import SymbolTable, hint
 
 from .captures import captured

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ....graph import evaluate
+from ....dims import evaluate
 from ....graph.emitter import Emitter
 from ....graph.names import Names
 from ....options import ModelDescription
@@ -36,7 +36,7 @@ Run = tuple[Sizes, Mapping[str, tuple[int, ...]]]
 class MeasureShapesPass(ir.passes.InPlacePass):
     """Writes the shapes that inference leaves open into a model.
 
-    A size is a number, a symbol, or an expression over symbols (see :func:`ort_trainer.graph.evaluate`), if it is that
+    A size is a number, a symbol, or an expression over symbols (see :func:`ort_trainer.dims.evaluate`), if it is that
     in all runs: at the sizes of the batch, at two or three general ones, and with each symbol at 1. What depends on the
     values of a batch is left open.
 

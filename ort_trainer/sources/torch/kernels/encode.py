@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....graph.dims import symbols_of
+from ....dims import symbols_of
 from ....runtime.aten import Program
 from ....runtime.aten.program import GETITEM, Order
 from ..symbols import SymbolTable

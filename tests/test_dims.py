@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ort_trainer.graph.dims import evaluate, symbols_of
+from ort_trainer.dims import evaluate, symbols_of
 
 SIZES = {"batch": 6, "seq len": 5}
 

@@ -1,0 +1,1 @@
+"""Trains from the artifacts of an export, with nothing but NumPy, ONNX Runtime and safetensors."""

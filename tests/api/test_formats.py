@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
+from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
+from ort_trainer.errors import CheckpointError
+
+STEP = StepModel(
+    "training",
+    "id",
+    (Tensor("x", "float32", ("batch", 4)),),
+    (Tensor("loss", "float32", ()), Tensor("found", "int64", None)),
+    "loss",
+    {"w": "w"},
+    {"w": ("w_grad.accumulation.buffer", "w_grad.accumulation.out")},
+    {"mean": "mean.updated"},
+    random=(RandomTensor("mask", "mask", "uint8", ("dim('batch') * 4",), (0.5, 0)),),
+    guards=("dim('batch') > 1",),
+    fixed={"length": 3},
+)
+OPTIMIZER = OptimizerModel(
+    "id",
+    "AdamOptimizer",
+    {"w": ("w", "w.updated")},
+    {"w": "w_grad"},
+    {"w.Moment_1": Slot("w.Moment_1", "w.Moment_1.updated", "float32", (4,), 0.0)},
+)
+
+
+@pytest.mark.parametrize("model", [STEP, OPTIMIZER], ids=["training", "optimizer"])
+def test_models_come_back_from_metadata(model: StepModel | OptimizerModel) -> None:
+    assert from_metadata(type(model), to_metadata(model), "model") == model
+
+
+def test_metadata_of_something_else() -> None:
+    with pytest.raises(ValueError, match=r"'a.onnx' is no artifact of ort_trainer"):
+        from_metadata(StepModel, None, "'a.onnx'")
+    with pytest.raises(ValueError, match=r"is the optimizer model of an export, where the training or evaluation"):
+        from_metadata(StepModel, to_metadata(OPTIMIZER), "'a.onnx'")
+    with pytest.raises(ValueError, match=r"damaged"):
+        from_metadata(StepModel, to_metadata(STEP).replace('"outputs"', '"outs"'), "'a.onnx'")
+    with pytest.raises(ValueError, match=r"format 7"):
+        from_metadata(StepModel, to_metadata(STEP).replace('"format": 1', '"format": 7'), "'a.onnx'")
+
+
+def checkpoint() -> Checkpoint:
+    return Checkpoint(
+        "id",
+        {"z": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float64)},
+        ["z"],
+        {"count": np.array(3)},
+        [0.1, 0.2],
+        {"kind": "linear", "total_steps": 5, "warmup_steps": 1.5},
+        {"z.Moment_1": np.full((2, 3), 2, np.float32)},
+        7,
+        {"z": np.full((2, 3), 3, np.float32)},
+        {"state": np.arange(625, dtype=np.uint32)},
+        {"epoch": 3, "best": 0.5, "name": "x"},
+    )
+
+
+def same(a: Checkpoint, b: Checkpoint) -> None:
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, dict) and any(isinstance(value, np.ndarray) for value in x.values()):
+            assert list(x) == list(y)
+            for key in x:
+                assert x[key].dtype == y[key].dtype
+                np.testing.assert_array_equal(x[key], y[key])
+        else:
+            assert x == y
+
+
+def test_checkpoint_round_trip() -> None:
+    same(checkpoint(), from_bytes(to_bytes(checkpoint())))
+
+
+def test_no_optimizer_is_not_an_empty_one() -> None:
+    without = dataclasses.replace(checkpoint(), optimizer=None)
+    assert from_bytes(to_bytes(without)).optimizer is None
+    assert from_bytes(to_bytes(dataclasses.replace(without, optimizer={}))).optimizer == {}
+
+
+def test_nominal_checkpoint_has_shapes_only() -> None:
+    nominal = dataclasses.replace(checkpoint(), nominal=True)
+    found = from_bytes(to_bytes(nominal))
+    assert len(to_bytes(nominal)) < len(to_bytes(checkpoint()))
+    assert found.nominal
+    assert {name: (value.shape, value.dtype) for name, value in found.parameters.items()} == {
+        "z": ((2, 3), np.dtype(np.float32)),
+        "a": ((4,), np.dtype(np.float64)),
+    }
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
+def test_damaged_checkpoint(cut: int) -> None:
+    with pytest.raises(CheckpointError, match=r"the given bytes is damaged, or no checkpoint of ort_trainer.api"):
+        from_bytes(to_bytes(checkpoint())[:cut])
