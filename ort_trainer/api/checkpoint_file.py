@@ -73,7 +73,7 @@ def to_bytes(checkpoint: Checkpoint) -> bytes:
     others["order"] = {group: list(values) for group, values in groups.items()}
     others["has_optimizer"] = checkpoint.optimizer is not None
     tensors = {
-        f"{group}:{name}": np.ascontiguousarray(value)
+        f"{group}:{name}": np.asarray(value, order="C")
         for group, values in groups.items()
         for name, value in values.items()
     }
@@ -100,7 +100,9 @@ def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
         if found.pop("version") != _VERSION:
             raise CheckpointError(f"{name} has another version than {_VERSION}, which this ort_trainer reads")
         tensors = load(data)
-        groups = {group: {key: tensors[f"{group}:{key}"] for key in keys} for group, keys in found.pop("order").items()}
+        groups: dict[str, Any] = {
+            group: {key: tensors[f"{group}:{key}"] for key in keys} for group, keys in found.pop("order").items()
+        }
         if not found.pop("has_optimizer"):
             groups["optimizer"] = None
         if found["nominal"]:

@@ -69,7 +69,7 @@ def same(a: Checkpoint, b: Checkpoint) -> None:
         if isinstance(x, dict) and any(isinstance(value, np.ndarray) for value in x.values()):
             assert list(x) == list(y)
             for key in x:
-                assert x[key].dtype == y[key].dtype
+                assert (x[key].dtype, x[key].shape) == (y[key].dtype, y[key].shape)
                 np.testing.assert_array_equal(x[key], y[key])
         else:
             assert x == y
