@@ -1,1 +1,1 @@
-"""Writes the artifacts from which ``ort_trainer.api`` trains: models of step, evaluation and update, and a checkpoint."""
+"""Writes what ``ort_trainer.api`` trains from: models of step, evaluation and update, and a checkpoint."""

@@ -11,7 +11,7 @@ from ..errors import shown
 from ..ownership import shared_groups
 from ..sources import BORROWED
 from ..training.loop import TrainingLoop
-from .files import contents, target_folder, write_files
+from .files import Described, contents, target_folder, write_files
 from .optimizer_model import optimizer_model
 from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
@@ -60,7 +60,7 @@ def export_artifacts(
     updates = found_updates(loop, list(training.gradients))
     model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
     checkpoint = running_state(loop, updates, origins, divisor)
-    models = {"training_model.onnx": step, "eval_model.onnx": evaluation_model(evaluation)}
+    models: dict[str, Described] = {"training_model.onnx": step, "eval_model.onnx": evaluation_model(evaluation)}
     if optimizer:
         models["optimizer_model.onnx"] = (model, said)
     else:

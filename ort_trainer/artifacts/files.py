@@ -17,7 +17,7 @@ from ..api.checkpoint_file import Checkpoint, to_bytes
 from ..errors import shown
 from ..interrupts import uninterrupted
 
-__all__ = ["CHECKPOINT", "FILES", "NOMINAL_CHECKPOINT", "contents", "target_folder", "write_files"]
+__all__ = ["CHECKPOINT", "FILES", "NOMINAL_CHECKPOINT", "Described", "contents", "target_folder", "write_files"]
 
 Described = tuple[ir.Model, StepModel | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"

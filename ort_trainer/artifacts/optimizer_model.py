@@ -125,7 +125,7 @@ class _Builder:
         self, key: str, parameter: str, slot: str | None, value: ir.Value, output: str, initial: float = 0.0
     ) -> None:
         assert value.dtype is not None and value.shape is not None
-        shape = tuple(int(size) for size in value.shape)
+        shape = tuple(size for size in value.shape if isinstance(size, int))
         self._state[key] = Slot(str(value.name), output, value.dtype.numpy().name, shape, initial)
         self._origins[key] = (parameter, slot)
 

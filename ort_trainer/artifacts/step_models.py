@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -150,7 +151,7 @@ def _accumulation(
     return ir.node("If", [reset], branches, outputs=list(results.values()), name="accumulate_gradients")
 
 
-def _tensors(specs: tuple[TensorSpec, ...], values: Mapping[str, ir.Value], described: bool) -> tuple[Tensor, ...]:
+def _tensors(specs: tuple[TensorSpec, ...], values: Mapping[Any, ir.Value], described: bool) -> tuple[Tensor, ...]:
     return tuple(
         Tensor(spec.name, _dtype(values[spec.name], spec.dtype), spec.described if described else spec.shape)
         for spec in specs

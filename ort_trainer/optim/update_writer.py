@@ -1,4 +1,4 @@
-"""Writes weight updates as ONNX nodes: the same arithmetic as PyTorch's fused kernels, for graphs that run elsewhere."""
+"""Writes weight updates as ONNX nodes: the arithmetic of PyTorch's fused kernels, for graphs that run elsewhere."""
 
 from __future__ import annotations
 
