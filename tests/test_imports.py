@@ -34,11 +34,26 @@ ALLOWED = {
     "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
     "trainer_state": LEAVES | {"checkpoint", "training"},
     "own_steps": LEAVES | {"training"},
+    # The trainer imports it when it is asked to export.
+    "artifacts": LEAVES | {"api", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
+    "exporting": LEAVES | {"artifacts", "training"},
     # The trainer for type checkers only; the trainer imports it when it is asked to fit.
     "fit": LEAVES | {"trainer"},
     "fitting": LEAVES | {"fit", "options", "runtime"},
     "trainer": LEAVES
-    | {"amp", "checkpoint", "fitting", "graph", "optim", "options", "own_steps", "profiling", "runtime", "sources"}
+    | {
+        "amp",
+        "checkpoint",
+        "exporting",
+        "fitting",
+        "graph",
+        "optim",
+        "options",
+        "own_steps",
+        "profiling",
+        "runtime",
+        "sources",
+    }
     | {"trainer_state", "training"},
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "integrations": LEAVES | {"optim", "options", "trainer"},
