@@ -156,7 +156,7 @@ def _uniform(generator: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Ar
 
 
 def _bernoulli(generator: Any, shape: tuple[int, ...], probability: float, factor: float = 1.0) -> Array:
-    return (generator.random(shape, np.float32) < probability) * np.float64(factor)
+    return np.asarray(generator.random(shape, np.float32) < probability) * np.float64(factor)
 
 
 # Kind of a random input -> how it is drawn from NumPy's generator.

@@ -252,7 +252,7 @@ def _check_shape(spec: Tensor, shape: tuple[int, ...], sizes: dict[str, int]) ->
             if size != expected:
                 raise ValueError(
                     f"input {spec.name!r} has size {size} in dimension {axis}, but the model takes {expected}: "
-                    f"{described}. If it may change, give the dimension a name in the model description and export again"
+                    f"{described}. If it may change, give it a name in the model description, and export again"
                 )
         elif sizes.setdefault(expected, size) != size:
             raise ValueError(
