@@ -58,7 +58,8 @@ ALLOWED = {
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "integrations": LEAVES | {"optim", "options", "trainer"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
-    "compat": LEAVES | {"amp", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},
+    "compat": LEAVES
+    | {"amp", "api", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},
     "__init__": {"amp", "checkpoint", "errors", "optim", "options", "sources", "trainer", "training_session"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
