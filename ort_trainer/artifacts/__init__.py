@@ -1,0 +1,1 @@
+"""Artifacts for training on a device."""

@@ -115,27 +115,28 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is damaged, is none, or holds what can't be read.
     """
+    path: Path | None
     if isinstance(source, (bytes, bytearray, memoryview)):
-        data, name, external = bytes(source), "the given checkpoint", None
+        data, name, path = bytes(source), "the given checkpoint", None
     elif isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
-        data, name, external = path.read_bytes(), repr(str(path)), Path(f"{path}.data")
+        data, name = path.read_bytes(), repr(str(path))
     else:
         raise TypeError(f"source must be a path or bytes, but a {type(source).__name__} was given")
     if not is_upstream_checkpoint(data[:8]):
         raise CheckpointError(f"{name} is no checkpoint of onnxruntime-training: it does not have the mark 'ODTC'")
-    return _Reader(data, name, external).read()
+    return _Reader(data, name, path).read()
 
 
 class _Reader:
-    def __init__(self, data: bytes, name: str, external: Path | None) -> None:
-        self._name, self._path = name, external
+    def __init__(self, data: bytes, name: str, path: Path | None) -> None:
+        self._name, self._path = name, path
         self._root = Table.root(memoryview(data), name)
         # No sound file shares bytes between tensors, and one that does could fill the memory.
         self._left = len(data)
-        self._outside: memoryview | None = None
+        self._external: Path | None = None
 
     def read(self) -> UpstreamCheckpoint:
         version = self._root.integer(0, format="<i")
@@ -149,7 +150,7 @@ class _Reader:
         if module is not None:
             found.nominal = module.boolean(2)
             if module.boolean(3):
-                self._open_external()
+                self._find_external()
             for number, requires_grad in ((0, True), (1, False)):
                 for name, array in self._tensors(module.tables(number), found.nominal):
                     self._put(found.parameters, name, UpstreamParameter(array, requires_grad))
@@ -191,8 +192,8 @@ class _Reader:
         if any(length < 0 for length in shape):
             raise CheckpointError(f"{self._name} is damaged: {name!r} has the shape {list(shape)}")
         data, offset = table.data(4), table.integer(6, -1)
-        if data is None and offset >= 0 and self._outside is not None:
-            data = self._outside[offset : offset + size]
+        if data is None and offset >= 0 and self._external is not None:
+            data = self._outside(offset, size)
         if data is None or len(data) != size:
             raise CheckpointError(
                 f"{self._name} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} needs {size} bytes, and "
@@ -203,19 +204,25 @@ class _Reader:
             raise CheckpointError(f"{self._name} is damaged: its tensors overlap")
         return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
 
-    def _open_external(self) -> None:
+    def _find_external(self) -> None:
         if self._path is None:
             raise CheckpointError(
                 f"{self._name} keeps tensors in a second file, '<path>.data', so it can't be read from bytes: give "
                 "the path"
             )
-        if not self._path.is_file():
+        self._external = Path(f"{self._path}.data")
+        if not self._external.is_file():
             raise CheckpointError(
-                f"{self._name} keeps tensors in {str(self._path)!r}, which is missing: copy both files"
+                f"{self._name} keeps tensors in {str(self._external)!r}, which is missing: copy both files"
             )
-        size = self._path.stat().st_size
-        self._left += size
-        self._outside = memoryview(np.memmap(self._path, np.uint8, "r")) if size else memoryview(b"")
+        self._left += self._external.stat().st_size
+
+    def _outside(self, offset: int, size: int) -> memoryview:
+        """Returns bytes of the second file; fewer if it ends before them."""
+        assert self._external is not None
+        with self._external.open("rb") as file:
+            file.seek(offset)
+            return memoryview(file.read(min(size, self._left)))
 
     def _text(self, table: Table, number: int) -> str:
         text = table.text(number)

@@ -43,14 +43,12 @@ def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) 
         found.groups[GROUP] = _group(checkpoint, [name for name in checkpoint.parameters if name in wanted])
         if len(set(checkpoint.learning_rates)) > 1:
             left_out.append(f"learning rates of groups {checkpoint.learning_rates[:-1]}")
-    for what, value in (
-        ("the learning-rate schedule", checkpoint.schedule),
-        ("gradients since the last reset", checkpoint.gradients),
-        ("the state of the random numbers", checkpoint.random),
-    ):
-        if value:
-            left_out.append(what)
-    return found, left_out
+    others = {
+        "the learning-rate schedule": checkpoint.schedule,
+        "gradients since the last reset": checkpoint.gradients,
+        "the state of the random numbers": checkpoint.random,
+    }
+    return found, [*left_out, *(what for what, value in others.items() if value)]
 
 
 def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:

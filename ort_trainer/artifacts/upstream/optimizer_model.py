@@ -54,7 +54,7 @@ def optimizer_model(
             make.make_node("InplaceClipGradNorm", [gradients], ["clipped"], domain=_MICROSOFT, max_norm=update.limit)
         )
         gradients = "clipped"
-    moments = _MOMENTS
+    moments: tuple[str, ...] = _MOMENTS
     if update.rule.name == "AdamOptimizer":
         operands = [rate, _STEP, _WEIGHTS, gradients, *_MOMENTS]
         nodes.append(make.make_node("AdamWOptimizer", operands, ["updated"], domain=_MICROSOFT, **_adam(update.hyper)))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-import torch
 
 from ...graph import TrainingGraph
 from ...graph.emitter import Emitter
@@ -155,7 +154,7 @@ class _Writer:
         scale = self._source.loss_scale
         if scale is not None and scale.name in self.inputs:
             value = self.inputs.pop(scale.name)
-            assert value.dtype is not None
+            assert value.dtype is not None and value.shape is not None
             self._make_constant(value, np.full(value.shape.numpy(), weight, value.dtype.numpy()))
         for name in trained:
             gradient, parameter = self._outputs[self._source.gradients[name]], self._weights[name]
