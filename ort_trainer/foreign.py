@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from .errors import CheckpointError
 
-__all__ = ["is_upstream_checkpoint", "refuse_upstream_checkpoint"]
+__all__ = ["UPSTREAM_MARK", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
 
-_UPSTREAM = b"ODTC"
+UPSTREAM_MARK = b"ODTC"
+"""What such a file has at its fifth byte."""
 
 
 def is_upstream_checkpoint(head: bytes) -> bool:
     """Returns whether a file that begins with these bytes, at least 8, is of onnxruntime-training's training API."""
-    return head[4:8] == _UPSTREAM
+    return head[4:8] == UPSTREAM_MARK
 
 
 def refuse_upstream_checkpoint(head: bytes, name: str, way: str) -> None:

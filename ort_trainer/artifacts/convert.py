@@ -14,7 +14,8 @@ from typing import Any
 
 from ..api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..errors import shown, warn
-from .upstream.checkpoint import is_upstream_checkpoint, read_upstream_checkpoint
+from ..foreign import is_upstream_checkpoint
+from .upstream.checkpoint import read_upstream_checkpoint
 from .upstream.conversion import from_upstream, state_dict_of, to_upstream
 from .upstream.write_checkpoint import write_upstream_checkpoint
 

@@ -17,22 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CheckpointError
+from ...foreign import is_upstream_checkpoint
 from .flatbuffer import Table
 
 __all__ = [
-    "IDENTIFIER",
     "VERSION",
     "OptimizerGroup",
     "UpstreamCheckpoint",
     "UpstreamParameter",
-    "is_upstream_checkpoint",
     "read_upstream_checkpoint",
 ]
 
 Array = npt.NDArray[Any]
 PropertyValue = int | float | str
 
-IDENTIFIER = b"ODTC"
 VERSION = 2
 
 # Numbers of ONNX's element types that numpy has too.
@@ -98,11 +96,6 @@ class UpstreamCheckpoint:
     properties: dict[str, PropertyValue] = field(default_factory=dict)
     groups: dict[str, OptimizerGroup] = field(default_factory=dict)
     nominal: bool = False
-
-
-def is_upstream_checkpoint(head: bytes) -> bool:
-    """Returns whether a file that begins with these bytes, at least 8, is a checkpoint of onnxruntime-training."""
-    return head[4:8] == IDENTIFIER
 
 
 def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> UpstreamCheckpoint:

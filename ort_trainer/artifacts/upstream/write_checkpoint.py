@@ -12,7 +12,8 @@ import numpy as np
 
 from ...atomic import atomic_path, check_target
 from ...errors import shown
-from .checkpoint import DTYPES, IDENTIFIER, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
+from ...foreign import UPSTREAM_MARK
+from .checkpoint import DTYPES, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
 
 if TYPE_CHECKING:  # onnxruntime depends on it; who writes no such file needs none
     import flatbuffers
@@ -105,7 +106,7 @@ class _Writer:
         builder.PrependUOffsetTRelativeSlot(1, module, 0)
         builder.PrependUOffsetTRelativeSlot(2, groups, 0)
         builder.PrependUOffsetTRelativeSlot(3, bag, 0)
-        builder.Finish(builder.EndObject(), file_identifier=IDENTIFIER)
+        builder.Finish(builder.EndObject(), file_identifier=UPSTREAM_MARK)
         return bytes(builder.Output())
 
     def _parameter(self, name: str, array: Array) -> int:
