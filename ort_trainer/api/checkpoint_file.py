@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 
 from ..atomic import atomic_path
 from ..errors import CheckpointError, shown
+from ..foreign import refuse_upstream_checkpoint
 
 __all__ = ["Checkpoint", "Value", "from_bytes", "read_checkpoint", "to_bytes", "write_checkpoint"]
 
@@ -88,8 +89,15 @@ def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
         name: What messages call them.
 
     Raises:
-        CheckpointError: If they are damaged or no checkpoint of an export.
+        CheckpointError: If they are damaged or no checkpoint of an export; of one of onnxruntime-training it says how
+            to convert it.
     """
+    refuse_upstream_checkpoint(
+        data[:8],
+        name,
+        "convert it with ort_trainer.artifacts.convert_checkpoint(source, target, like=...), or by "
+        "'python -m ort_trainer.artifacts.convert SOURCE TARGET --like CHECKPOINT'",
+    )
     try:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size]) if 0 < size <= len(data) - 8 else {}

@@ -44,7 +44,7 @@ def optimizer_model(
 ) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
     """Returns a model of the update of all parameters, and what it says about itself.
 
-    Parameters with equal counts share one, so that what follows from it is computed once.
+    Where all counts are the same there is one for all, so that what follows from it is computed once.
 
     Args:
         name: The optimizer's.
@@ -64,7 +64,8 @@ class _Builder:
         self._writer = UpdateWriter(_OPSETS, self._names)
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
-        self._counts: dict[int, tuple[ir.Value, ir.Value]] = {}
+        self._counts: dict[str, ir.Value] = {}
+        self._one_count = len({updated.count for updated in parameters.values() if updated.count is not None}) <= 1
         self._state: dict[str, Slot] = {}
         self._origins: dict[str, tuple[str, str | None]] = {}
 
@@ -107,19 +108,18 @@ class _Builder:
 
     def _count(self, parameter: str, updated: Updated) -> ir.Value | None:
         """Returns the number of the coming update."""
-        done = updated.count
-        if done is None:
+        if updated.count is None:
             return None
-        if done not in self._counts:
-            key = _STEP if updated.update.rule.shares_count else _COUNT
-            key = key if not self._counts else f"{parameter}.{key}"
+        shared = _STEP if updated.update.rule.shares_count else _COUNT
+        key = shared if self._one_count else f"{parameter}.{_COUNT}"
+        if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])
             following = self._writer.next(count)
             # Of the next one, so that nothing reads the old one after the new one is there.
             coming = self._writer.op("Sub", following, self._writer.constant(1))
-            self._counts[done] = (coming, following)
+            self._counts[key] = coming
             self._keep(key, parameter, None, count, self._output(following, count), initial=1.0)
-        return self._counts[done][0]
+        return self._counts[key]
 
     def _keep(
         self, key: str, parameter: str, slot: str | None, value: ir.Value, output: str, initial: float = 0.0

@@ -20,6 +20,7 @@ from safetensors.torch import save, save_file
 
 from ..atomic import atomic_path
 from ..errors import CheckpointError
+from ..foreign import refuse_upstream_checkpoint
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
 from .manifest import decode, encode
 
@@ -169,7 +170,14 @@ class _Tensors(Mapping[str, torch.Tensor]):
 def _load(path: Path, name: str, *parts: str) -> list[dict[str, Any]]:
     """Returns parts of a checkpoint of ours: ``state``, ``user``."""
     with path.open("rb") as opened:
-        if opened.read(4) in _PICKLES:
+        head = opened.read(8)
+        refuse_upstream_checkpoint(
+            head,
+            name,
+            "give ort_trainer.artifacts.trainer_state_dict(path) to load_state_dict(..., strict=False); "
+            "docs/upstream_runtimes.md shows how",
+        )
+        if head[:4] in _PICKLES:
             raise CheckpointError(
                 f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
                 "not read here: where you trust it, give what torch.load(path, weights_only=True) returns to "

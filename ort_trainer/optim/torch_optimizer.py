@@ -338,7 +338,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
         ) from None
     if optimizer.state:
         raise ValueError(
-            f"this {type(optimizer).__name__} has state of updates that it has done, which its config would not go on with: give "
-            "the optimizer itself as optim_config"
+            f"this {type(optimizer).__name__} has state of updates that it has done, which its config would not go "
+            "on with: give the optimizer itself as optim_config"
         )
     return FollowedConfig(optimizer, *entry)

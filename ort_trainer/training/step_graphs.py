@@ -219,7 +219,7 @@ class StepGraphs:
         batch = self.blank_batch()
         self._choose_variant(session, batch, training)
         known = session.plan(training, batch, self._output_names)
-        if known is not None and not known.runner.graph.programs:
+        if known is not None and known.runner.graph.is_standard:
             return known.runner.graph
         return self._build(batch, training, portable=True)
 

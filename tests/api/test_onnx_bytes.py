@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ort_trainer.api import onnx_bytes
-from ort_trainer.api.artifact import METADATA
+from ort_trainer.api.artifact import METADATA, StepModel, from_metadata
+from ort_trainer.api.checkpoint_file import read_checkpoint
 from ort_trainer.api.onnx_bytes import inference_model
+
+from .exported import export
 
 FLOAT = TensorProto.FLOAT
 
@@ -135,6 +139,26 @@ def test_bodies_keep_the_values_around_them() -> None:
     x = np.ones((1, 2), np.float32)
     assert compute(made, {"x": x, "flag": np.array(True)})[0].tolist() == [[25, 25]]
     assert compute(made, {"x": x, "flag": np.array(False)})[0].tolist() == [[1, 1]]
+
+
+@pytest.mark.engine
+def test_the_evaluation_model_of_an_export(tmp_path: Path) -> None:
+    exported = export(tmp_path)
+    data = exported.file("eval_model.onnx").read_bytes()
+    properties = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
+    description = from_metadata(StepModel, properties[METADATA], "the model")
+    parameters = read_checkpoint(exported.file("checkpoint")).parameters
+    state = {graph: parameters[name] for name, graph in description.state.items()}
+    made = inference_model(data, state, ["logits"])
+    exported.trainer.export_for_inference(tmp_path / "theirs.onnx")
+    theirs = (tmp_path / "theirs.onnx").read_bytes()
+    for model in (made, theirs):
+        read = onnx.load_from_string(model)
+        onnx.checker.check_model(read, full_check=True)
+        assert [i.name for i in read.graph.input] == ["x"] and [o.name for o in read.graph.output] == ["logits"]
+        assert METADATA not in {entry.key for entry in read.metadata_props}
+    inputs = {"x": exported.batches[0][0]}
+    np.testing.assert_allclose(compute(made, inputs)[0], compute(theirs, inputs)[0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "int32", "uint8", "bool", ">f4"])

@@ -1,0 +1,124 @@
+"""Converts checkpoints between onnxruntime-training's own training API and ours.
+
+As a command: ``python -m ort_trainer.artifacts.convert SOURCE TARGET [--like CHECKPOINT]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
+from ..errors import shown, warn
+from ..foreign import is_upstream_checkpoint
+from .upstream.checkpoint import read_upstream_checkpoint
+from .upstream.conversion import from_upstream, state_dict_of, to_upstream
+from .upstream.write_checkpoint import write_upstream_checkpoint
+
+__all__ = ["convert_checkpoint", "trainer_state_dict"]
+
+PathLike = str | os.PathLike[str]
+
+
+def convert_checkpoint(
+    source: PathLike, target: PathLike, like: PathLike | None = None, *, include_optimizer_state: bool = True
+) -> None:
+    """Converts a checkpoint of onnxruntime-training's training API to one of ``ort_trainer.api``, or back.
+
+    Which way follows from the source. Parameters, properties and the state of Adam and SGD are converted; onnxruntime-
+    training has no place for a learning-rate schedule, for the state of random numbers and for gradients between two
+    updates.
+
+    Args:
+        source: The checkpoint.
+        target: The file to write; it is replaced if it exists.
+        like: Where the source is onnxruntime-training's: the ``checkpoint`` of the export with whose models the new one
+            is to be used. Without it the result fits no models, but :func:`trainer_state_dict` reads it.
+        include_optimizer_state: Whether to convert the state of the optimizer.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or the folder of the target does not exist.
+        CheckpointError: If a file is damaged or no checkpoint.
+        ValueError: If the source does not fit ``like``, or is of an optimizer that onnxruntime-training does not have.
+
+    Example:
+        >>> convert_checkpoint("upstream/checkpoint", "ours/trained", like="ours/checkpoint")
+    """
+    if _is_upstream(source):
+        upstream = read_upstream_checkpoint(source)
+        if not include_optimizer_state:
+            upstream.groups = {}
+        write_checkpoint(target, from_upstream(upstream, None if like is None else read_checkpoint(like)))
+        return
+    if like is not None:
+        raise ValueError(
+            f"{os.fspath(source)!r} is a checkpoint of ort_trainer, which is converted as it is: 'like' is for "
+            "checkpoints of onnxruntime-training"
+        )
+    checkpoint = read_checkpoint(source)
+    if not include_optimizer_state:
+        checkpoint = dataclasses.replace(checkpoint, optimizer=None)
+    found, left_out = to_upstream(checkpoint)
+    if left_out:
+        warn(f"onnxruntime-training has no place for {', '.join(left_out)}: left out of {os.fspath(target)!r}")
+    write_upstream_checkpoint(target, found)
+
+
+def trainer_state_dict(source: PathLike) -> dict[str, Any]:
+    """Returns a checkpoint of onnxruntime-training, or of ``ort_trainer.api``, for ``ORTTrainer.load_state_dict``.
+
+    Names match where the artifacts came from the same model.
+
+    Args:
+        source: The checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If it is damaged or no checkpoint.
+        ValueError: If it is nominal, and has no values.
+
+    Example:
+        >>> trainer.load_state_dict(trainer_state_dict("upstream/checkpoint"), strict=False)
+    """
+    checkpoint: Checkpoint = (
+        from_upstream(read_upstream_checkpoint(source)) if _is_upstream(source) else read_checkpoint(source)
+    )
+    if checkpoint.nominal:
+        raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has names of parameters and no values")
+    return state_dict_of(checkpoint)
+
+
+def _is_upstream(source: PathLike) -> bool:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"source must be a path, but {shown(source)} was given")
+    if not Path(source).is_file():
+        raise FileNotFoundError(f"there is no checkpoint {os.fspath(source)!r}")
+    with Path(source).open("rb") as file:
+        return is_upstream_checkpoint(file.read(8))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ort_trainer.artifacts.convert",
+        description="Converts a checkpoint of onnxruntime-training's training API to one of ort_trainer.api, or back.",
+    )
+    parser.add_argument("source", help="the checkpoint; its kind says which way")
+    parser.add_argument("target", help="the file to write")
+    parser.add_argument("--like", help="of ort_trainer: the checkpoint of the export that the new one is for")
+    parser.add_argument("--no-optimizer-state", action="store_true", help="leave out the state of the optimizer")
+    given = parser.parse_args(arguments)
+    try:
+        convert_checkpoint(given.source, given.target, given.like, include_optimizer_state=not given.no_optimizer_state)
+    except (OSError, ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

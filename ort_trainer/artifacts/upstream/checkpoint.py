@@ -1,0 +1,229 @@
+"""The checkpoint files of onnxruntime-training's own training API, which are flatbuffers.
+
+The layout is that of ``ort_training_checkpoint.fbs`` in ONNX Runtime 1.17 to 1.19, version 2 of the format. Tensors of
+a large checkpoint are not in the file itself but in ``<path>.data`` beside it, raw, one behind the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CheckpointError
+from ...foreign import is_upstream_checkpoint
+from .flatbuffer import Table
+
+__all__ = [
+    "VERSION",
+    "OptimizerGroup",
+    "UpstreamCheckpoint",
+    "UpstreamParameter",
+    "read_upstream_checkpoint",
+]
+
+Array = npt.NDArray[Any]
+PropertyValue = int | float | str
+
+VERSION = 2
+
+# Numbers of ONNX's element types that numpy has too.
+DTYPES: Mapping[int, np.dtype[Any]] = {
+    number: np.dtype(name)
+    for number, name in (
+        (1, "float32"),
+        (2, "uint8"),
+        (3, "int8"),
+        (4, "uint16"),
+        (5, "int16"),
+        (6, "int32"),
+        (7, "int64"),
+        (9, "bool"),
+        (10, "float16"),
+        (11, "float64"),
+        (12, "uint32"),
+        (13, "uint64"),
+    )
+}
+
+
+@dataclass
+class UpstreamParameter:
+    """A parameter.
+
+    Attributes:
+        data: Its value; of a nominal checkpoint an empty array.
+        requires_grad: Whether it is trained.
+    """
+
+    data: Array
+    requires_grad: bool = True
+
+
+@dataclass
+class OptimizerGroup:
+    """The state of an optimizer for a group of parameters.
+
+    Attributes:
+        step: The number of updates done.
+        initial_lr: The learning rate with which the optimizer began.
+        moments: Parameter name -> name of a moment, ``momentum0`` or ``momentum1`` -> its value.
+    """
+
+    step: int = 0
+    initial_lr: float = 0.001
+    moments: dict[str, dict[str, Array]] = field(default_factory=dict)
+
+
+@dataclass
+class UpstreamCheckpoint:
+    """What a checkpoint file of onnxruntime-training's training API holds.
+
+    Attributes:
+        parameters: The parameters by name.
+        properties: The user's own values, whole numbers of 64 bits, numbers of 32 bits and texts.
+        groups: The state of the optimizer by group; upstream knows one, ``group0``.
+        nominal: Whether the parameters have no values, but names only.
+    """
+
+    parameters: dict[str, UpstreamParameter] = field(default_factory=dict)
+    properties: dict[str, PropertyValue] = field(default_factory=dict)
+    groups: dict[str, OptimizerGroup] = field(default_factory=dict)
+    nominal: bool = False
+
+
+def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> UpstreamCheckpoint:
+    """Reads a checkpoint of onnxruntime-training's training API.
+
+    Args:
+        source: Its path, or its content.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is damaged, is none, or holds what can't be read.
+    """
+    path: Path | None
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        data, name, path = bytes(source), "the given checkpoint", None
+    elif isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
+        data, name = path.read_bytes(), repr(str(path))
+    else:
+        raise TypeError(f"source must be a path or bytes, but a {type(source).__name__} was given")
+    if not is_upstream_checkpoint(data[:8]):
+        raise CheckpointError(f"{name} is no checkpoint of onnxruntime-training: it does not have the mark 'ODTC'")
+    return _Reader(data, name, path).read()
+
+
+class _Reader:
+    def __init__(self, data: bytes, name: str, path: Path | None) -> None:
+        self._name, self._path = name, path
+        self._root = Table.root(memoryview(data), name)
+        # No sound file shares bytes between tensors, and one that does could fill the memory.
+        self._left = len(data)
+        self._external: Path | None = None
+
+    def read(self) -> UpstreamCheckpoint:
+        version = self._root.integer(0, format="<i")
+        if version not in (1, VERSION):
+            raise CheckpointError(
+                f"{self._name} is a checkpoint of onnxruntime-training in version {version} of the format; version "
+                f"{VERSION}, of onnxruntime-training 1.17 to 1.19, can be read"
+            )
+        found = UpstreamCheckpoint()
+        module = self._root.table(1)
+        if module is not None:
+            found.nominal = module.boolean(2)
+            if module.boolean(3):
+                self._find_external()
+            for number, requires_grad in ((0, True), (1, False)):
+                for name, array in self._tensors(module.tables(number), found.nominal):
+                    self._put(found.parameters, name, UpstreamParameter(array, requires_grad))
+        for table in self._root.tables(2):
+            self._put(found.groups, self._text(table, 0), self._group(table))
+        bag = self._root.table(3)
+        if bag is not None:
+            for table in bag.tables(0):
+                self._put(found.properties, self._text(table, 0), table.integer(1))
+            for table in bag.tables(1):
+                self._put(found.properties, self._text(table, 0), table.float(1))
+            for table in bag.tables(2):
+                self._put(found.properties, self._text(table, 0), self._text(table, 1))
+        return found
+
+    def _group(self, table: Table) -> OptimizerGroup:
+        group = OptimizerGroup(table.integer(1), table.float(2))
+        for state in table.tables(3):
+            moments: dict[str, Array] = {}
+            for name, array in self._tensors(state.tables(1), nominal=False):
+                self._put(moments, name, array)
+            self._put(group.moments, self._text(state, 0), moments)
+        return group
+
+    def _tensors(self, tables: list[Table], nominal: bool) -> Iterator[tuple[str, Array]]:
+        for table in tables:
+            name = self._text(table, 0)
+            dtype = DTYPES.get(table.integer(3, format="<i"))
+            if dtype is None:
+                raise CheckpointError(
+                    f"{self._name} can't be read: {name!r} has ONNX's element type {table.integer(3, format='<i')}, "
+                    "which numpy does not have"
+                )
+            yield name, np.empty(0, dtype) if nominal else self._array(table, name, dtype)
+
+    def _array(self, table: Table, name: str, dtype: np.dtype[Any]) -> Array:
+        shape = table.integers(2)
+        size = math.prod(shape) * dtype.itemsize
+        if any(length < 0 for length in shape):
+            raise CheckpointError(f"{self._name} is damaged: {name!r} has the shape {list(shape)}")
+        data, offset = table.data(4), table.integer(6, -1)
+        if data is None and offset >= 0 and self._external is not None:
+            data = self._outside(offset, size)
+        if data is None or len(data) != size:
+            raise CheckpointError(
+                f"{self._name} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} needs {size} bytes, and "
+                f"there are {0 if data is None else len(data)}"
+            )
+        self._left -= size
+        if self._left < 0:
+            raise CheckpointError(f"{self._name} is damaged: its tensors overlap")
+        return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
+
+    def _find_external(self) -> None:
+        if self._path is None:
+            raise CheckpointError(
+                f"{self._name} keeps tensors in a second file, '<path>.data', so it can't be read from bytes: give "
+                "the path"
+            )
+        self._external = Path(f"{self._path}.data")
+        if not self._external.is_file():
+            raise CheckpointError(
+                f"{self._name} keeps tensors in {str(self._external)!r}, which is missing: copy both files"
+            )
+        self._left += self._external.stat().st_size
+
+    def _outside(self, offset: int, size: int) -> memoryview:
+        """Returns bytes of the second file; fewer if it ends before them."""
+        assert self._external is not None
+        with self._external.open("rb") as file:
+            file.seek(offset)
+            return memoryview(file.read(min(size, self._left)))
+
+    def _text(self, table: Table, number: int) -> str:
+        text = table.text(number)
+        if text is None:
+            raise CheckpointError(f"{self._name} is damaged: a name or a text is missing")
+        return text
+
+    def _put(self, entries: dict[str, Any], name: str, value: Any) -> None:
+        if name in entries:
+            raise CheckpointError(f"{self._name} is damaged: it has {name!r} twice")
+        entries[name] = value

@@ -1,0 +1,173 @@
+"""Checkpoints of onnxruntime-training's training API as ours, and ours as theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...api.checkpoint_file import Checkpoint
+from .checkpoint import Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
+
+__all__ = ["from_upstream", "state_dict_of", "to_upstream"]
+
+GROUP = "group0"
+"""The one group that upstream's optimizers know."""
+
+# Their names of Adam's moments, and ours. With momentum0 alone it is SGD, which uses none of it.
+_MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
+_COUNT = "Update_Count"
+
+
+def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
+    """Returns a checkpoint as onnxruntime-training has it.
+
+    Args:
+        checkpoint: Ours.
+        trained: Names of the parameters that have gradients, where these are fewer than the trainable ones: the runtime
+            wants moments of every parameter that it trains.
+
+    Returns:
+        Theirs, and what it can't hold, in words, for a warning.
+
+    Raises:
+        ValueError: If it is the state of an optimizer that onnxruntime-training does not have.
+    """
+    wanted = checkpoint.trainable if trained is None else trained
+    found = UpstreamCheckpoint(nominal=checkpoint.nominal, properties=dict(checkpoint.properties))
+    for name, value in {**checkpoint.parameters, **checkpoint.buffers}.items():
+        found.parameters[name] = UpstreamParameter(value, name in wanted)
+    left_out = []
+    if checkpoint.optimizer is not None and not checkpoint.nominal:
+        found.groups[GROUP] = _group(checkpoint, [name for name in checkpoint.parameters if name in wanted])
+        if len(set(checkpoint.learning_rates)) > 1:
+            left_out.append(f"learning rates of groups {checkpoint.learning_rates[:-1]}")
+    others = {
+        "the learning-rate schedule": checkpoint.schedule,
+        "gradients since the last reset": checkpoint.gradients,
+        "the state of the random numbers": checkpoint.random,
+    }
+    return found, [*left_out, *(what for what, value in others.items() if value)]
+
+
+def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
+    given = dict(checkpoint.optimizer or {})
+    group = OptimizerGroup(checkpoint.optimization_step, checkpoint.learning_rates[-1])
+    counts = {int(given.pop(key)[0]) for key in [*given] if key.endswith(f".{_COUNT}") and _parameter(key) in wanted}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and "
+            "onnxruntime-training counts updates once for all: convert a checkpoint without optimizer state"
+        )
+    if counts:
+        group.step = counts.pop() - 1
+    adam = any(key.endswith(".Moment_2") for key in given)
+    for name in wanted:
+        zeros = np.zeros_like(checkpoint.parameters[name])
+        group.moments[name] = (
+            {theirs: given.pop(f"{name}.{ours}", zeros) for theirs, ours in _MOMENTS.items()}
+            if adam
+            else {"momentum0": zeros}
+        )
+    # What is left belongs to parameters that never have a gradient, or to another optimizer.
+    known = (*_MOMENTS.values(), _COUNT) if adam else (_COUNT,)
+    strange = [key for key in given if key.rpartition(".")[2] not in known]
+    if strange:
+        raise ValueError(
+            f"the optimizer keeps {strange[0]!r}, which no optimizer of onnxruntime-training does, it has Adam and SGD "
+            "without momentum: convert a checkpoint without optimizer state"
+        )
+    return group
+
+
+def _parameter(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None) -> Checkpoint:
+    """Returns a checkpoint of onnxruntime-training as ours.
+
+    Args:
+        checkpoint: Theirs.
+        like: The checkpoint of the export with whose models it is to be used; None if it is for no models.
+
+    Raises:
+        ValueError: If it does not fit ``like``.
+    """
+    parameters = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
+    trainable = [name for name, parameter in checkpoint.parameters.items() if parameter.requires_grad]
+    buffers = {name: value for name, value in parameters.items() if value.dtype.kind in "biu"}
+    found = Checkpoint(
+        export="",
+        parameters={name: value for name, value in parameters.items() if name not in buffers},
+        trainable=trainable,
+        buffers=buffers,
+        properties=dict(checkpoint.properties),
+        nominal=checkpoint.nominal,
+    )
+    group = checkpoint.groups.get(GROUP)
+    if group is not None:
+        found.optimization_step, found.learning_rates = group.step, [group.initial_lr]
+        found.optimizer = _optimizer(group)
+    return found if like is None else _fitted(found, like)
+
+
+def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
+    state: dict[str, Array] = {}
+    for name, moments in group.moments.items():
+        if set(moments) == set(_MOMENTS):
+            state |= {f"{name}.{_MOMENTS[theirs]}": value for theirs, value in moments.items()}
+            state[f"{name}.{_COUNT}"] = np.array([group.step + 1], np.int64)
+    return state
+
+
+def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint in the order of another one, with its export and what upstream has no place for."""
+    _check_like("parameters", found.parameters, like.parameters, found.nominal)
+    _check_like("buffers", found.buffers, like.buffers, found.nominal)
+    found.export, found.learning_rates, found.schedule = like.export, like.learning_rates, like.schedule
+    found.parameters = {name: found.parameters[name] for name in like.parameters}
+    found.buffers = {name: found.buffers[name] for name in like.buffers}
+    found.trainable = list(like.trainable)
+    if found.optimizer is not None:
+        if like.optimizer is None:
+            found.optimizer = None
+        else:
+            # Of a parameter without a gradient upstream has no moments.
+            found.optimizer = {**like.optimizer, **found.optimizer}
+            _check_like("optimizer", found.optimizer, like.optimizer)
+    return found
+
+
+def _check_like(what: str, found: Mapping[str, Array], like: Mapping[str, Array], names_only: bool = False) -> None:
+    missing, strange = like.keys() - found.keys(), found.keys() - like.keys()
+    if missing or strange:
+        raise ValueError(
+            f"the checkpoint of onnxruntime-training does not fit the one given as 'like': of its {what} "
+            f"{sorted(missing)} are missing, and {sorted(strange)} are unknown"
+        )
+    for name, value in like.items():
+        if not names_only and (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
+            raise ValueError(
+                f"{name!r} has shape {list(found[name].shape)} and dtype {found[name].dtype} in the checkpoint of "
+                f"onnxruntime-training, and {list(value.shape)} and {value.dtype} in the one given as 'like'"
+            )
+
+
+def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns a checkpoint of an export in the layout of ``ORTTrainer.state_dict()``.
+
+    Args:
+        checkpoint: Of an export, or from :func:`from_upstream`.
+    """
+    state: dict[str, Any] = {
+        "model": {"full_precision": {**checkpoint.parameters, **checkpoint.buffers}},
+    }
+    if checkpoint.optimizer is not None:
+        optimizer: dict[str, dict[str, Array]] = {}
+        for key, value in checkpoint.optimizer.items():
+            optimizer.setdefault(_parameter(key), {})[key.rpartition(".")[2]] = value
+        step = checkpoint.optimization_step
+        state |= {"optimizer": optimizer, "train_step_info": {"optimization_step": step, "step": step}}
+    return state

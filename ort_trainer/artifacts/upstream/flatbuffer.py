@@ -1,0 +1,116 @@
+"""Reads tables of a flatbuffer, and trusts none of their offsets."""
+
+from __future__ import annotations
+
+import struct
+
+from ...errors import CheckpointError
+
+__all__ = ["Table"]
+
+
+class Table:
+    """A table of a flatbuffer; its fields are read by their numbers in the schema.
+
+    Whatever points out of the buffer is a :class:`~ort_trainer.CheckpointError`.
+
+    Args:
+        data: The whole buffer.
+        position: Where the table begins.
+        name: What to call the file in messages.
+    """
+
+    def __init__(self, data: memoryview, position: int, name: str) -> None:
+        self._data, self._position, self._name = data, position, name
+        self._fields = position - self._number("<i", position)
+        self._length = self._number("<H", self._fields)
+
+    @classmethod
+    def root(cls, data: memoryview, name: str) -> Table:
+        """Returns the table that a buffer begins with."""
+        if len(data) < 8:
+            raise CheckpointError(f"{name} is damaged: it ends after {len(data)} bytes")
+        return cls(data, struct.unpack_from("<I", data)[0], name)
+
+    def integer(self, field: int, default: int = 0, format: str = "<q") -> int:
+        """Returns a whole number, of 64 bits if nothing else is asked for."""
+        place = self._place(field)
+        return default if place is None else self._number(format, place)
+
+    def boolean(self, field: int) -> bool:
+        """Returns a truth value."""
+        return bool(self.integer(field, 0, "<B"))
+
+    def float(self, field: int) -> float:
+        """Returns a number of 32 bits."""
+        place = self._place(field)
+        return 0.0 if place is None else float(struct.unpack_from("<f", self._part(place, 4))[0])
+
+    def text(self, field: int) -> str | None:
+        """Returns a text; None if there is none."""
+        found = self._vector(field, 1)
+        if found is None:
+            return None
+        try:
+            return bytes(found).decode()
+        except UnicodeDecodeError:
+            raise self._damaged("a text in it is no UTF-8") from None
+
+    def data(self, field: int) -> memoryview | None:
+        """Returns a vector of bytes, which are not copied; None if there is none."""
+        return self._vector(field, 1)
+
+    def integers(self, field: int) -> tuple[int, ...]:
+        """Returns a vector of whole numbers of 64 bits."""
+        found = self._vector(field, 8)
+        return () if found is None else struct.unpack(f"<{len(found) // 8}q", found)
+
+    def table(self, field: int) -> Table | None:
+        """Returns the table that a field points to; None if there is none."""
+        place = self._place(field)
+        return None if place is None else self._table_at(place)
+
+    def tables(self, field: int) -> list[Table]:
+        """Returns a vector of tables."""
+        found = self._vector(field, 4)
+        if found is None:
+            return []
+        start = self._target(self._required(field)) + 4
+        return [self._table_at(start + offset) for offset in range(0, len(found), 4)]
+
+    def _table_at(self, place: int) -> Table:
+        return Table(self._data, self._target(place), self._name)
+
+    def _place(self, field: int) -> int | None:
+        """Returns where a field is; None if the table does not have it."""
+        entry = 4 + 2 * field
+        if entry + 2 > self._length:
+            return None
+        offset = self._number("<H", self._fields + entry)
+        return self._position + offset if offset else None
+
+    def _required(self, field: int) -> int:
+        place = self._place(field)
+        assert place is not None
+        return place
+
+    def _vector(self, field: int, size: int) -> memoryview | None:
+        place = self._place(field)
+        if place is None:
+            return None
+        start = self._target(place)
+        return self._part(start + 4, size * self._number("<I", start))
+
+    def _target(self, place: int) -> int:
+        return place + self._number("<I", place)
+
+    def _number(self, format: str, place: int) -> int:
+        return int(struct.unpack_from(format, self._part(place, struct.calcsize(format)))[0])
+
+    def _part(self, start: int, size: int) -> memoryview:
+        if start < 0 or start + size > len(self._data):
+            raise self._damaged(f"it has {len(self._data)} bytes, and points to byte {start + size}")
+        return self._data[start : start + size]
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._name} is damaged: {why}")

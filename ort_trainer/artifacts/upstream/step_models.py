@@ -1,0 +1,251 @@
+"""The training and the evaluation model, as onnxruntime-training's own runtime takes them.
+
+Its gradient builder is not needed: the runtime trains any model whose inputs and outputs have the names that it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ...graph import TrainingGraph
+from ...graph.emitter import Emitter
+from ...graph.names import Names
+from ...graph.prune import RemoveUnusedPass
+from .checkpoint import Array
+from .random_nodes import RandomNodes
+
+__all__ = ["StepModels", "step_models"]
+
+RESET = "lazy_reset_grad"
+BUFFER = "{}_grad.accumulation.buffer"
+ACCUMULATED = "{}_grad.accumulation.out"
+_MICROSOFT = "com.microsoft"
+_OPSET = 21
+_IR_VERSION = 10
+_WAY_OUT = "use the default flavor, which any onnxruntime trains"
+
+
+@dataclass(frozen=True)
+class StepModels:
+    """Both models.
+
+    Attributes:
+        training: The training model.
+        evaluation: The evaluation model.
+        trained: Names of the parameters that have gradients, in the order of the graph.
+        opset: Version of the standard operators.
+    """
+
+    training: ir.Model
+    evaluation: ir.Model
+    trained: Sequence[str]
+    opset: int
+
+
+def step_models(
+    training: TrainingGraph,
+    evaluation: TrainingGraph,
+    state: Mapping[str, Array],
+    buffers: Collection[str],
+    gradient_weight: float = 1.0,
+) -> StepModels:
+    """Returns the models of two graphs.
+
+    What the runtime keeps are the parameters, and the buffers that training changes, all float32: these are inputs of
+    both models, in the same order. All other state never changes, and is constant.
+
+    Args:
+        training: The graph of a training step; it is not changed.
+        evaluation: The graph of an evaluation step; it is not changed.
+        state: Values of the parameters and buffers.
+        buffers: Which of them are buffers.
+        gradient_weight: What each gradient is multiplied by before it is added to the others.
+
+    Raises:
+        ValueError: If onnxruntime-training can't train the model; the message says why.
+    """
+    for graph in (training, evaluation):
+        _check(graph)
+    changed = [name for name in training.buffer_updates if state[name].dtype == np.float32]
+    kept = [name for name in training.state if state[name].dtype == np.float32 and name not in buffers]
+    trained = [name for name in kept if name in training.gradients]
+    wrong = [name for name in training.gradients if name in training.state and name not in kept]
+    if wrong:
+        raise ValueError(
+            f"onnxruntime-training trains float32 weights only, but {wrong[0]!r} is {state[wrong[0]].dtype}: {_WAY_OUT}"
+        )
+    dropped = [name for name in training.buffer_updates if name not in changed]
+    kept += changed
+    first, second = (_Writer(graph, kept, state) for graph in (training, evaluation))
+    first.drop(dropped)
+    for name in dropped:
+        if first.reads(name) or name in evaluation.state:
+            raise ValueError(
+                f"training changes the buffer {name!r} of dtype {state[name].dtype}, and onnxruntime-training can "
+                f"change float32 only: {_WAY_OUT}"
+            )
+    first.accumulate(trained, gradient_weight)
+    for name in changed:
+        first.overwrite(name)
+    inputs = {spec.name: first.inputs[spec.name] for spec in training.inputs}
+    return StepModels(first.finish(inputs), second.finish(inputs), trained, training.model.opset_imports[""])
+
+
+def _check(graph: TrainingGraph) -> None:
+    model = graph.model
+    if graph.programs:
+        raise ValueError(
+            "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: build the trainer with "
+            "utils.kernels='onnxruntime'"
+        )
+    foreign = {node.domain for node in model.graph.all_nodes()} - {"", "ai.onnx"}
+    if foreign or model.functions:
+        raise ValueError(f"the graph has operators of {sorted(foreign)}, where standard operators only are expected")
+    if model.opset_imports[""] > _OPSET:
+        raise ValueError(
+            f"the graph has opset {model.opset_imports['']}, and onnxruntime-training 1.19.2 ends with {_OPSET}: "
+            f"{_WAY_OUT}"
+        )
+
+
+class _Writer:
+    """Changes a copy of a graph.
+
+    Args:
+        source: The graph.
+        kept: Names of the state that the runtime keeps, in order.
+        state: Values of all state.
+    """
+
+    def __init__(self, source: TrainingGraph, kept: Sequence[str], state: Mapping[str, Array]) -> None:
+        self._source, self._kept, self._state = source, kept, state
+        self._model = source.model.clone()
+        self._graph = self._model.graph
+        values = ir.convenience.create_value_mapping(self._graph)
+        self._names = Names([*values, *kept])
+        self._before, self._after = (Emitter(self._model.opset_imports, self._names, "upstream") for _ in range(2))
+        self.inputs = {str(value.name): value for value in self._graph.inputs}
+        self._outputs = {str(value.name): value for value in self._graph.outputs}
+        self._results = [source.loss, *(spec.name for spec in source.outputs if spec.name != source.loss)]
+        self._flags: list[ir.Value] = []
+        self._accumulators: list[ir.Value] = []
+        self._reset: ir.Value | None = None
+        self._weights = {name: self._kept_input(name) for name in kept}
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Leaves out the updates of buffers."""
+        outputs = {self._source.buffer_updates[name] for name in names}
+        left = [value for value in self._graph.outputs if value.name not in outputs]
+        self._graph.outputs.clear()
+        self._graph.outputs.extend(left)
+        RemoveUnusedPass(self.inputs)(self._model)
+
+    def reads(self, name: str) -> bool:
+        """Returns whether the graph reads a parameter or buffer."""
+        return name in self._source.state and bool(self.inputs[self._source.state[name]].uses())
+
+    def accumulate(self, trained: Sequence[str], weight: float) -> None:
+        """Adds the gradients to buffers, in place."""
+        self._reset = _value(RESET, ir.DataType.BOOL, [1])
+        scale = self._source.loss_scale
+        if scale is not None and scale.name in self.inputs:
+            value = self.inputs.pop(scale.name)
+            assert value.dtype is not None and value.shape is not None
+            self._make_constant(value, np.full(value.shape.numpy(), weight, value.dtype.numpy()))
+        for name in trained:
+            gradient, parameter = self._outputs[self._source.gradients[name]], self._weights[name]
+            gradient.type = parameter.type
+            buffer = _value(BUFFER.format(name), ir.DataType.FLOAT, parameter.shape)
+            self._accumulators.append(buffer)
+            self._in_place(name, buffer, gradient, self._reset)
+
+    def overwrite(self, name: str) -> None:
+        """Puts the new value of a buffer in place of the old one.
+
+        Raises:
+            ValueError: If the graph reads the old value elsewhere, which might be before or after that.
+        """
+        old, new = self._weights[name], self._outputs[self._source.buffer_updates[name]]
+        needed = _ancestors(new)
+        if any(node not in needed for node, _ in old.uses()):
+            raise ValueError(
+                f"a training step both changes the buffer {name!r} and uses its old value, which onnxruntime-training "
+                f"can't keep apart: {_WAY_OUT}"
+            )
+        self._in_place(name, old, new, self._after.constant([True], np.bool_))
+
+    def finish(self, inputs: Mapping[str, ir.Value]) -> ir.Model:
+        """Returns the model.
+
+        Args:
+            inputs: What the user gives, in order.
+        """
+        random = RandomNodes(self._before, self._source, self.inputs)
+        for spec in self._source.random:
+            ir.convenience.replace_all_uses_with(self.inputs[spec.name], random.draw(spec))
+        for name, value_name in self._source.state.items():
+            if name not in self._weights:
+                self._make_constant(self.inputs[value_name], self._state[name])
+        taken = [self.inputs.get(name) or _value(name, value.dtype, value.shape) for name, value in inputs.items()]
+        self._graph.inputs.clear()
+        self._graph.inputs.extend([*taken, *self._weights.values(), *self._accumulators])
+        if self._reset is not None:
+            self._graph.inputs.append(self._reset)
+        self._graph.outputs.clear()
+        self._graph.outputs.extend([*(self._outputs[name] for name in self._results), *self._flags])
+        if self._before.nodes:
+            self._graph.insert_before(self._graph[0], self._before.nodes)
+        self._graph.extend(self._after.nodes)
+        names = [str(value.name) for value in self._graph.inputs]
+        RemoveUnusedPass(names)(self._model)
+        self._model.ir_version = min(self._model.ir_version or _IR_VERSION, _IR_VERSION)
+        return self._model
+
+    def _kept_input(self, name: str) -> ir.Value:
+        """Returns the input for a parameter or buffer, by its own name, which the runtime looks for."""
+        value = self.inputs.get(self._source.state.get(name, ""))
+        if value is None:  # the other graph has one, and the runtime wants the same in both
+            return _value(name, ir.DataType.FLOAT, self._state[name].shape)
+        if value.name != name:
+            if name in self.inputs or name in self._outputs:
+                raise ValueError(
+                    f"an input or output of the model is called {name!r}, like a parameter, which "
+                    "onnxruntime-training can't tell apart: rename it in model_desc"
+                )
+            values = ir.convenience.create_value_mapping(self._graph)
+            if name in values:
+                values[name].name = self._names.unique(name)
+            value.name = name
+        return value
+
+    def _in_place(self, name: str, buffer: ir.Value, value: ir.Value, overwrite: ir.Value) -> None:
+        """Adds a value to an input in its own memory, or puts it there."""
+        self._model.opset_imports[_MICROSOFT] = 1
+        flag = self._after("InPlaceAccumulatorV2", buffer, value, overwrite, domain=_MICROSOFT)
+        flag.name, flag.type, flag.shape = ACCUMULATED.format(name), ir.TensorType(ir.DataType.BOOL), ir.Shape([1])
+        self._flags.append(flag)
+
+    def _make_constant(self, value: ir.Value, array: Array) -> None:
+        value.const_value = ir.tensor(array, name=value.name)
+        self._graph.register_initializer(value)
+
+
+def _value(name: str, dtype: ir.DataType | None, shape: ir.Shape | Sequence[int] | None) -> ir.Value:
+    assert dtype is not None
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
+
+
+def _ancestors(value: ir.Value) -> set[ir.Node]:
+    """Returns the nodes that a value is computed with."""
+    found: set[ir.Node] = set()
+    open_nodes = [value.producer()]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            open_nodes += [given.producer() for given in node.inputs if given is not None]
+    return found

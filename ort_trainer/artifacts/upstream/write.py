@@ -1,0 +1,79 @@
+"""Writes the artifacts that onnxruntime-training's own runtime trains: the flavor ``onnxruntime-training``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from ...api.checkpoint_file import Checkpoint
+from ...atomic import atomic_path
+from ...graph import TrainingGraph
+from .conversion import to_upstream
+from .optimizer_model import optimizer_model
+from .step_models import step_models
+from .write_checkpoint import write_upstream_checkpoint
+
+if TYPE_CHECKING:
+    from ...optim.update_writer import ParameterUpdate
+
+__all__ = ["write_upstream_artifacts"]
+
+
+def write_upstream_artifacts(
+    directory: str | os.PathLike[str],
+    training: TrainingGraph,
+    evaluation: TrainingGraph,
+    updates: Mapping[str, ParameterUpdate],
+    checkpoint: Checkpoint,
+    buffers: Collection[str],
+    *,
+    gradient_weight: float = 1.0,
+    fixed_learning_rate: bool = False,
+) -> None:
+    """Writes training, evaluation and optimizer model, checkpoint and nominal checkpoint.
+
+    Args:
+        directory: Where to; it is made if it does not exist, and files in it are replaced.
+        training: The graph of a training step, of standard operators.
+        evaluation: The graph of an evaluation step.
+        updates: Name of a parameter -> its update.
+        checkpoint: The state; its export is not used.
+        buffers: Which of the checkpoint's parameters are buffers of the model.
+        gradient_weight: What each gradient is multiplied by, 1 / N where N micro-batches make a mean.
+        fixed_learning_rate: Whether the optimizer model has the learning rate in it: a runtime that can't set one, such
+            as that of the browser, would always use 0.001.
+
+    Raises:
+        ValueError: If onnxruntime-training can't do what the trainer does; the message says what. Nothing is written.
+    """
+    if checkpoint.schedule is not None:
+        raise ValueError(
+            "onnxruntime-training has no learning-rate schedule in its artifacts: use the default flavor, or export "
+            "from a trainer without lr_scheduler and set the rate in your program (Optimizer.set_learning_rate)"
+        )
+    state = {**checkpoint.parameters, **checkpoint.buffers}
+    models = step_models(training, evaluation, state, {*buffers, *checkpoint.buffers}, gradient_weight)
+    optimizer = optimizer_model(
+        {name: updates[name] for name in models.trained},
+        checkpoint.learning_rates,
+        models.opset,
+        fixed_learning_rate,
+    )
+    found, _ = to_upstream(checkpoint, models.trained)
+    files = {
+        "training_model.onnx": ir.to_proto(models.training),
+        "eval_model.onnx": ir.to_proto(models.evaluation),
+        "optimizer_model.onnx": optimizer,
+    }
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, proto in files.items():
+        with atomic_path(folder / name) as temporary:
+            temporary.write_bytes(proto.SerializeToString())
+    write_upstream_checkpoint(folder / "checkpoint", found)
+    found.nominal, found.groups = True, {}
+    write_upstream_checkpoint(folder / "nominal_checkpoint", found)
