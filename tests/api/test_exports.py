@@ -23,7 +23,7 @@ DESCRIPTION = {
 
 
 class Net(nn.Module):
-    """With running statistics, a count of batches and dropout; no bias before the norm, whose gradient is only noise."""
+    """With running statistics and dropout; no bias before the norm, as its gradient would be nothing but noise."""
 
     def __init__(self) -> None:
         super().__init__()
