@@ -28,6 +28,9 @@ def module_named(name: str) -> ModuleType:
     """Returns a module: the one that is installed, or a new one that is entered into its parent."""
     if name in sys.modules:
         return sys.modules[name]
+    parent, _, child = name.rpartition(".")
+    if parent:
+        module_named(parent)  # or the module could not be looked for
     with process_undisturbed():
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name)
@@ -36,7 +39,6 @@ def module_named(name: str) -> ModuleType:
     module.__path__ = []
     sys.modules[name] = module
     _made.append(name)
-    parent, _, child = name.rpartition(".")
     set_name(module_named(parent), child, module)
     return module
 
