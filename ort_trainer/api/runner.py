@@ -66,7 +66,6 @@ class StepRunner:
         self._state = state
         self._training = model.kind == "training"
         self._dtypes = [np.dtype(spec.dtype) for spec in model.inputs]
-        self._random = bool(model.random)
         self._plans: dict[tuple[tuple[int, ...], ...], _Plan] = {}
         self._bindings: dict[_SIDES, Any] = {}
         self._reset = {flag: np.array([flag]) for flag in (False, True)}
@@ -100,19 +99,13 @@ class StepRunner:
                 binding.bind_ortvalue_input(name, value)
         as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
         results = [self._bind_output(binding, output, as_arrays) for output in plan.outputs]
-        before = state.random.get_state() if self._random else None
-        try:
-            if self._random:
-                for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
-                    binding.bind_cpu_input(spec.name, array)
-            with uninterrupted():
-                self._session.run_with_iobinding(binding, options)
-                if self._training:
-                    state.advance()
-        except BaseException:
-            if self._random:
-                state.random.set_state(before)
-            raise
+        if plan.random:
+            for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
+                binding.bind_cpu_input(spec.name, array)
+        with uninterrupted():
+            self._session.run_with_iobinding(binding, options)
+            if self._training:
+                state.advance()
         if any(result is None for result in results):
             self._collect(binding, results, as_arrays)
         return results
@@ -219,11 +212,13 @@ class StepRunner:
 
     def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
         """Puts what ONNX Runtime has allocated into the places that are None."""
+        found = binding.get_outputs_as_ortvaluevector()
         # In the order in which they were bound first: the user's outputs last.
-        found = binding.get_outputs()[-len(results) :]
-        for index, value in enumerate(found):
-            if results[index] is None:
-                results[index] = value.numpy() if as_arrays else value
+        first = len(found) - len(results)
+        for index, result in enumerate(results):
+            if result is None:
+                value = found[first + index]
+                results[index] = value.numpy() if as_arrays else OrtValue(value)
 
 
 def _shape(value: Input) -> tuple[int, ...]:
