@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from .upstream_runs import Upstream, write
 pytestmark = pytest.mark.needs_gradient_builder
 
 STANDARD = {"utils": {"kernels": "onnxruntime"}}
+STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
 
 
 def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, **options: Any) -> ORTTrainer:
@@ -56,3 +58,89 @@ def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path) -> None:
     assert upstream.module.input_names() == ["x", "label"]
     assert upstream.module.output_names() == ["loss", "logits"]
     assert_trains_alike(trainer, upstream, batches)
+
+
+class ConvNet(nn.Module):
+    """8 by 8 images, with batch norm, pooling, a buffer, and a layer that is never used; the loss comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)  # before a norm its gradient is rounding alone
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(64, 3)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.full((1, 8, 8), 0.1))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.max_pool2d(torch.relu(self.norm(self.conv(image - self.mean))), 2)
+        logits = self.fc(hidden.flatten(1)) + self.frozen
+        return logits, F.cross_entropy(logits, label)
+
+
+IMAGES = {
+    "inputs": [("image", ["batch", 1, 8, 8]), ("label", ["batch"])],
+    "outputs": [("logits", ["batch", 3]), ("loss", [], True)],
+}
+
+
+def image_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for size in (6, *range(4, 3 + count))
+    ]
+
+
+def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> None:
+    """Running statistics are changed in place, as gradients are; batches have sizes of their own."""
+    trainer = ORTTrainer(ConvNet(), IMAGES, optim.AdamWConfig(lr=1e-2), options=STANDARD_OPTIONS)
+    batches = image_batches(20)
+    write(trainer, tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=1e-2)
+    assert upstream.module.output_names() == ["loss", "logits"]
+    trained = {name for name, parameter in upstream.state.parameters if parameter.requires_grad}
+    assert trained == {"conv.weight", "norm.weight", "norm.bias", "fc.weight", "fc.bias"}
+    for number, batch in enumerate(batches):
+        (logits, loss), (their_loss, theirs) = trainer.train_step(*batch), upstream.train(batch)
+        assert_close(loss, torch.from_numpy(their_loss), 1e-5, f"loss of step {number}")
+        assert_close(logits, torch.from_numpy(theirs), 1e-5, f"logits of step {number}")
+    (logits, _), (_, theirs) = trainer.eval_step(*batches[0]), upstream.evaluate(batches[0])
+    assert_close(logits, torch.from_numpy(theirs), 1e-5, "evaluation")
+    found = upstream.parameters()
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        if name != "norm.num_batches_tracked":
+            assert_close(value, torch.from_numpy(found[name]), 1e-5, name)
+    assert not np.allclose(found["norm.running_mean"], 0.0)
+
+
+class Noisy(nn.Module):
+    """Random numbers of all kinds, of sizes that follow from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return self.fc(x)
+        noise = torch.randn_like(x) + torch.rand_like(x) + torch.empty_like(x).exponential_(3.0)
+        columns = torch.randperm(8) + torch.randint(0, 3, (8,))
+        return self.fc(F.dropout(x, 0.2) + 0.1 * noise + 0.01 * columns)
+
+
+@pytest.mark.parametrize("model", [MLP(dropout=0.3), Noisy()], ids=["dropout", "all kinds"])
+def test_random_numbers_are_drawn_in_the_graph(model: nn.Module, tmp_path: Path) -> None:
+    trainer = make_trainer(optim.SGDConfig(lr=0.5), model)
+    batches = mlp_batches(3, size=32)
+    write(trainer, tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.5)
+    losses = {float(upstream.train(batches[0], update=False)[0]) for _ in range(5)}
+    assert len(losses) == 5, "every call draws anew"
+    assert float(upstream.evaluate(batches[0])[0]) == float(upstream.evaluate(batches[0])[0])
+    upstream.module.lazy_reset_grad()
+    first = float(upstream.evaluate(batches[0])[0])
+    for _ in range(60):
+        upstream.train(batches[0])
+    assert float(upstream.evaluate(batches[0])[0]) < 0.8 * first
+    upstream.train(mlp_batches(1, size=3)[0])  # of another size
