@@ -144,3 +144,105 @@ def test_random_numbers_are_drawn_in_the_graph(model: nn.Module, tmp_path: Path)
         upstream.train(batches[0])
     assert float(upstream.evaluate(batches[0])[0]) < 0.8 * first
     upstream.train(mlp_batches(1, size=3)[0])  # of another size
+
+
+def test_a_trained_trainer_goes_on_in_upstream(tmp_path: Path) -> None:
+    """Weights, moments and the count of updates are in the checkpoint; gradients sum up over a window of two."""
+    trainer = make_trainer(optim.AdamWConfig(lr=1e-2), batch={"gradient_accumulation_steps": 2})
+    batches = mlp_batches(14)
+    for batch in batches[:4]:
+        trainer.train_step(*batch)
+    write(trainer, tmp_path, batches[0], gradient_weight=0.5)
+    upstream = Upstream(tmp_path, lr=1e-2)
+    for number, batch in enumerate(batches[4:]):
+        (loss, _), (other, _) = trainer.train_step(*batch), upstream.train(batch, update=number % 2 == 1)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
+
+
+def test_a_rate_in_the_model(tmp_path: Path) -> None:
+    """For a runtime that can't set one."""
+    trainer = make_trainer(optim.SGDConfig(lr=0.1))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0], fixed_learning_rate=True)
+    assert_trains_alike(trainer, Upstream(tmp_path), batches)
+
+
+def test_a_nominal_checkpoint(tmp_path: Path) -> None:
+    """The parameters come in as a flat buffer."""
+    trainer = make_trainer(optim.SGDConfig(lr=0.1))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0])
+    values = Upstream(tmp_path).module.get_contiguous_parameters()
+    nominal = Upstream(tmp_path, "nominal_checkpoint", lr=0.1, values=values)
+    assert_trains_alike(trainer, nominal, batches)
+
+
+ADAM = optim.AdamWConfig
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "lamb": (optim.LambConfig(), {}, "AdamW and SGD, and no LambOptimizer"),
+    "lion": (optim.LionConfig(), {}, "AdamW and SGD, and no"),
+    "momentum": (optim.SGDConfig(momentum=0.9), {}, "has no momentum"),
+    "decay": (optim.SGDConfig(weight_decay=0.1), {}, "has no weight_decay"),
+    "rates": (ADAM([{"params": ["fc1.weight"], "lr": 0.5}]), {}, r"one learning rate .* \[0.001, 0.5\]"),
+    "groups": (ADAM([{"params": ["fc1.weight"], "eps": 0.5}]), {}, "one optimizer for all parameters"),
+    "values": (ADAM(), {"utils": {"max_grad_value": 0.5}}, "utils.max_grad_value"),
+    "uncorrected": (
+        optim.AdamConfig(do_bias_correction=False, lambda_coef=0.1),
+        {},
+        r"do_bias_correction=False\): use the default flavor",
+    ),
+    "kernels": (ADAM(), {"utils": {"kernels": "pytorch"}}, "utils.kernels='onnxruntime'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_upstream_can_not_do_is_refused(kind: str, tmp_path: Path) -> None:
+    config, options, match = REFUSED[kind]
+    trainer = make_trainer(config, **options)
+    with pytest.raises(ValueError, match=match):
+        write(trainer, tmp_path / "new", mlp_batches(1)[0])
+    assert not (tmp_path / "new").exists()
+
+
+class Changing(MLP):
+    """With a buffer that a step changes."""
+
+    def __init__(self, dtype: torch.dtype, read: bool) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(8, dtype=dtype))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x * self.level if self.read else x
+        if self.training:
+            self.level.add_(1)
+        return super().forward(scaled)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Changing(torch.float32, read=True), "both changes the buffer 'level' and uses its old value"),
+        (Changing(torch.int64, read=True), "changes the buffer 'level' of dtype int64"),
+        (MLP().double(), "float32 weights only, but 'fc1.weight' is float64"),
+    ],
+    ids=["read", "whole", "double"],
+)
+def test_models_that_upstream_can_not_train_are_refused(model: nn.Module, match: str, tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(), model)
+    x, label = mlp_batches(1)[0]
+    with pytest.raises(ValueError, match=match):
+        write(trainer, tmp_path, (x.double() if "float64" in match else x, label))
+
+
+def test_a_counter_that_nothing_reads_stands_still(tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(lr=0.01), Changing(torch.int64, read=False))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0])
+    assert_trains_alike(trainer, Upstream(tmp_path, lr=0.01), batches)
+
+
+def test_a_schedule_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM())
+    with pytest.raises(ValueError, match="no learning-rate schedule"):
+        write(trainer, tmp_path, mlp_batches(1)[0], schedule={"kind": "constant"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
     )
 
 
-def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) -> None:
+def write(
+    trainer: ORTTrainer, directory: Path, batch: Batch, schedule: dict[str, Any] | None = None, **arguments: Any
+) -> None:
     """What ``trainer.export_artifacts(directory, flavor="onnxruntime-training")`` is to do."""
     loop, session = trainer.loop, trainer.loop.session
     if session is None or not session.graphs(True):
@@ -64,15 +67,16 @@ def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) 
         for name in names
     }
     (training,), (evaluation,) = session.graphs(True), session.graphs(False)
-    write_upstream_artifacts(
-        directory, training, evaluation, updates, checkpoint_of(trainer), list(session.buffers), **arguments
-    )
+    checkpoint = dataclasses.replace(checkpoint_of(trainer), schedule=schedule)
+    write_upstream_artifacts(directory, training, evaluation, updates, checkpoint, list(session.buffers), **arguments)
 
 
 class Upstream:
     """onnxruntime-training's own API on a directory of artifacts."""
 
-    def __init__(self, directory: Path, checkpoint: str = "checkpoint", lr: float | None = None) -> None:
+    def __init__(
+        self, directory: Path, checkpoint: str = "checkpoint", lr: float | None = None, values: Any = None
+    ) -> None:
         from onnxruntime.training import api
 
         self.api = api
@@ -80,6 +84,8 @@ class Upstream:
         models = (str(directory / f"{name}_model.onnx") for name in ("training", "eval", "optimizer"))
         training, evaluation, optimizer = models
         self.module = api.Module(training, self.state, evaluation)
+        if values is not None:  # before there is an optimizer, which would crash
+            self.module.copy_buffer_to_parameters(values, trainable_only=False)
         self.optimizer = api.Optimizer(optimizer, self.module)
         if lr is not None:
             self.optimizer.set_learning_rate(lr)
