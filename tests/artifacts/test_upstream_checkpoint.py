@@ -25,8 +25,7 @@ from ort_trainer.artifacts.upstream import (
 )
 
 from ..helpers import assert_close, mlp_batches
-from .test_upstream_flavor import make_trainer
-from .upstream_runs import Upstream, write
+from .upstream_runs import Upstream, make_trainer, write
 
 Array = np.ndarray[Any, Any]
 

@@ -11,21 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ORTTrainer, optim
 
-from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches
-from .upstream_runs import Upstream, write
+from ..helpers import MLP, assert_close, mlp_batches
+from .upstream_runs import STANDARD_OPTIONS, Upstream, make_trainer, write
 
 pytestmark = pytest.mark.needs_gradient_builder
-
-STANDARD = {"utils": {"kernels": "onnxruntime"}}
-STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
-
-
-def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, **options: Any) -> ORTTrainer:
-    settings = {**STANDARD, **options, "utils": {**STANDARD["utils"], **options.get("utils", {})}}
-    model, desc = model or MLP(), desc or MLP_DESC
-    return ORTTrainer(model, desc, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(settings))
 
 
 def assert_trains_alike(trainer: ORTTrainer, upstream: Upstream, batches: Any, relative: float = 1e-5) -> None:
@@ -242,7 +233,20 @@ def test_a_counter_that_nothing_reads_stands_still(tmp_path: Path) -> None:
     assert_trains_alike(trainer, Upstream(tmp_path, lr=0.01), batches)
 
 
-def test_a_schedule_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(ADAM())
-    with pytest.raises(ValueError, match="no learning-rate schedule"):
-        write(trainer, tmp_path, mlp_batches(1)[0], schedule={"kind": "constant"})
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"schedule": {"kind": "constant"}}, "no learning-rate schedule"),
+        ({"gradients": {"fc1.bias": np.ones(16, np.float32)}}, "an accumulation window that is under way"),
+    ],
+)
+def test_state_that_has_no_place_is_refused(state: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        write(make_trainer(ADAM()), tmp_path, mlp_batches(1)[0], state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    """Gradients and evaluation are there all the same."""
+    write(make_trainer(ADAM()), tmp_path, mlp_batches(1)[0], {"optimizer": None}, nominal_checkpoint=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"training_model.onnx", "eval_model.onnx", "checkpoint"}

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from ort_trainer import ORTTrainer
+from ort_trainer import ORTTrainer, ORTTrainerOptions
 from ort_trainer.api.checkpoint_file import Checkpoint
 from ort_trainer.artifacts.upstream.write import write_upstream_artifacts
 from ort_trainer.optim.onnx_update import ParameterUpdate
 
+from ..helpers import MLP, MLP_DESC
+
 Batch = tuple[torch.Tensor, ...]
+STANDARD = {"utils": {"kernels": "onnxruntime"}}
+STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
+
+
+def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, **options: Any) -> ORTTrainer:
+    settings = {**STANDARD, **options, "utils": {**STANDARD["utils"], **options.get("utils", {})}}
+    model, desc = model or MLP(), desc or MLP_DESC
+    return ORTTrainer(model, desc, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(settings))
 
 
 def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
@@ -44,7 +57,7 @@ def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
 
 
 def write(
-    trainer: ORTTrainer, directory: Path, batch: Batch, schedule: dict[str, Any] | None = None, **arguments: Any
+    trainer: ORTTrainer, directory: Path, batch: Batch, state: Mapping[str, Any] | None = None, **arguments: Any
 ) -> None:
     """What ``trainer.export_artifacts(directory, flavor="onnxruntime-training")`` is to do."""
     loop, session = trainer.loop, trainer.loop.session
@@ -67,7 +80,7 @@ def write(
         for name in names
     }
     (training,), (evaluation,) = session.graphs(True), session.graphs(False)
-    checkpoint = dataclasses.replace(checkpoint_of(trainer), schedule=schedule)
+    checkpoint = dataclasses.replace(checkpoint_of(trainer), **(state or {}))
     write_upstream_artifacts(directory, training, evaluation, updates, checkpoint, list(session.buffers), **arguments)
 
 
