@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
+from ort_trainer.artifacts.upstream.optimizer_model import optimizer_model
+from ort_trainer.optim.onnx_update import ParameterUpdate
 
 from ..helpers import MLP, assert_close, mlp_batches
 from .upstream_runs import STANDARD_OPTIONS, Upstream, make_trainer, write
@@ -169,28 +172,41 @@ def test_a_nominal_checkpoint(tmp_path: Path) -> None:
 
 
 ADAM = optim.AdamWConfig
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "lamb": (optim.LambConfig(), {}, "AdamW and SGD, and no LambOptimizer"),
-    "lion": (optim.LionConfig(), {}, "AdamW and SGD, and no"),
-    "momentum": (optim.SGDConfig(momentum=0.9), {}, "has no momentum"),
-    "decay": (optim.SGDConfig(weight_decay=0.1), {}, "has no weight_decay"),
-    "rates": (ADAM([{"params": ["fc1.weight"], "lr": 0.5}]), {}, r"one learning rate .* \[0.001, 0.5\]"),
-    "groups": (ADAM([{"params": ["fc1.weight"], "eps": 0.5}]), {}, "one optimizer for all parameters"),
-    "values": (ADAM(), {"utils": {"max_grad_value": 0.5}}, "utils.max_grad_value"),
-    "uncorrected": (
-        optim.AdamConfig(do_bias_correction=False, lambda_coef=0.1),
-        {},
-        r"do_bias_correction=False\): use the default flavor",
-    ),
-    "kernels": (ADAM(), {"utils": {"kernels": "pytorch"}}, "utils.kernels='onnxruntime'"),
+REFUSED: dict[str, tuple[Any, str]] = {
+    "lamb": (optim.LambConfig(), "AdamW and SGD, and no LambOptimizer"),
+    "lion": (optim.LionConfig(), "AdamW and SGD, and no Lion"),
+    "momentum": (optim.SGDConfig(momentum=0.9), "has no momentum"),
+    "decay": (optim.SGDConfig(weight_decay=0.1), "has no weight_decay"),
+    "rates": (ADAM([{"params": ["a"], "lr": 0.5}]), r"one learning rate .* \[0.001, 0.5\]"),
+    "groups": (ADAM([{"params": ["a"], "eps": 0.5}]), "one optimizer for all parameters"),
+    "uncorrected": (optim.AdamConfig(do_bias_correction=False, lambda_coef=0.1), r"do_bias_correction=False\): use"),
 }
 
 
+def updates_of(config: Any, max_value: float = math.inf) -> dict[str, ParameterUpdate]:
+    """The updates of two parameters."""
+    groups = {name: config.group_of(name) for name in ("a", "b")}
+    return {
+        name: ParameterUpdate(config.rule, (), True, group, config.hyper_parameters(group), math.inf, max_value)
+        for name, group in groups.items()
+    }
+
+
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_upstream_can_not_do_is_refused(kind: str, tmp_path: Path) -> None:
-    config, options, match = REFUSED[kind]
-    trainer = make_trainer(config, **options)
+def test_optimizers_that_upstream_does_not_have_are_refused(kind: str) -> None:
+    config, match = REFUSED[kind]
     with pytest.raises(ValueError, match=match):
+        optimizer_model(updates_of(config), config.learning_rates, 18)
+
+
+def test_clipping_of_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="utils.max_grad_value"):
+        optimizer_model(updates_of(ADAM(), 0.5), [0.001], 18)
+
+
+def test_pytorch_kernels_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(), utils={"kernels": "pytorch"})
+    with pytest.raises(ValueError, match="utils.kernels='onnxruntime'"):
         write(trainer, tmp_path / "new", mlp_batches(1)[0])
     assert not (tmp_path / "new").exists()
 
