@@ -22,6 +22,7 @@ class Exporting:
         *,
         flavor: str = "ort_trainer",
         nominal_checkpoint: bool = True,
+        fixed_learning_rate: bool = False,
     ) -> None:
         """Writes models and a checkpoint from which ``ort_trainer.api`` trains on, without PyTorch.
 
@@ -39,6 +40,8 @@ class Exporting:
             flavor: ``ort_trainer`` for ``ort_trainer.api`` on any ONNX Runtime, or ``onnxruntime-training`` for
                 ``onnxruntime.training.api`` 1.19.2 and ``onnxruntime-web``.
             nominal_checkpoint: Whether to write a checkpoint that has the shapes of the parameters only.
+            fixed_learning_rate: Of the flavor ``onnxruntime-training``: whether the optimizer model has the learning
+                rate in it, for a runtime that can't set one, as in a browser.
 
         Raises:
             RuntimeError: Before the first step, if only a batch tells what the model takes.
@@ -51,4 +54,10 @@ class Exporting:
         check_exportable(self._loop)
         if not self._loop.graphs.has_started:
             self.prepare()  # type: ignore[attr-defined]
-        export_artifacts(self._loop, directory, flavor=flavor, nominal_checkpoint=nominal_checkpoint)
+        export_artifacts(
+            self._loop,
+            directory,
+            flavor=flavor,
+            nominal_checkpoint=nominal_checkpoint,
+            fixed_learning_rate=fixed_learning_rate,
+        )

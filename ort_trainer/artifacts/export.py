@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..errors import shown
+from ..graph import TrainingGraph
 from ..ownership import shared_groups
 from ..sources import BORROWED
 from ..training.loop import TrainingLoop
-from .files import Described, contents, target_folder, write_files
+from .files import NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, Described, contents, target_folder, write_files
 from .optimizer_model import optimizer_model
 from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
@@ -31,6 +34,8 @@ def export_artifacts(
     nominal_checkpoint: bool = True,
     optimizer: bool = True,
     prefix: str = "",
+    outputs: Sequence[str] | None = None,
+    fixed_learning_rate: bool = False,
 ) -> None:
     """Writes artifacts; see ``ORTTrainer.export_artifacts``.
 
@@ -41,28 +46,59 @@ def export_artifacts(
         nominal_checkpoint: Whether to write a checkpoint without values too.
         optimizer: Whether to write an optimizer model.
         prefix: What the names of the files begin with.
+        outputs: Outputs that the models have besides the loss; None for all described ones.
+        fixed_learning_rate: Whether the optimizer model of onnxruntime-training has the learning rate in it.
     """
     if flavor not in FLAVORS:
         raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
     if not isinstance(nominal_checkpoint, bool):
         raise TypeError(f"nominal_checkpoint must be a bool, but {shown(nominal_checkpoint)} was given")
+    if fixed_learning_rate and flavor == FLAVORS[0]:
+        raise ValueError(
+            "fixed_learning_rate is for the flavor 'onnxruntime-training': ort_trainer.api takes rates and schedule "
+            "from the checkpoint, leave it out"
+        )
     folder = target_folder(directory)
     check_exportable(loop)
     session, window = loop.session, loop.window
     assert session is not None
-    training = loop.graphs.portable(session, True)
-    evaluation = loop.graphs.portable(session, False)
+    training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
     # Each micro-batch brings its share of the mean, so that a sum of a whole window is the mean.
     count = window.size if window.reduction == "mean" else 1
-    step = training_model(training, 1.0 / count)
     added = window.micro_batches if window.reduction == "mean" else 1
     divisor = window.divisor / max(1, added) * count
     updates = found_updates(loop, list(training.gradients))
     model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
     checkpoint = running_state(loop, updates, origins, divisor)
-    models: dict[str, Described] = {"training_model.onnx": step, "eval_model.onnx": evaluation_model(evaluation)}
+    if flavor != FLAVORS[0]:
+        from .upstream.write import write_upstream_artifacts
+
+        buffers = [name for name in checkpoint.parameters if name in session.buffers]
+        rules = {name: updated.update for name, updated in updates.items()}
+
+        def write_upstream(temporary: Path) -> None:
+            write_upstream_artifacts(
+                temporary,
+                training,
+                evaluation,
+                rules,
+                checkpoint,
+                buffers,
+                gradient_weight=1.0 / count,
+                fixed_learning_rate=fixed_learning_rate,
+            )
+            for name, is_wanted in {NOMINAL_CHECKPOINT: nominal_checkpoint, OPTIMIZER_MODEL: optimizer}.items():
+                if not is_wanted:
+                    (temporary / name).unlink()
+
+        write_files(folder, write_upstream, prefix)
+        return
+    models: dict[str, Described] = {
+        "training_model.onnx": training_model(training, 1.0 / count),
+        "eval_model.onnx": evaluation_model(evaluation),
+    }
     if optimizer:
-        models["optimizer_model.onnx"] = (model, said)
+        models[OPTIMIZER_MODEL] = (model, said)
     else:
         checkpoint.optimizer = None
     found = contents(models, checkpoint, nominal_checkpoint)
@@ -72,6 +108,20 @@ def export_artifacts(
             (temporary / name).write_bytes(content)
 
     write_files(folder, write, prefix)
+
+
+def _with_outputs(graph: TrainingGraph, names: Sequence[str] | None) -> TrainingGraph:
+    """Returns a graph with the loss and some other outputs."""
+    if names is None:
+        return graph
+    kept = tuple(spec for spec in graph.outputs if spec.name == graph.loss or spec.name in names)
+    unknown = sorted({*names} - {spec.name for spec in graph.outputs})
+    if unknown:
+        raise ValueError(
+            f"additional_output_names has {unknown}, but the described outputs are "
+            f"{[spec.name for spec in graph.outputs]}"
+        )
+    return replace(graph, outputs=kept)
 
 
 def check_exportable(loop: TrainingLoop) -> None:

@@ -17,11 +17,21 @@ from ..api.checkpoint_file import Checkpoint, to_bytes
 from ..errors import shown
 from ..interrupts import uninterrupted
 
-__all__ = ["CHECKPOINT", "FILES", "NOMINAL_CHECKPOINT", "Described", "contents", "target_folder", "write_files"]
+__all__ = [
+    "CHECKPOINT",
+    "FILES",
+    "NOMINAL_CHECKPOINT",
+    "OPTIMIZER_MODEL",
+    "Described",
+    "contents",
+    "target_folder",
+    "write_files",
+]
 
 Described = tuple[ir.Model, StepModel | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
-FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", CHECKPOINT, NOMINAL_CHECKPOINT)
+OPTIMIZER_MODEL = "optimizer_model.onnx"
+FILES = ("training_model.onnx", "eval_model.onnx", OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)
 
 
 def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: bool) -> dict[str, bytes]:

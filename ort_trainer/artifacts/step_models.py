@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import torch
 
 from ..api.artifact import RandomTensor, StepModel, Tensor
@@ -54,6 +55,7 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
     updates = [outputs[output] for output in graph.buffer_updates.values()]
     model.graph.outputs.clear()
     model.graph.outputs.extend([*kept, *results.values(), *updates])
+    common_passes.RemoveUnusedNodesPass()(model)
     said = StepModel(
         kind="training",
         export="",
@@ -80,6 +82,10 @@ def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
+    kept = [outputs[spec.name] for spec in graph.outputs]
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(kept)
+    common_passes.RemoveUnusedNodesPass()(model)
     said = StepModel(
         kind="evaluation",
         export="",

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ORTTrainer, optim
+from ort_trainer.artifacts.upstream.optimizer_model import optimizer_model
+from ort_trainer.optim.onnx_update import ParameterUpdate
 
-from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches
-from .upstream_runs import Upstream, write
+from ..helpers import MLP, assert_close, mlp_batches
+from .upstream_runs import STANDARD_OPTIONS, Upstream, make_trainer, write
 
 pytestmark = pytest.mark.needs_gradient_builder
-
-STANDARD = {"utils": {"kernels": "onnxruntime"}}
-
-
-def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, **options: Any) -> ORTTrainer:
-    settings = {**STANDARD, **options, "utils": {**STANDARD["utils"], **options.get("utils", {})}}
-    model, desc = model or MLP(), desc or MLP_DESC
-    return ORTTrainer(model, desc, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(settings))
 
 
 def assert_trains_alike(trainer: ORTTrainer, upstream: Upstream, batches: Any, relative: float = 1e-5) -> None:
@@ -56,3 +52,217 @@ def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path) -> None:
     assert upstream.module.input_names() == ["x", "label"]
     assert upstream.module.output_names() == ["loss", "logits"]
     assert_trains_alike(trainer, upstream, batches)
+
+
+class ConvNet(nn.Module):
+    """8 by 8 images, with batch norm, pooling, a buffer, and a layer that is never used; the loss comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)  # before a norm its gradient is rounding alone
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(64, 3)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.full((1, 8, 8), 0.1))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.max_pool2d(torch.relu(self.norm(self.conv(image - self.mean))), 2)
+        logits = self.fc(hidden.flatten(1)) + self.frozen
+        return logits, F.cross_entropy(logits, label)
+
+
+IMAGES = {
+    "inputs": [("image", ["batch", 1, 8, 8]), ("label", ["batch"])],
+    "outputs": [("logits", ["batch", 3]), ("loss", [], True)],
+}
+
+
+def image_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for size in (6, *range(4, 3 + count))
+    ]
+
+
+def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> None:
+    """Running statistics are changed in place, as gradients are; batches have sizes of their own."""
+    trainer = ORTTrainer(ConvNet(), IMAGES, optim.AdamWConfig(lr=1e-2), options=STANDARD_OPTIONS)
+    batches = image_batches(20)
+    write(trainer, tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=1e-2)
+    assert upstream.module.output_names() == ["loss", "logits"]
+    trained = {name for name, parameter in upstream.state.parameters if parameter.requires_grad}
+    assert trained == {"conv.weight", "norm.weight", "norm.bias", "fc.weight", "fc.bias"}
+    for number, batch in enumerate(batches):
+        (logits, loss), (their_loss, theirs) = trainer.train_step(*batch), upstream.train(batch)
+        assert_close(loss, torch.from_numpy(their_loss), 1e-5, f"loss of step {number}")
+        assert_close(logits, torch.from_numpy(theirs), 1e-5, f"logits of step {number}")
+    (logits, _), (_, theirs) = trainer.eval_step(*batches[0]), upstream.evaluate(batches[0])
+    assert_close(logits, torch.from_numpy(theirs), 1e-5, "evaluation")
+    found = upstream.parameters()
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        if name != "norm.num_batches_tracked":
+            assert_close(value, torch.from_numpy(found[name]), 1e-5, name)
+    assert not np.allclose(found["norm.running_mean"], 0.0)
+
+
+class Noisy(nn.Module):
+    """Random numbers of all kinds, of sizes that follow from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return self.fc(x)
+        noise = torch.randn_like(x) + torch.rand_like(x) + torch.empty_like(x).exponential_(3.0)
+        columns = torch.randperm(8) + torch.randint(0, 3, (8,))
+        return self.fc(F.dropout(x, 0.2) + 0.1 * noise + 0.01 * columns)
+
+
+@pytest.mark.parametrize("model", [MLP(dropout=0.3), Noisy()], ids=["dropout", "all kinds"])
+def test_random_numbers_are_drawn_in_the_graph(model: nn.Module, tmp_path: Path) -> None:
+    trainer = make_trainer(optim.SGDConfig(lr=0.5), model)
+    batches = mlp_batches(3, size=32)
+    write(trainer, tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.5)
+    losses = {float(upstream.train(batches[0], update=False)[0]) for _ in range(5)}
+    assert len(losses) == 5, "every call draws anew"
+    assert float(upstream.evaluate(batches[0])[0]) == float(upstream.evaluate(batches[0])[0])
+    upstream.module.lazy_reset_grad()
+    first = float(upstream.evaluate(batches[0])[0])
+    for _ in range(60):
+        upstream.train(batches[0])
+    assert float(upstream.evaluate(batches[0])[0]) < 0.8 * first
+    upstream.train(mlp_batches(1, size=3)[0])  # of another size
+
+
+def test_a_trained_trainer_goes_on_in_upstream(tmp_path: Path) -> None:
+    """Weights, moments and the count of updates are in the checkpoint; gradients sum up over a window of two."""
+    trainer = make_trainer(optim.AdamWConfig(lr=1e-2), batch={"gradient_accumulation_steps": 2})
+    batches = mlp_batches(14)
+    for batch in batches[:4]:
+        trainer.train_step(*batch)
+    write(trainer, tmp_path, batches[0], gradient_weight=0.5)
+    upstream = Upstream(tmp_path, lr=1e-2)
+    for number, batch in enumerate(batches[4:]):
+        (loss, _), (other, _) = trainer.train_step(*batch), upstream.train(batch, update=number % 2 == 1)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
+
+
+def test_a_rate_in_the_model(tmp_path: Path) -> None:
+    """For a runtime that can't set one."""
+    trainer = make_trainer(optim.SGDConfig(lr=0.1))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0], fixed_learning_rate=True)
+    assert_trains_alike(trainer, Upstream(tmp_path), batches)
+
+
+def test_a_nominal_checkpoint(tmp_path: Path) -> None:
+    """The parameters come in as a flat buffer."""
+    trainer = make_trainer(optim.SGDConfig(lr=0.1))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0])
+    values = Upstream(tmp_path).module.get_contiguous_parameters()
+    nominal = Upstream(tmp_path, "nominal_checkpoint", lr=0.1, values=values)
+    assert_trains_alike(trainer, nominal, batches)
+
+
+ADAM = optim.AdamWConfig
+REFUSED: dict[str, tuple[Any, str]] = {
+    "lamb": (optim.LambConfig(), "AdamW and SGD, and no LambOptimizer"),
+    "lion": (optim.LionConfig(), "AdamW and SGD, and no Lion"),
+    "momentum": (optim.SGDConfig(momentum=0.9), "has no momentum"),
+    "decay": (optim.SGDConfig(weight_decay=0.1), "has no weight_decay"),
+    "rates": (ADAM([{"params": ["a"], "lr": 0.5}]), r"one learning rate .* \[0.001, 0.5\]"),
+    "groups": (ADAM([{"params": ["a"], "eps": 0.5}]), "one optimizer for all parameters"),
+    "uncorrected": (optim.AdamConfig(do_bias_correction=False, lambda_coef=0.1), r"do_bias_correction=False\): use"),
+}
+
+
+def updates_of(config: Any, max_value: float = math.inf) -> dict[str, ParameterUpdate]:
+    """The updates of two parameters."""
+    groups = {name: config.group_of(name) for name in ("a", "b")}
+    return {
+        name: ParameterUpdate(config.rule, (), True, group, config.hyper_parameters(group), math.inf, max_value)
+        for name, group in groups.items()
+    }
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_optimizers_that_upstream_does_not_have_are_refused(kind: str) -> None:
+    config, match = REFUSED[kind]
+    with pytest.raises(ValueError, match=match):
+        optimizer_model(updates_of(config), config.learning_rates, 18)
+
+
+def test_clipping_of_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="utils.max_grad_value"):
+        optimizer_model(updates_of(ADAM(), 0.5), [0.001], 18)
+
+
+def test_pytorch_kernels_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(), utils={"kernels": "pytorch"})
+    with pytest.raises(ValueError, match="utils.kernels='onnxruntime'"):
+        write(trainer, tmp_path / "new", mlp_batches(1)[0])
+    assert not (tmp_path / "new").exists()
+
+
+class Changing(MLP):
+    """With a buffer that a step changes."""
+
+    def __init__(self, dtype: torch.dtype, read: bool) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(8, dtype=dtype))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x * self.level if self.read else x
+        if self.training:
+            self.level.add_(1)
+        return super().forward(scaled)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Changing(torch.float32, read=True), "both changes the buffer 'level' and uses its old value"),
+        (Changing(torch.int64, read=True), "changes the buffer 'level' of dtype int64"),
+        (MLP().double(), "float32 weights only, but 'fc1.weight' is float64"),
+    ],
+    ids=["read", "whole", "double"],
+)
+def test_models_that_upstream_can_not_train_are_refused(model: nn.Module, match: str, tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(), model)
+    x, label = mlp_batches(1)[0]
+    with pytest.raises(ValueError, match=match):
+        write(trainer, tmp_path, (x.double() if "float64" in match else x, label))
+
+
+def test_a_counter_that_nothing_reads_stands_still(tmp_path: Path) -> None:
+    trainer = make_trainer(ADAM(lr=0.01), Changing(torch.int64, read=False))
+    batches = mlp_batches(3)
+    write(trainer, tmp_path, batches[0])
+    assert_trains_alike(trainer, Upstream(tmp_path, lr=0.01), batches)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"schedule": {"kind": "constant"}}, "no learning-rate schedule"),
+        ({"gradients": {"fc1.bias": np.ones(16, np.float32)}}, "an accumulation window that is under way"),
+    ],
+)
+def test_state_that_has_no_place_is_refused(state: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        write(make_trainer(ADAM()), tmp_path, mlp_batches(1)[0], state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    """Gradients and evaluation are there all the same."""
+    write(make_trainer(ADAM()), tmp_path, mlp_batches(1)[0], {"optimizer": None}, nominal_checkpoint=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"training_model.onnx", "eval_model.onnx", "checkpoint"}

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from ort_trainer import ORTTrainer
+from ort_trainer import ORTTrainer, ORTTrainerOptions
 from ort_trainer.api.checkpoint_file import Checkpoint
 from ort_trainer.artifacts.upstream.write import write_upstream_artifacts
 from ort_trainer.optim.update_writer import ParameterUpdate
 
+from ..helpers import MLP, MLP_DESC
+
 Batch = tuple[torch.Tensor, ...]
+STANDARD = {"utils": {"kernels": "onnxruntime"}}
+STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
+
+
+def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, **options: Any) -> ORTTrainer:
+    settings = {**STANDARD, **options, "utils": {**STANDARD["utils"], **options.get("utils", {})}}
+    model, desc = model or MLP(), desc or MLP_DESC
+    return ORTTrainer(model, desc, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(settings))
 
 
 def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
@@ -42,7 +56,9 @@ def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
     )
 
 
-def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) -> None:
+def write(
+    trainer: ORTTrainer, directory: Path, batch: Batch, state: Mapping[str, Any] | None = None, **arguments: Any
+) -> None:
     """What ``trainer.export_artifacts(directory, flavor="onnxruntime-training")`` is to do."""
     loop, session = trainer.loop, trainer.loop.session
     if session is None or not session.graphs(True):
@@ -64,15 +80,16 @@ def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) 
         for name in names
     }
     (training,), (evaluation,) = session.graphs(True), session.graphs(False)
-    write_upstream_artifacts(
-        directory, training, evaluation, updates, checkpoint_of(trainer), list(session.buffers), **arguments
-    )
+    checkpoint = dataclasses.replace(checkpoint_of(trainer), **(state or {}))
+    write_upstream_artifacts(directory, training, evaluation, updates, checkpoint, list(session.buffers), **arguments)
 
 
 class Upstream:
     """onnxruntime-training's own API on a directory of artifacts."""
 
-    def __init__(self, directory: Path, checkpoint: str = "checkpoint", lr: float | None = None) -> None:
+    def __init__(
+        self, directory: Path, checkpoint: str = "checkpoint", lr: float | None = None, values: Any = None
+    ) -> None:
         from onnxruntime.training import api
 
         self.api = api
@@ -80,6 +97,8 @@ class Upstream:
         models = (str(directory / f"{name}_model.onnx") for name in ("training", "eval", "optimizer"))
         training, evaluation, optimizer = models
         self.module = api.Module(training, self.state, evaluation)
+        if values is not None:  # before there is an optimizer, which would crash
+            self.module.copy_buffer_to_parameters(values, trainable_only=False)
         self.optimizer = api.Optimizer(optimizer, self.module)
         if lr is not None:
             self.optimizer.set_learning_rate(lr)

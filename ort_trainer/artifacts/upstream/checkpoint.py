@@ -195,7 +195,10 @@ class _Reader:
         self._left -= size
         if self._left < 0:
             raise CheckpointError(f"{self._name} is damaged: its tensors overlap")
-        return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
+        try:
+            return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
+        except ValueError as error:  # of too many dimensions, or one too large beside one that is 0
+            raise CheckpointError(f"{self._name} is damaged: {name!r} has the shape {list(shape)}") from error
 
     def _find_external(self) -> None:
         if self._path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ GROUP = "group0"
 
 # Their names of Adam's moments, and ours. With momentum0 alone it is SGD, which uses none of it.
 _MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
-_COUNT = "Update_Count"
+_COUNT, _STEP, _SHARED = "Update_Count", "Step", "shared_optimizer_state"
 
 
 def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
@@ -54,7 +55,7 @@ def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) 
 def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
     given = dict(checkpoint.optimizer or {})
     group = OptimizerGroup(checkpoint.optimization_step, checkpoint.learning_rates[-1])
-    counts = {int(given.pop(key)[0]) for key in [*given] if key.endswith(f".{_COUNT}") and _parameter(key) in wanted}
+    counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == _COUNT}
     if len(counts) > 1:
         raise ValueError(
             f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and "
@@ -71,8 +72,7 @@ def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
             else {"momentum0": zeros}
         )
     # What is left belongs to parameters that never have a gradient, or to another optimizer.
-    known = (*_MOMENTS.values(), _COUNT) if adam else (_COUNT,)
-    strange = [key for key in given if key.rpartition(".")[2] not in known]
+    strange = [key for key in given if not (adam and _slot(key) in _MOMENTS.values())]
     if strange:
         raise ValueError(
             f"the optimizer keeps {strange[0]!r}, which no optimizer of onnxruntime-training does, it has Adam and SGD "
@@ -81,8 +81,8 @@ def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
     return group
 
 
-def _parameter(key: str) -> str:
-    return key.rpartition(".")[0]
+def _slot(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None) -> Checkpoint:
@@ -118,26 +118,29 @@ def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
     for name, moments in group.moments.items():
         if set(moments) == set(_MOMENTS):
             state |= {f"{name}.{_MOMENTS[theirs]}": value for theirs, value in moments.items()}
-            state[f"{name}.{_COUNT}"] = np.array([group.step + 1], np.int64)
-    return state
+    return {**state, _COUNT: np.array([group.step + 1], np.int64)} if state else state
 
 
 def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
     """Returns a checkpoint in the order of another one, with its export and what upstream has no place for."""
-    _check_like("parameters", found.parameters, like.parameters, found.nominal)
-    _check_like("buffers", found.buffers, like.buffers, found.nominal)
-    found.export, found.learning_rates, found.schedule = like.export, like.learning_rates, like.schedule
-    found.parameters = {name: found.parameters[name] for name in like.parameters}
-    found.buffers = {name: found.buffers[name] for name in like.buffers}
-    found.trainable = list(like.trainable)
-    if found.optimizer is not None:
-        if like.optimizer is None:
-            found.optimizer = None
-        else:
-            # Of a parameter without a gradient upstream has no moments.
-            found.optimizer = {**like.optimizer, **found.optimizer}
-            _check_like("optimizer", found.optimizer, like.optimizer)
-    return found
+    values = {**found.parameters, **found.buffers}
+    _check_like("parameters and buffers", values, {**like.parameters, **like.buffers}, found.nominal)
+    optimizer = None if like.optimizer is None else found.optimizer
+    if optimizer is not None and like.optimizer is not None:
+        # Parameters share a count here where they have had as many updates.
+        count = optimizer.pop(_COUNT, None)
+        optimizer |= {key: count for key in like.optimizer if _slot(key) == _COUNT and count is not None}
+        _check_like("optimizer state", optimizer, like.optimizer)
+    return dataclasses.replace(
+        found,
+        export=like.export,
+        parameters={name: like.parameters[name] if found.nominal else values[name] for name in like.parameters},
+        trainable=list(like.trainable),
+        buffers={name: values[name] for name in like.buffers},
+        learning_rates=like.learning_rates,
+        schedule=like.schedule,
+        optimizer=optimizer,
+    )
 
 
 def _check_like(what: str, found: Mapping[str, Array], like: Mapping[str, Array], names_only: bool = False) -> None:
@@ -160,14 +163,30 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Args:
         checkpoint: Of an export, or from :func:`from_upstream`.
+
+    Raises:
+        ValueError: If the parameters were updated different numbers of times: a checkpoint does not say which is whose.
     """
-    state: dict[str, Any] = {
-        "model": {"full_precision": {**checkpoint.parameters, **checkpoint.buffers}},
-    }
-    if checkpoint.optimizer is not None:
-        optimizer: dict[str, dict[str, Array]] = {}
-        for key, value in checkpoint.optimizer.items():
-            optimizer.setdefault(_parameter(key), {})[key.rpartition(".")[2]] = value
-        step = checkpoint.optimization_step
-        state |= {"optimizer": optimizer, "train_step_info": {"optimization_step": step, "step": step}}
-    return state
+    state: dict[str, Any] = {"model": {"full_precision": {**checkpoint.parameters, **checkpoint.buffers}}}
+    if checkpoint.optimizer is None:
+        return state
+    optimizer: dict[str, dict[str, Array]] = {}
+    counts = {}
+    for key, value in checkpoint.optimizer.items():
+        name, _, slot = key.rpartition(".")
+        if slot in (_COUNT, _STEP):
+            counts[int(value[0])] = {slot: value}
+        else:
+            optimizer.setdefault(name, {})[slot] = value
+    if len(counts) > 1:
+        raise ValueError(
+            f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and the checkpoint of "
+            "an export does not say which is whose: leave out the optimizer's state"
+        )
+    for count in counts.values():
+        if _STEP in count:
+            optimizer[_SHARED] = count
+        else:
+            optimizer = {name: {**slots, **count} for name, slots in optimizer.items()}
+    step = checkpoint.optimization_step
+    return {**state, "optimizer": optimizer, "train_step_info": {"optimization_step": step, "step": step}}

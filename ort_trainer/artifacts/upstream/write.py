@@ -33,6 +33,7 @@ def write_upstream_artifacts(
     *,
     gradient_weight: float = 1.0,
     fixed_learning_rate: bool = False,
+    nominal_checkpoint: bool = True,
 ) -> None:
     """Writes training, evaluation and optimizer model, checkpoint and nominal checkpoint.
 
@@ -41,39 +42,50 @@ def write_upstream_artifacts(
         training: The graph of a training step, of standard operators.
         evaluation: The graph of an evaluation step.
         updates: Name of a parameter -> its update.
-        checkpoint: The state; its export is not used.
+        checkpoint: The state; its export is not used. Without an optimizer's state no optimizer model is written.
         buffers: Which of the checkpoint's parameters are buffers of the model.
         gradient_weight: What each gradient is multiplied by, 1 / N where N micro-batches make a mean.
         fixed_learning_rate: Whether the optimizer model has the learning rate in it: a runtime that can't set one, such
             as that of the browser, would always use 0.001.
+        nominal_checkpoint: Whether to write one.
 
     Raises:
         ValueError: If onnxruntime-training can't do what the trainer does; the message says what. Nothing is written.
     """
-    if checkpoint.schedule is not None:
-        raise ValueError(
-            "onnxruntime-training has no learning-rate schedule in its artifacts: use the default flavor, or export "
-            "from a trainer without lr_scheduler and set the rate in your program (Optimizer.set_learning_rate)"
-        )
+    _check(checkpoint)
     state = {**checkpoint.parameters, **checkpoint.buffers}
     models = step_models(training, evaluation, state, {*buffers, *checkpoint.buffers}, gradient_weight)
-    optimizer = optimizer_model(
-        {name: updates[name] for name in models.trained},
-        checkpoint.learning_rates,
-        models.opset,
-        fixed_learning_rate,
-    )
-    found, _ = to_upstream(checkpoint, models.trained)
     files = {
         "training_model.onnx": ir.to_proto(models.training),
         "eval_model.onnx": ir.to_proto(models.evaluation),
-        "optimizer_model.onnx": optimizer,
     }
+    if checkpoint.optimizer is not None:
+        files["optimizer_model.onnx"] = optimizer_model(
+            {name: updates[name] for name in models.trained},
+            checkpoint.learning_rates,
+            models.opset,
+            fixed_learning_rate,
+        )
+    found, _ = to_upstream(checkpoint, models.trained)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     for name, proto in files.items():
         with atomic_path(folder / name) as temporary:
             temporary.write_bytes(proto.SerializeToString())
     write_upstream_checkpoint(folder / "checkpoint", found)
-    found.nominal, found.groups = True, {}
-    write_upstream_checkpoint(folder / "nominal_checkpoint", found)
+    if nominal_checkpoint:
+        found.nominal, found.groups = True, {}
+        write_upstream_checkpoint(folder / "nominal_checkpoint", found)
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    if checkpoint.schedule is not None:
+        raise ValueError(
+            "onnxruntime-training has no learning-rate schedule in its artifacts: use the default flavor, or export "
+            "from a trainer without lr_scheduler and set the rate in your program (Optimizer.set_learning_rate)"
+        )
+    if checkpoint.gradients:
+        raise ValueError(
+            "onnxruntime-training has no place for the gradients of an accumulation window that is under way: use the "
+            "default flavor, or export after the window's last micro-batch"
+        )

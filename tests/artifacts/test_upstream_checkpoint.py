@@ -1,0 +1,348 @@
+"""Checkpoints of onnxruntime-training's training API: read, written, converted, and never trusted."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ort_trainer import CheckpointError, optim
+from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
+from ort_trainer.artifacts.convert import convert_checkpoint, main, trainer_state_dict
+from ort_trainer.artifacts.upstream import (
+    OptimizerGroup,
+    UpstreamCheckpoint,
+    UpstreamParameter,
+    read_upstream_checkpoint,
+    upstream_checkpoint_bytes,
+    write_upstream_checkpoint,
+)
+
+from ..helpers import assert_close, mlp_batches
+from .upstream_runs import Upstream, make_trainer, write
+
+Array = np.ndarray[Any, Any]
+
+
+def array(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+def sample() -> UpstreamCheckpoint:
+    moments = {"w": {"momentum0": array(3, 2), "momentum1": array(3, 2) ** 2}}
+    return UpstreamCheckpoint(
+        {
+            "w": UpstreamParameter(array(3, 2)),
+            "scalar": UpstreamParameter(np.float32(2.5).reshape(()), requires_grad=False),
+            "empty": UpstreamParameter(np.zeros((0, 4), np.float16), requires_grad=False),
+            "count": UpstreamParameter(np.arange(3), requires_grad=False),
+            "mask": UpstreamParameter(np.array([True, False]), requires_grad=False),
+            "transposed": UpstreamParameter(array(3, 5).T, requires_grad=False),
+        },
+        {"epoch": -(1 << 40), "loss": 0.25, "näme": "größe", "none": ""},
+        {"group0": OptimizerGroup(7, 0.125, moments)},
+    )
+
+
+def assert_equal(found: UpstreamCheckpoint, expected: UpstreamCheckpoint) -> None:
+    assert found.nominal == expected.nominal
+    assert found.properties == expected.properties
+    assert {name: type(value) for name, value in found.properties.items()} == {
+        name: type(value) for name, value in expected.properties.items()
+    }
+    assert found.parameters.keys() == expected.parameters.keys()
+    for name, parameter in expected.parameters.items():
+        assert found.parameters[name].requires_grad == parameter.requires_grad
+        assert_same_array(found.parameters[name].data, parameter.data)
+    assert found.groups.keys() == expected.groups.keys()
+    for name, group in expected.groups.items():
+        other = found.groups[name]
+        assert (other.step, other.initial_lr) == (group.step, group.initial_lr)
+        assert {key: set(moments) for key, moments in other.moments.items()} == {
+            key: set(moments) for key, moments in group.moments.items()
+        }
+        for key, moments in group.moments.items():
+            for moment, value in moments.items():
+                assert_same_array(other.moments[key][moment], value)
+
+
+def assert_same_array(found: Array, expected: Array) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 0], ids=["one file", "two files"])
+def test_what_was_written_is_read(limit: int, tmp_path: Path) -> None:
+    expected = sample()
+    write_upstream_checkpoint(tmp_path / "checkpoint", expected, limit=limit)
+    assert (tmp_path / "checkpoint.data").exists() == (limit == 0)
+    found = read_upstream_checkpoint(str(tmp_path / "checkpoint"))
+    assert_equal(found, expected)
+    found.parameters["w"].data[0, 0] = 1.0  # its own memory
+    if limit:
+        assert_equal(read_upstream_checkpoint(upstream_checkpoint_bytes(expected)), expected)
+
+
+@pytest.mark.needs_gradient_builder
+@pytest.mark.parametrize("config", [optim.AdamWConfig(lr=0.01), optim.SGDConfig(lr=0.01)], ids=["adamw", "sgd"])
+def test_both_read_what_the_other_writes(config: Any, tmp_path: Path) -> None:
+    """Training goes on from a file of ours, in one part or two, exactly as from their own."""
+    batches = mlp_batches(8)
+    write(make_trainer(config), tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.01)
+    for batch in batches[:4]:
+        upstream.train(batch)
+    upstream.state.properties["epoch"], upstream.state.properties["loss"] = 3, 0.5
+    upstream.state.properties["name"] = "größe"
+    upstream.save(tmp_path / "theirs")
+    found = read_upstream_checkpoint(tmp_path / "theirs")
+    assert found.properties == {"epoch": 3, "loss": 0.5, "name": "größe"}
+    assert found.groups["group0"].step == 4
+    for name, value in upstream.parameters().items():
+        assert_same_array(found.parameters[name].data, value)
+    write_upstream_checkpoint(tmp_path / "ours", found)
+    write_upstream_checkpoint(tmp_path / "large", found, limit=0)
+    upstream.save(tmp_path / "forgotten", include_optimizer_state=False)
+    losses = []
+    for name in ("theirs", "ours", "large", "forgotten"):
+        run = Upstream(tmp_path, name, lr=0.01)
+        assert {key: run.state.properties[key] for key in ("epoch", "loss", "name")} == found.properties
+        losses.append([float(run.train(batch)[0]) for batch in batches[4:]])
+    assert losses[0] == losses[1] == losses[2]
+    assert (losses[0] == losses[3]) == isinstance(config, optim.SGDConfig), "moments count"
+
+
+@pytest.mark.needs_gradient_builder
+def test_a_nominal_file_of_theirs(tmp_path: Path) -> None:
+    from onnx import numpy_helper
+    from onnxruntime.capi import _pybind_state
+
+    tensors = [numpy_helper.from_array(array(2, 3), name).SerializeToString() for name in ("a", "b")]
+    _pybind_state.save_checkpoint(tensors[:1], tensors[1:], str(tmp_path / "nominal"), True)
+    found = read_upstream_checkpoint(tmp_path / "nominal")
+    assert found.nominal
+    assert [(name, p.requires_grad, p.data.size) for name, p in found.parameters.items()] == [
+        ("a", True, 0),
+        ("b", False, 0),
+    ]
+    write_upstream_checkpoint(tmp_path / "ours", found)
+    assert_equal(read_upstream_checkpoint(tmp_path / "ours"), found)
+    with pytest.raises(ValueError, match="a nominal checkpoint, which has names"):
+        trainer_state_dict(tmp_path / "nominal")
+
+
+def test_a_damaged_file_is_an_error_of_ours() -> None:
+    """Cut off anywhere, or with any byte changed, a file is read or refused."""
+    whole = upstream_checkpoint_bytes(sample())
+    refused = 0
+    for end in range(len(whole) - 3):  # what is left out may be the zeros at the end
+        with pytest.raises(CheckpointError, match=r"is damaged|no checkpoint of onnxruntime-training"):
+            read_upstream_checkpoint(whole[:end])
+    for position in range(len(whole)):
+        for value in (0, 0x7F, 0xFF):
+            changed = bytearray(whole)
+            changed[position] = value
+            try:
+                read_upstream_checkpoint(bytes(changed))
+            except CheckpointError:
+                refused += 1
+    assert refused > 500
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        read_upstream_checkpoint(tmp_path / "nothing")
+    with pytest.raises(TypeError, match="source must be a path or bytes, but a int"):
+        read_upstream_checkpoint(3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="does not have the mark 'ODTC'"):
+        read_upstream_checkpoint(b"something else entirely")
+    write_upstream_checkpoint(tmp_path / "large", sample(), limit=0)
+    with pytest.raises(CheckpointError, match="so it can't be read from bytes"):
+        read_upstream_checkpoint((tmp_path / "large").read_bytes())
+    data = (tmp_path / "large.data").read_bytes()
+    (tmp_path / "large.data").write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match="is damaged: 'w' of shape|is damaged: 'transposed' of shape"):
+        read_upstream_checkpoint(tmp_path / "large")
+    (tmp_path / "large.data").unlink()
+    with pytest.raises(CheckpointError, match=r"'.*large.data', which is missing: copy both files"):
+        read_upstream_checkpoint(tmp_path / "large")
+
+
+@pytest.mark.parametrize(
+    ("properties", "error", "match"),
+    [
+        ({"a": True}, TypeError, "property 'a' must be an int, a float or a str, but True"),
+        ({"a": 1 << 63}, ValueError, "property 'a' must be an int of 64 bits"),
+    ],
+)
+def test_properties_that_can_not_be_written(properties: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        upstream_checkpoint_bytes(UpstreamCheckpoint(properties=properties))
+
+
+def test_dtypes_that_can_not_be_written(tmp_path: Path) -> None:
+    wrong = UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.complex64))})
+    with pytest.raises(TypeError, match="'a' has dtype complex64"):
+        write_upstream_checkpoint(tmp_path / "checkpoint", wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def ours(**arguments: Any) -> Checkpoint:
+    """A checkpoint of an export with Adam, as it is when parameters share a count."""
+    weights = {"b": array(2), "a": array(3, 2), "running": array(4)}
+    optimizer = {f"{n}.{m}": abs(weights[n]) + i for n in ("b", "a") for i, m in enumerate(("Moment_1", "Moment_2"))}
+    fields: dict[str, Any] = {
+        "export": "some export",
+        "parameters": weights,
+        "trainable": ["b", "a"],
+        "buffers": {"steps": np.array(4)},
+        "learning_rates": [0.125],
+        "optimizer": {**optimizer, "Update_Count": np.array([5], np.int64)},
+        "optimization_step": 4,
+        "properties": {"epoch": 2, "name": "x"},
+    }
+    return Checkpoint(**{**fields, **arguments})
+
+
+def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint) -> None:
+    for key, value in vars(expected).items():
+        other = getattr(found, key)
+        if isinstance(value, dict) and any(isinstance(entry, np.ndarray) for entry in value.values()):
+            assert list(other) == list(value) if key == "parameters" else other.keys() == value.keys()
+            for name, entry in value.items():
+                assert_same_array(other[name], entry)
+        else:
+            assert other == value, key
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    expected = ours()
+    write_checkpoint(tmp_path / "ours", expected)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    theirs = read_upstream_checkpoint(tmp_path / "theirs")
+    assert {name for name, parameter in theirs.parameters.items() if parameter.requires_grad} == {"a", "b"}
+    assert (theirs.groups["group0"].step, theirs.groups["group0"].initial_lr) == (4, 0.125)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "again", like=tmp_path / "ours")
+    assert_same_checkpoint(read_checkpoint(tmp_path / "again"), expected)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "free")
+    free = read_checkpoint(tmp_path / "free")
+    assert free.export == "" and set(free.trainable) == {"a", "b"} and free.optimizer is not None
+    assert free.optimizer.keys() == (expected.optimizer or {}).keys()
+    convert_checkpoint(tmp_path / "ours", tmp_path / "weights", include_optimizer_state=False)
+    assert not read_upstream_checkpoint(tmp_path / "weights").groups
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "weights", include_optimizer_state=False)
+    assert read_checkpoint(tmp_path / "weights").optimizer is None
+
+
+def test_nominal_there_and_back(tmp_path: Path) -> None:
+    expected = ours(
+        nominal=True, optimizer=None, parameters={n: np.zeros_like(v) for n, v in ours().parameters.items()}
+    )
+    write_checkpoint(tmp_path / "ours", expected)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert read_upstream_checkpoint(tmp_path / "theirs").nominal
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "again", like=tmp_path / "ours")
+    found = read_checkpoint(tmp_path / "again")
+    assert found.nominal and found.trainable == expected.trainable
+    assert {n: v.shape for n, v in found.parameters.items()} == {n: v.shape for n, v in expected.parameters.items()}
+
+
+def test_what_has_no_place_there_is_said(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path / "ours",
+        ours(
+            schedule={"kind": "x"},
+            gradients={"a": array(3, 2)},
+            random={"state": np.zeros(625, np.uint32)},
+            learning_rates=[0.5, 0.125],
+        ),
+    )
+    match = (
+        r"no place for learning rates of groups \[0.5\], the learning-rate schedule, gradients since .*, the state of"
+    )
+    with pytest.warns(UserWarning, match=match):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"optimizer": {"a.Momentum": array(3, 2)}}, "keeps 'a.Momentum', which no optimizer"),
+        ({"optimizer": {"a.Moment_1": array(3, 2)}}, "keeps 'a.Moment_1', which no optimizer"),
+        ({"optimizer": {**(ours().optimizer or {}), "Step": np.array([3])}}, "keeps 'Step'"),
+        ({"optimizer": {**(ours().optimizer or {}), "a.Update_Count": np.array([2])}}, r"\(\[2, 5\], plus 1\)"),
+    ],
+)
+def test_optimizers_that_upstream_does_not_have(changes: Any, match: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ours", ours(**changes))
+    with pytest.raises(ValueError, match=match):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ours", ours())
+    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    other = copy.deepcopy(ours().parameters)
+    write_checkpoint(tmp_path / "more", ours(parameters={**other, "c": array(2)}))
+    write_checkpoint(tmp_path / "other", ours(parameters={**other, "a": array(2, 3)}))
+    write_checkpoint(tmp_path / "sgd", ours(optimizer={}))
+    for name, match in (
+        ("more", r"of its parameters and buffers \['c'\] are missing, and \[\] are unknown"),
+        ("other", r"'a' has shape \[3, 2\] and dtype float32 .* \[2, 3\] and float32"),
+        ("sgd", r"of its optimizer state \[\] are missing, and \['a.Moment_1'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            convert_checkpoint(tmp_path / "theirs", tmp_path / "new", like=tmp_path / name)
+    with pytest.raises(ValueError, match="'like' is for checkpoints of onnxruntime-training"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "new", like=tmp_path / "ours")
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        convert_checkpoint(tmp_path / "nothing", tmp_path / "new")
+    with pytest.raises(TypeError, match="source must be a path, but 3"):
+        convert_checkpoint(3, tmp_path / "new")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "ours", ours())
+    command = [sys.executable, "-m", "ort_trainer.artifacts.convert", str(tmp_path / "ours"), str(tmp_path / "theirs")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout == ""
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "again"), "--like", str(tmp_path / "ours")]) == 0
+    assert_same_checkpoint(read_checkpoint(tmp_path / "again"), ours())
+    assert main([str(tmp_path / "again"), str(tmp_path / "weights"), "--no-optimizer-state"]) == 0
+    assert not read_upstream_checkpoint(tmp_path / "weights").groups
+    assert main([str(tmp_path / "nothing"), str(tmp_path / "new")]) == 1
+    assert "error: there is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.needs_gradient_builder
+def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
+    """Weights, moments and counts come back: the trainer does the steps that upstream's runtime would do."""
+    batches = mlp_batches(12)
+    write(make_trainer(optim.AdamWConfig(lr=0.01)), tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.01)
+    for batch in batches[:6]:
+        upstream.train(batch)
+    upstream.save(tmp_path / "trained")
+    trainer = make_trainer(optim.AdamWConfig(lr=0.01))
+    with pytest.raises(CheckpointError, match=r"training API .*trainer_state_dict\(path\) to load_state_dict"):
+        trainer.load_checkpoint(tmp_path / "trained")
+    trainer.load_state_dict(trainer_state_dict(tmp_path / "trained"), strict=False)
+    for number, batch in enumerate(batches[6:]):
+        (loss, _), (other, _) = trainer.train_step(*batch), upstream.train(batch)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
+    assert trainer.train_step_info.optimization_step == 12
+    for name, value in trainer.state_dict(pytorch_format=True).items():
+        assert_close(value, torch.from_numpy(upstream.parameters()[name]), 1e-5, name)
+
+
+def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:
+    write_upstream_checkpoint(tmp_path / "theirs", sample())
+    with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
+        read_checkpoint(tmp_path / "theirs")
