@@ -157,10 +157,8 @@ def main() -> None:
     if arguments.artifacts:
         write_artifacts(arguments.artifacts)
         return
-    text = [
-        f"Python {platform.python_version()}, {versions(('torch', *ENGINES))}; {os.cpu_count()} cores, threads: {arguments.threads}.",
-        "",
-    ]
+    cores = f"{os.cpu_count()} cores, {arguments.threads} threads a contender"
+    text = [f"Python {platform.python_version()}, {versions(('torch', *ENGINES))}; {cores}.", ""]
     times = import_times(arguments.repeat)
     alone = next(iter(times.values()))
     text += ["| import | ms | / onnxruntime's |", "|---|---|---|"]
