@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +33,8 @@ def atomic_path(target: Path) -> Iterator[Path]:
         FileNotFoundError: If the folder does not exist.
         IsADirectoryError: If the target is a folder.
     """
+    import tempfile  # takes as long as a fiftieth of ONNX Runtime, which a mere reader need not wait for
+
     check_target(target)
     temporary = None
     try:
