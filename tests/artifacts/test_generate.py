@@ -29,7 +29,7 @@ class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)
         )
         self.head = nn.Linear(6 * 4, 5)
 
