@@ -346,3 +346,13 @@ def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:
     write_upstream_checkpoint(tmp_path / "theirs", sample())
     with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
         read_checkpoint(tmp_path / "theirs")
+
+
+def test_what_does_not_fit_into_a_flatbuffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments can't go into a second file."""
+    monkeypatch.setattr("ort_trainer.artifacts.upstream.write_checkpoint._LARGEST", 40)
+    with pytest.raises(ValueError, match="leave out the optimizer's state"):
+        write_upstream_checkpoint(tmp_path / "checkpoint", sample(), limit=40)
+    with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
+        write_upstream_checkpoint(tmp_path / "none" / "checkpoint", UpstreamCheckpoint())
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,3 +267,43 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     """Gradients and evaluation are there all the same."""
     write(make_trainer(ADAM()), tmp_path, mlp_batches(1)[0], {"optimizer": None}, nominal_checkpoint=False)
     assert {path.name for path in tmp_path.iterdir()} == {"training_model.onnx", "eval_model.onnx", "checkpoint"}
+
+
+class Tied(nn.Module):
+    """An LSTM, for which onnxruntime-training's own gradient builder has no gradient, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+def test_an_lstm_with_a_tied_weight_trains_and_is_exported(tmp_path: Path) -> None:
+    desc = {
+        "inputs": [("tokens", ["batch", 5]), ("label", ["batch", 5])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 5, 20])],
+    }
+    generator = torch.Generator().manual_seed(2)
+    batches = [tuple(torch.randint(0, 20, (2, 3 + n % 2, 5), generator=generator)) for n in range(6)]
+    trainer = ORTTrainer(
+        Tied(),
+        desc,
+        optim.AdamWConfig(lr=0.01),
+        loss_fn=lambda logits, label: F.cross_entropy(logits.flatten(0, 1), label.flatten()),
+        options=STANDARD_OPTIONS,
+    )
+    write(trainer, tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.01)
+    for number, batch in enumerate(batches):
+        (loss, _), (other, _) = trainer.train_step(*batch), upstream.train(batch)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
+    assert "head.weight" not in upstream.parameters()
+    upstream.module.eval().export_model_for_inferencing(str(tmp_path / "inference.onnx"), ["logits"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "inference.onnx"), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"tokens": batches[0][0].numpy()})
+    assert_close(trainer.eval_step(*batches[0])[1], torch.from_numpy(logits), 1e-5, "logits")
