@@ -1,1 +1,6 @@
-"""Artifacts for training on a device."""
+"""Writes what ``ort_trainer.api`` trains from: models of step, evaluation and update, and a checkpoint."""
+
+from .convert import convert_checkpoint, trainer_state_dict
+from .generate import LossType, OptimType, generate_artifacts
+
+__all__ = ["LossType", "OptimType", "convert_checkpoint", "generate_artifacts", "trainer_state_dict"]

@@ -39,8 +39,8 @@ class MissingParts:
         else:
             reason = (
                 "the installed engine is a stock onnxruntime, in whose place ort_trainer.compat.install() provides "
-                "ORTTrainer and what belongs to it, and nothing else. If onnxruntime-training has it, uninstall "
-                "onnxruntime and install onnxruntime-training-cpu==1.19.2, for Python up to 3.12"
+                "ORTTrainer, the training API and what belongs to them, and nothing else. If onnxruntime-training has "
+                "it, uninstall onnxruntime and install onnxruntime-training-cpu==1.19.2, for Python up to 3.12"
             )
         # With the name of the module, `from package import name` would take it for a name that may be missing.
         raise ModuleNotFoundError(f"{name} can't be imported: {reason}", name="onnxruntime.training")

@@ -15,7 +15,7 @@ import ort_trainer
 from .. import amp, optim
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from ..runtime.engine import process_undisturbed
+from ..runtime.engine import engine, process_undisturbed
 from . import checkpoint, older_api
 from .missing import MissingParts
 from .options import ORTTrainerOptions, set_cuda_mem_limit
@@ -98,10 +98,10 @@ def install() -> None:
     """Makes the legacy import paths work, for scripts written for ``onnxruntime.training.ORTTrainer``.
 
     Registers ``onnxruntime.training`` with its submodules ``amp``, ``optim``, ``checkpoint``, ``orttrainer``,
-    ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``, and
-    ``onnxruntime.TrainingSession`` with ``TrainingParameters``. An installed onnxruntime-training keeps whatever else
-    it has in these modules (ORTModule, ``artifacts``, ``api``, ``FusedAdam``, ...). Call it before the first of the
-    old imports; a second call does nothing.
+    ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``,
+    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, and as ``onnxruntime.training.api`` the classes of
+    ``ort_trainer.api``. An installed onnxruntime-training keeps whatever else it has in these modules (ORTModule,
+    ``artifacts``, ``FusedAdam``, ...). Call it before the first of the old imports; a second call does nothing.
 
     Example:
         >>> import ort_trainer.compat
@@ -111,7 +111,7 @@ def install() -> None:
     if _changed:
         return
     try:
-        for module_name, names in _with_sessions().items():
+        for module_name, names in {**_with_sessions(), **_training_api()}.items():
             module = _module(module_name)
             missing = {n: v for n, v in _MISSING.get(module_name, {}).items() if not hasattr(module, n)}
             for name, value in {**names, **missing}.items():
@@ -152,6 +152,23 @@ def _with_sessions() -> dict[str, dict[str, Any]]:
             "TrainingParameters": sessions["TrainingParameters"],
         },
     }
+
+
+def _training_api() -> dict[str, dict[str, Any]]:
+    """Returns the classes that train from artifacts, by the modules in which ``onnxruntime.training`` has them."""
+    engine()  # the first to import ONNX Runtime, which the api does without care
+    from .. import api
+
+    places = {
+        "checkpoint_state": ("CheckpointState", "Parameter", "Parameters", "Properties"),
+        "lr_scheduler": ("LinearLRScheduler",),
+        "module": ("Module",),
+        "optimizer": ("Optimizer",),
+    }
+    package = "onnxruntime.training.api"
+    submodules = {f"{package}.{place}": {name: getattr(api, name) for name in names} for place, names in places.items()}
+    public = ("CheckpointState", "LinearLRScheduler", "Module", "Optimizer")
+    return {package: {name: getattr(api, name) for name in public}, **submodules}
 
 
 def _module(name: str) -> ModuleType:

@@ -131,6 +131,11 @@ class TrainingGraph:
 
         return bytes(ir.to_proto(self.model).SerializeToString())
 
+    @property
+    def is_standard(self) -> bool:
+        """Whether it has ONNX's own operators only."""
+        return not self.programs and all(not node.domain for node in self.model.graph.all_nodes())
+
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""
         return {

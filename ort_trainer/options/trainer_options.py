@@ -15,6 +15,7 @@ from ..optim import LRScheduler
 from ..runtime.engine import is_session_options
 from .checks import conflicts, idle, respelled
 from .schema import SchemaValidator, flatten_errors, load_schema
+from .section import Section
 from .sections import Options, OptionsDict
 
 __all__ = ["ORTTrainerOptions"]
@@ -135,6 +136,24 @@ class ORTTrainerOptions(Options):
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, be it at its default."""
         return path in self._given
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
+        """Returns options with other values in some sections."""
+        given: dict[str, Any] = {}
+        for path in sorted(self._given):
+            *sections, key = path.split(".")
+            section: Any = self
+            for name in sections:
+                section = getattr(section, name) if isinstance(section, Section) else None
+            value = getattr(section, key) if isinstance(section, Section) else None
+            if isinstance(section, Section) and not isinstance(value, Section):
+                inner = given
+                for name in sections:
+                    inner = inner.setdefault(name, {})
+                inner[key] = value
+        for name, values in changes.items():
+            given[name] = {**given.get(name, {}), **values}
+        return type(self)(given)
 
     def without_effect(self, message: str) -> None:
         """Refuses an option that has no effect where it was given; where options are lenient, it is a warning.

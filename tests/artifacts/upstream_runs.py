@@ -16,7 +16,7 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions
 from ort_trainer.api.checkpoint_file import Checkpoint
 from ort_trainer.artifacts.upstream.write import write_upstream_artifacts
-from ort_trainer.optim.onnx_update import ParameterUpdate
+from ort_trainer.optim.update_writer import ParameterUpdate
 
 from ..helpers import MLP, MLP_DESC
 

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+
+from ..api.exported import export
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Update = Callable[[int], None]
@@ -180,3 +183,24 @@ def test_the_bert_example(tmp_path: Path, old_models: ModuleType) -> None:
     names = sorted(n for n, _ in model.named_parameters() if n.startswith("model.cls.predictions.tr"))
     norms = [model.get_parameter(name).norm().item() for name in names]
     assert_same_lines(run("bert_like.py", tmp_path), {"loss": losses, "norm": [norms]})
+
+
+@pytest.mark.engine
+def test_on_device_training(tmp_path: Path) -> None:
+    exported = export(tmp_path)
+    x, label = (np.stack(values) for values in zip(*exported.batches, strict=True))
+    np.savez(tmp_path / "batches.npz", x=x, label=label)
+    said = run("on_device_like.py", tmp_path)
+    losses, tests = [], []
+    for epoch in range(2):
+        for number in range(len(x)):
+            losses.append([exported.loss(number)])
+            done = epoch * len(x) + number
+            exported.optimizer.param_groups[0]["lr"] = 0.1 * (done / 2 if done < 2 else (12 - done) / 10)
+            exported.optimizer.step()
+        tests.append([sum(exported.loss(number) for number in range(len(x))) / len(x)])
+    np.testing.assert_allclose(said["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(said["test"], tests, rtol=1e-4)
+    logits = exported.model(torch.from_numpy(x[0])).detach().numpy()
+    np.testing.assert_allclose(said["logits"], [logits.ravel()], rtol=1e-3, atol=1e-4)
+    assert said["epoch"] == [[1, 4]]

@@ -14,7 +14,7 @@ import onnx.numpy_helper
 from ...errors import shown
 
 if TYPE_CHECKING:
-    from ...optim.onnx_update import ParameterUpdate
+    from ...optim.update_writer import ParameterUpdate
 
 __all__ = ["optimizer_model"]
 

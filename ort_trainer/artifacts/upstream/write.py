@@ -18,7 +18,7 @@ from .step_models import step_models
 from .write_checkpoint import write_upstream_checkpoint
 
 if TYPE_CHECKING:
-    from ...optim.onnx_update import ParameterUpdate
+    from ...optim.update_writer import ParameterUpdate
 
 __all__ = ["write_upstream_artifacts"]
 

@@ -35,6 +35,7 @@ from .passes.random_numbers import RandomNumbersPass
 from .passes.running_statistics import RunningStatisticsPass
 from .passes.scale_loss import ScaleLossPass
 from .passes.set_interface import SetInterfacePass
+from .passes.standard_operators import StandardOperatorsPass
 
 __all__ = ["OnnxGraphBuilder", "OnnxStep"]
 
@@ -69,11 +70,13 @@ class OnnxGraphBuilder:
     Attributes:
         step: What is trained.
         postprocess: The user's own pass over the ONNX model, or None.
+        portable: Whether only ONNX's own operators may be in a graph, as far as there is a way.
         losses: The loss function as exported before, for every description of its inputs.
     """
 
     step: OnnxStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+    portable: bool = False
     losses: dict[Any, ir.Model] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
@@ -141,6 +144,7 @@ class OnnxGraphBuilder:
         outputs = {value.name: value for value in forward.graph.outputs}
         specs = [_output(entry, outputs[entry.name], symbols) for entry in description.outputs]
         model = run_passes(forward, *self._backward(found)) if training else forward
+        model = run_passes(model, StandardOperatorsPass()) if self.portable else model
         described = {entry.name: entry.shape for entry in description.inputs}
         described |= {entry.name: entry.shape for entry in description.outputs}
         model = run_passes(model, RemoveUnusedPass(description.input_names), SetInterfacePass(described))

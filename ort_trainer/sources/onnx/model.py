@@ -91,7 +91,11 @@ class OnnxSource(ModelSource):
         }
 
     def builder(
-        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
     ) -> Builder:
         """Returns what builds the graphs; see the base class."""
         _refuse_for_arguments(layouts, parameters)
@@ -104,7 +108,7 @@ class OnnxSource(ModelSource):
             autocast=autocast_dtype(self._options),
             symbolic_shapes=self._options.utils.run_symbolic_shape_infer,
         )
-        return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess)
+        return OnnxGraphBuilder(step, self._options._internal_use.extra_postprocess, portable)
 
 
 def _refuse_for_arguments(layouts: Layouts, parameters: Sequence[str] | None) -> None:

@@ -12,7 +12,7 @@ from ...graph.names import Names
 from .gradient import has_user_gradient
 from .nodes import dtype_of
 
-__all__ = ["Rule", "rewrite"]
+__all__ = ["Rule", "replace", "rewrite"]
 
 Rule = Callable[[ir.Node, Emitter], ir.Value | Sequence[ir.Value | None] | None]
 """Emits what replaces a node and returns its results, of which None is one that nobody uses; None leaves the node."""
@@ -58,12 +58,13 @@ def rewrite(
             refused[node] = str(error)
             continue
         if results is not None:
-            _replace(node, emitter, [results] if isinstance(results, ir.Value) else results)
+            replace(node, emitter, [results] if isinstance(results, ir.Value) else results)
             changed = True
     return changed
 
 
-def _replace(node: ir.Node, e: Emitter, results: Sequence[ir.Value | None]) -> None:
+def replace(node: ir.Node, e: Emitter, results: Sequence[ir.Value | None]) -> None:
+    """Puts what was emitted, and its results, into the place of a node and its outputs."""
     graph = node.graph
     assert graph is not None
     new = {value for other in e.nodes for value in other.outputs}

@@ -409,17 +409,20 @@ def model(body: str, opset: int = 20) -> onnx.ModelProto:
 def check(body: str, function: Function, opset: int) -> None:
     loaded = load_onnx_model(model(body, opset))
     description = ModelDescription({"inputs": [("x", ["N", 3, 4, 4])], "outputs": [("loss", [], True)]})
-    graph = OnnxGraphBuilder(OnnxStep(loaded, description, None, ("w",))).build({"x": X}, training=True)
-    session = StepSession(loaded.parameters, loaded.buffers, {"w": ["w"]}, optim.SGDConfig())
-    session.add_graph(graph)
-    (loss,) = session.train_step([X])
     weight = W.clone().requires_grad_()
     y = function(X * weight)
     expected = (y * y * y).sum()
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=5e-5, atol=1e-6)
     norm = max(weight.grad.norm().item(), 1e-2)
-    assert (session.present_gradients()["w"] - weight.grad).norm().item() <= 2e-4 * norm
+    step = OnnxStep(loaded, description, None, ("w",))
+    for portable in (False, True):
+        graph = OnnxGraphBuilder(step, portable=portable).build({"x": X}, training=True)
+        session = StepSession(loaded.parameters, loaded.buffers, {"w": ["w"]}, optim.SGDConfig())
+        session.add_graph(graph)
+        (loss,) = session.train_step([X])
+        torch.testing.assert_close(loss, expected.detach(), rtol=5e-5, atol=1e-6)
+        assert (session.present_gradients()["w"] - weight.grad).norm().item() <= 2e-4 * norm
+    assert graph.is_standard, [node.op_type for node in graph.model.graph if node.domain]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -9,11 +9,16 @@ import onnx_ir.passes.common as common_passes
 from ....errors import ExportError
 from ....runtime.engine import infer_symbolic_shapes
 
-__all__ = ["InferShapesPass", "SymbolicShapesPass"]
+__all__ = ["InferShapesPass", "SymbolicShapesPass", "infer_shapes"]
 
 _REDUCTIONS = frozenset(
     f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 )
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Writes types and shapes into a model, as ONNX infers them."""
+    InferShapesPass()(model)
 
 
 class InferShapesPass(ir.passes.InPlacePass):

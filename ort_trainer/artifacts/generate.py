@@ -1,0 +1,240 @@
+"""``generate_artifacts``: artifacts of a model that was never trained here, with upstream's arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import shown
+from ..optim import AdamWConfig, OptimizerConfig, SGDConfig
+from ..options import ORTTrainerOptions
+from ..sources import loss_function
+from .export import FLAVORS, export_artifacts
+from .onnx_models import Prepared, is_onnx, prepared
+
+__all__ = ["LossType", "OptimType", "generate_artifacts"]
+
+
+class LossType(Enum):
+    """Losses that :func:`generate_artifacts` adds, each the mean over the batch."""
+
+    MSELoss = 1
+    CrossEntropyLoss = 2
+    BCEWithLogitsLoss = 3
+    L1Loss = 4
+
+
+class OptimType(Enum):
+    """Optimizers of :func:`generate_artifacts`, with the hyper-parameters that onnxruntime-training gives them."""
+
+    AdamW = 1
+    SGD = 2
+
+
+_LOSSES = {
+    LossType.MSELoss: F.mse_loss,
+    LossType.CrossEntropyLoss: F.cross_entropy,
+    LossType.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    LossType.L1Loss: F.l1_loss,
+}
+
+
+def generate_artifacts(
+    model: Any,
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    loss: Any = None,
+    optimizer: Any = None,
+    artifact_directory: str | os.PathLike[str] | None = None,
+    prefix: str = "",
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
+    additional_output_names: Sequence[str] | None = None,
+    nominal_checkpoint: bool = False,
+    loss_input_names: Sequence[str] | None = None,
+    *,
+    model_desc: Mapping[str, Any] | str = "auto",
+    sample_batch: Any = None,
+    options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+    flavor: str = "ort_trainer",
+) -> None:
+    """Writes artifacts for training with ``ort_trainer.api`` from a model that was not trained here.
+
+    The arguments before the star are those of ``onnxruntime.training.artifacts.generate_artifacts``. The files are
+    ``training_model.onnx``, ``eval_model.onnx``, ``checkpoint``, with an optimizer ``optimizer_model.onnx``, and on
+    demand ``nominal_checkpoint``. Files of an earlier export are replaced: all, or none if anything fails.
+
+    Args:
+        model: A PyTorch module; or an ONNX model, a ``ModelProto`` or the path of a file, which onnxruntime-training
+            must be installed for.
+        requires_grad: Names of the parameters to train; None for all but ``frozen_params``.
+        frozen_params: Names of parameters that are not trained.
+        loss: A :class:`LossType`; a function (prediction, label) -> loss; or None where the loss is an output of the
+            model, which is then its only scalar, or called ``loss``. A :class:`LossType` adds an input: ``labels`` of
+            a cross entropy, whose classes are the second dimension of the prediction, ``target`` of the others. The
+            loss is then called ``loss``.
+        optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or for a PyTorch module an optimizer of
+            ``torch.optim`` over its parameters. None for no optimizer model.
+        artifact_directory: Where to, a folder that is made if need be; None for the current one.
+        prefix: What the names of the files begin with.
+        ort_format: Refused, if True: no engine but onnxruntime-training's own reads such training models.
+        custom_op_library: Refused: artifacts have ONNX's own operators, so that any ONNX Runtime runs them.
+        additional_output_names: What the models return besides the loss: described outputs of a PyTorch module, where
+            None stands for all; any values of an ONNX model, where None stands for none, or without a loss of its own,
+            for all its outputs.
+        nominal_checkpoint: Whether to write a checkpoint that has the shapes of the parameters only, too.
+        loss_input_names: Of an ONNX model the output that ``loss`` takes as prediction, and perhaps a name for the
+            label; None where the model has one output.
+        model_desc: Of a PyTorch module, as ``ORTTrainer`` takes it.
+        sample_batch: Of a PyTorch module: a batch as ``ORTTrainer.prepare`` takes it. Of an ONNX model with a function
+            as loss: a dict of its inputs and the label.
+        options: Settings, as for ``ORTTrainer``.
+        flavor: As for ``ORTTrainer.export_artifacts``.
+
+    Raises:
+        TypeError, ValueError: If an argument is none that can be, or a name is unknown.
+        RuntimeError: If the model is an ONNX model, and onnxruntime-training is not installed.
+        ExportError: If there are no such graphs of the model.
+
+    Example:
+        >>> generate_artifacts(
+        ...     "model.onnx", loss=LossType.CrossEntropyLoss, optimizer=OptimType.AdamW, artifact_directory="artifacts"
+        ... )
+    """
+    _check_flags(ort_format, custom_op_library, prefix)
+    if flavor not in FLAVORS:
+        raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
+    names = {
+        "requires_grad": requires_grad,
+        "frozen_params": frozen_params,
+        "additional_output_names": additional_output_names,
+        "loss_input_names": loss_input_names,
+    }
+    for argument, given in names.items():
+        _check_names(argument, given)
+    loss_fn = _loss_function(loss)
+    if isinstance(model, nn.Module):
+        if loss_input_names is not None:
+            raise ValueError(
+                "loss_input_names is for ONNX models: the loss of a PyTorch module gets what the module returns, so "
+                "choose there, loss=lambda outputs, label: ..."
+            )
+        if sample_batch is None:
+            raise ValueError("a PyTorch module is exported with a batch: give sample_batch=(input, ..., label)")
+        parameters = [name for name, _ in model.named_parameters()]
+        made = Prepared(model, model_desc, sample_batch, parameters, additional_output_names)
+    elif is_onnx(model):
+        if model_desc != "auto":
+            raise ValueError("model_desc is for PyTorch modules: an ONNX model says itself what it takes, leave it out")
+        kind = loss.name if isinstance(loss, Enum) else None
+        made = prepared(model, loss_fn, kind, sample_batch, additional_output_names, loss_input_names, requires_grad)
+    else:
+        raise TypeError(
+            f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {shown(model)} was "
+            "given"
+        )
+    chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params))
+    from ..trainer import ORTTrainer  # which has a method that comes here
+
+    trainer = ORTTrainer(made.model, made.model_desc, _config(optimizer), loss_fn, chosen)
+    trainer.prepare(made.batch)
+    export_artifacts(
+        trainer.loop,
+        Path.cwd() if artifact_directory is None else artifact_directory,
+        flavor=flavor,
+        nominal_checkpoint=nominal_checkpoint,
+        optimizer=optimizer is not None,
+        prefix=prefix,
+        outputs=made.outputs,
+    )
+
+
+def _check_flags(ort_format: Any, custom_op_library: Any, prefix: Any) -> None:
+    if ort_format is not False:
+        raise ValueError(
+            f"ort_format must be False, but {shown(ort_format)} was given: the format .ort is bound to one build of "
+            "ONNX Runtime, while any engine runs the .onnx files; onnxruntime.tools.convert_onnx_models_to_ort "
+            "converts an exported inference model"
+        )
+    if custom_op_library is not None:
+        raise ValueError(
+            f"custom_op_library must be None, but {shown(custom_op_library)} was given: artifacts have ONNX's own "
+            "operators only. Write your operator with those, in PyTorch or as an ONNX function"
+        )
+    if not isinstance(prefix, str) or Path(prefix).name != prefix:
+        raise ValueError(f"prefix must be a str without folders, but {shown(prefix)} was given")
+
+
+def _check_names(argument: str, given: Any) -> None:
+    if given is None:
+        return
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"{argument} must be a list of names, but {shown(given)} was given")
+
+
+def _refuse_block(argument: str, value: Any, instead: str) -> None:
+    """Refuses what onnxruntime-training builds graphs from."""
+    if any(kind.__module__.startswith("onnxruntime.training.onnxblock") for kind in type(value).__mro__):
+        raise TypeError(
+            f"{argument} is the onnxblock {type(value).__name__}, which writes nodes of onnxruntime-training into a "
+            f"model of its own: give {instead}"
+        )
+
+
+def _loss_function(loss: Any) -> Any:
+    _refuse_block("loss", loss, "a LossType, or a function (prediction, label) -> loss in PyTorch")
+    # Another package's enumeration of the same losses is as good.
+    kind = LossType.__members__.get(loss.name) if isinstance(loss, Enum) else None
+    if kind is not None:
+        return _LOSSES[kind]
+    if isinstance(loss, Enum) or (loss is not None and not callable(loss) and not isinstance(loss, str)):
+        raise TypeError(
+            f"loss must be a LossType ({', '.join(LossType.__members__)}), a function (prediction, label) -> loss, or "
+            f"None, but {shown(loss)} was given"
+        )
+    return loss_function(loss)
+
+
+def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
+    _refuse_block("optimizer", optimizer, "an OptimType or a config of ort_trainer.optim")
+    name = getattr(optimizer, "name", "") if isinstance(optimizer, Enum) else ""
+    if optimizer is None or name == OptimType.SGD.name:
+        return SGDConfig(lr=1e-3)
+    if name == OptimType.AdamW.name:
+        return AdamWConfig(lr=1e-3, eps=1e-6, weight_decay=0.0)
+    if isinstance(optimizer, (OptimizerConfig, torch.optim.Optimizer)):
+        return optimizer
+    raise TypeError(
+        f"optimizer must be an OptimType ({', '.join(OptimType.__members__)}), a config of ort_trainer.optim, an "
+        f"optimizer of torch.optim, or None, but {shown(optimizer)} was given"
+    )
+
+
+def _frozen(
+    parameters: Sequence[str], requires_grad: Sequence[str] | None, frozen_params: Sequence[str] | None
+) -> list[str]:
+    """Returns the names of the parameters that are not trained."""
+    both = sorted({*(requires_grad or ())} & {*(frozen_params or ())})
+    if both:
+        raise ValueError(f"parameters can't be frozen and require a gradient at the same time: {both}")
+    for argument, given in (("requires_grad", requires_grad), ("frozen_params", frozen_params)):
+        unknown = [name for name in given or () if name not in parameters]
+        if unknown:
+            raise ValueError(f"{argument} names {unknown}, which are no parameters of the model; it has {parameters}")
+    if requires_grad is None:
+        return list(frozen_params or ())
+    return [name for name in parameters if name not in requires_grad]
+
+
+def _with_frozen(options: ORTTrainerOptions | Mapping[str, Any] | None, frozen: Sequence[str]) -> ORTTrainerOptions:
+    """Returns the options with more frozen weights, and for graphs of ONNX's own operators at once."""
+    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+    weights = list(dict.fromkeys([*options.utils.frozen_weights, *frozen]))
+    return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime"}})

@@ -1,0 +1,168 @@
+"""Prepares an ONNX model for an export: its outputs, its description, and a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from ..graph.names import Names
+from ..sources.onnx import OnnxModel, describe_onnx, infer_shapes, load_onnx_model
+from ..sources.torch import LossFunction
+
+__all__ = ["Prepared", "is_onnx", "prepared"]
+
+_LOSS = "loss"
+_CROSS_ENTROPY = "CrossEntropyLoss"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a trainer is made of.
+
+    Attributes:
+        model: The model.
+        model_desc: Its description.
+        batch: A sample batch.
+        parameters: Names of its parameters.
+        outputs: What the artifacts return besides the loss; None for all outputs.
+    """
+
+    model: Any
+    model_desc: Mapping[str, Any] | str
+    batch: Any
+    parameters: Sequence[str]
+    outputs: Sequence[str] | None = None
+
+
+def is_onnx(model: Any) -> bool:
+    """Returns whether something is an ONNX model, or may be the path of one."""
+    return isinstance(model, (onnx.ModelProto, str, os.PathLike))
+
+
+def prepared(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    loss_fn: LossFunction | None,
+    kind: str | None,
+    sample_batch: Any,
+    additional: Sequence[str] | None,
+    loss_inputs: Sequence[str] | None,
+    requires_grad: Sequence[str] | None,
+) -> Prepared:
+    """Returns what a trainer of an ONNX model is made of.
+
+    Args:
+        model: The model, which is not changed.
+        loss_fn: The loss of prediction and label; None where the loss is in the model.
+        kind: Name of the loss where it is a known one, which says what its label is.
+        sample_batch: A batch of model and function.
+        additional: Values that are outputs besides the loss.
+        loss_inputs: The output that the loss takes, and perhaps the name of the label.
+        requires_grad: Parameters that are trained, also where the file says that they are frozen.
+
+    Raises:
+        TypeError, ValueError: If something does not fit the model.
+    """
+    loaded = load_onnx_model(model)
+    loaded = replace(loaded, frozen=loaded.frozen - {*(requires_grad or ())})
+    own = loaded.outputs
+    _add_outputs(loaded, additional or ())
+    parameters = list(loaded.parameters)
+    if loss_fn is None:
+        if loss_inputs is not None:
+            raise ValueError("loss_input_names says what a loss takes, but none is given: give one, or leave it out")
+        return Prepared(loaded, describe_onnx(loaded, None, {}).to_dict(), sample_batch, parameters)
+    prediction = _prediction(own, loss_inputs)
+    _put_first(loaded.model.graph, prediction)
+    name = loss_inputs[1] if loss_inputs is not None and len(loss_inputs) > 1 else None
+    if kind is not None:
+        if sample_batch is not None:
+            raise ValueError(f"sample_batch is not needed with {kind}: its label is as the prediction, leave it out")
+        batch = _blank_batch(loaded, prediction, kind, name)
+    else:
+        batch = _given_batch(loaded, sample_batch, name)
+    described = describe_onnx(loaded, loss_fn, batch).to_dict()
+    taken = ir.convenience.create_value_mapping(loaded.model.graph)
+    described["outputs"][0] = (Names(taken).unique(_LOSS), [], True)
+    return Prepared(loaded, described, batch, parameters, additional or ())
+
+
+def _add_outputs(loaded: OnnxModel, names: Sequence[str]) -> None:
+    infer_shapes(loaded.model)
+    graph = loaded.model.graph
+    made = {value.name: value for node in graph for value in node.outputs}
+    unknown = [name for name in names if name not in made]
+    if unknown:
+        raise ValueError(
+            f"additional_output_names has {unknown}, which no node of the model computes; its outputs are "
+            f"{list(loaded.outputs)}"
+        )
+    graph.outputs.extend(made[name] for name in dict.fromkeys(names) if name not in loaded.outputs)
+
+
+def _prediction(outputs: Sequence[str], loss_inputs: Sequence[str] | None) -> str:
+    if loss_inputs is None:
+        if len(outputs) > 1:
+            raise ValueError(
+                f"the model has the outputs {list(outputs)}: say with loss_input_names which one the loss takes"
+            )
+        return outputs[0]
+    if not 1 <= len(loss_inputs) <= 2 or loss_inputs[0] not in outputs:
+        raise ValueError(
+            f"loss_input_names must be an output of the model, one of {list(outputs)}, and perhaps a name for the "
+            f"label, but {list(loss_inputs)} was given"
+        )
+    return loss_inputs[0]
+
+
+def _put_first(graph: ir.Graph, name: str) -> None:
+    ordered = sorted(graph.outputs, key=lambda value: value.name != name)
+    graph.outputs.clear()
+    graph.outputs.extend(ordered)
+
+
+def _given_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict[str, Any]:
+    """Returns the batch of a function, whose label may be anything."""
+    if isinstance(sample_batch, Mapping):
+        return dict(sample_batch)
+    if not isinstance(sample_batch, (tuple, list)) or len(sample_batch) != len(loaded.inputs) + 1:
+        raise ValueError(
+            f"with a function as loss give a batch, sample_batch=({', '.join(loaded.inputs)}, label): only that tells "
+            "what the label is"
+        )
+    return dict(zip([*loaded.inputs, name or "label"], sample_batch, strict=True))
+
+
+def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None) -> dict[str, torch.Tensor]:
+    """Returns zeros for the inputs, and for a label that is like the prediction, or has its classes."""
+    graph = loaded.model.graph
+    values = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
+    sizes: dict[str, int] = {}
+    batch = {name: _zeros(values[name], sizes) for name in loaded.inputs}
+    like = values[prediction]
+    if like.shape is None:
+        raise ValueError(
+            f"the shape of the output {prediction!r} is not known, so neither is that of its label: give a function as "
+            "loss, and sample_batch"
+        )
+    label = _zeros(like, sizes)
+    if loss == _CROSS_ENTROPY:
+        if label.dim() < 2:
+            raise ValueError(f"a cross entropy needs a second dimension, the classes, but {prediction!r} has none")
+        label = torch.zeros([size for axis, size in enumerate(label.shape) if axis != 1], dtype=torch.int64)
+    batch[name or ("labels" if loss == _CROSS_ENTROPY else "target")] = label
+    return batch
+
+
+def _zeros(value: ir.Value, sizes: dict[str, int]) -> torch.Tensor:
+    """Returns zeros of a value's shape, with another size for each open dimension."""
+    shape = []
+    for axis, size in enumerate(value.shape or ()):
+        symbol = f"{value.name}_{axis}" if isinstance(size, int) or size.value is None else str(size.value)
+        shape.append(size if isinstance(size, int) else sizes.setdefault(symbol, 2 + len(sizes)))
+    return torch.zeros(shape, dtype=ir.tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT))

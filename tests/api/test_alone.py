@@ -1,0 +1,86 @@
+"""The training API where there is nothing but Python, NumPy, ONNX Runtime and safetensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from .exported import export
+
+pytestmark = pytest.mark.engine
+
+PACKAGES = ("numpy", "onnxruntime", "safetensors")
+TRAIN = """
+import importlib.util, json, sys
+environment, artifacts = sys.argv[1:]
+sys.path.append(environment)
+for name in ("torch", "onnx", "cerberus", "google.protobuf", "networkx", "onnxscript", "h5py", "site"):
+    assert name not in sys.modules
+    assert name == "site" or importlib.util.find_spec(name.partition(".")[0]) is None, name
+import numpy as np
+from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession
+
+with np.load(f"{artifacts}/batches.npz") as file:
+    batches = list(zip(file["x"], file["label"]))
+state = CheckpointState.load_checkpoint(f"{artifacts}/checkpoint")
+module = Module(f"{artifacts}/training_model.onnx", state, f"{artifacts}/eval_model.onnx")
+optimizer = Optimizer(f"{artifacts}/optimizer_model.onnx", module)
+losses = []
+for x, label in batches:
+    loss, logits = module(x, label)
+    losses.append(float(loss))
+    optimizer.step()
+    module.lazy_reset_grad()
+module.eval()
+evaluated = float(module(*batches[0])[0])
+module.export_model_for_inferencing(f"{artifacts}/alone.onnx", ["logits"])
+CheckpointState.save_checkpoint(state, f"{artifacts}/alone", include_optimizer_state=True)
+again = CheckpointState.load_checkpoint(f"{artifacts}/alone")
+models = [open(f"{artifacts}/{kind}_model.onnx", "rb").read() for kind in ("training", "eval", "optimizer")]
+session = TrainingSession(again, *models)
+resumed = float(session.eval_step(batches[0])[0])
+loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names - {"__main__", "__mp_main__"}
+print(json.dumps({"losses": losses, "evaluated": evaluated, "resumed": resumed, "loaded": sorted(loaded)}))
+"""
+
+
+def make_environment(folder: Path) -> None:
+    """Puts into a folder what an environment with the extra [api] has and imports, and nothing else."""
+    for name in (*PACKAGES, "ort_trainer"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        package = Path(spec.origin).parent
+        libraries = package.parent / f"{name}.libs"  # of a wheel's own
+        for part in (package, libraries):
+            if part.exists():
+                (folder / part.name).symlink_to(part)
+
+
+def test_training_without_torch_and_onnx(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    environment.mkdir()
+    make_environment(environment)
+    exported = export(tmp_path / "artifacts")
+    x, label = zip(*exported.batches, strict=True)
+    np.savez(exported.file("batches.npz"), x=np.stack(x), label=np.stack(label))
+    # Isolated, and without the folders of installed packages.
+    command = [sys.executable, "-I", "-S", "-c", TRAIN, str(environment), str(exported.folder)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loaded"] == ["numpy", "onnxruntime", "ort_trainer", "safetensors"]
+    np.testing.assert_allclose(found["losses"], exported.train(len(exported.batches)), rtol=1e-5)
+    expected = exported.loss(0)
+    np.testing.assert_allclose([found["evaluated"], found["resumed"]], [expected, expected], rtol=1e-5)
+    session = onnxruntime.InferenceSession(str(exported.file("alone.onnx")), providers=["CPUExecutionProvider"])
+    assert [i.name for i in session.get_inputs()] == ["x"]
+    with_torch = exported.model(torch.from_numpy(exported.batches[0][0])).detach().numpy()
+    np.testing.assert_allclose(session.run(None, {"x": exported.batches[0][0]})[0], with_torch, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,90 @@
+"""docs/training_api_names.md: it has every name of the C, C++ and Python documentation, and every row in it is true."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ort_trainer import api, compat
+
+from . import session_checks, state_checks  # noqa: F401 - they fill CHECKS
+from .exported import Exported, export
+from .world import CHECKS, PYTHON, World
+
+HERE = Path(__file__).parent
+PAGE = (HERE.parent.parent / "docs" / "training_api_names.md").read_text()
+# (documented name, name here, what is said of it).
+ROWS: list[tuple[str, str, str]] = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
+DOCUMENTED = {
+    "c_functions": 31 + 1 + 2,
+    "cpp_methods": 16,
+    "python_names": 54,
+}
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return export(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> Iterator[None]:
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def resolve(name: str) -> Any:
+    """Returns what a dotted name stands for; ``f(x)`` is the parameter x of f."""
+    name, _, parameter = name.rstrip(")").partition("(")
+    parts = name.split(".")
+    count = next(n for n in range(len(parts), 0, -1) if _is_module(".".join(parts[:n])))
+    found: Any = importlib.import_module(".".join(parts[:count]))
+    for part in parts[count:]:
+        if part in getattr(found, "__annotations__", ()) and not hasattr(found, part):
+            return found.__annotations__[part]
+        found = getattr(found, part)
+    return inspect.signature(found).parameters[parameter].name if parameter else found
+
+
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def test_every_documented_name_has_one_row() -> None:
+    names = [old for old, _, _ in ROWS]
+    documented = []
+    for kind, count in DOCUMENTED.items():
+        lines = (HERE / f"documented_{kind}.txt").read_text().split()
+        assert len(lines) == count
+        documented += lines
+    assert names == documented
+    assert len(names) == len(set(names)) == sum(line.startswith("| `") for line in PAGE.splitlines())
+
+
+def test_every_name_has_a_check() -> None:
+    assert sorted(CHECKS) == sorted(old for old, _, _ in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_names(row: tuple[str, str, str], exported: Exported, tmp_path: Path) -> None:
+    old, new, said = row
+    found = resolve(new)
+    assert found is not None
+    if old.startswith(PYTHON):
+        assert resolve(old) == found
+    for call in re.findall(r"(?:session|module|state|CheckpointState)\.(\w+)", said):  # what the last column shows
+        assert any(hasattr(cls, call) for cls in (api.TrainingSession, api.Module, api.CheckpointState)), call
+    CHECKS[old](World(exported, tmp_path))

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from ort_trainer.api import CheckpointState, TrainingSession
+
+from .artifacts import PARAMETERS, Artifacts
+from .test_module import Reference, batches, close
+
+
+def session_of(artifacts: Artifacts, **others: object) -> tuple[CheckpointState, TrainingSession]:
+    state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
+    return state, TrainingSession(state, artifacts.training, artifacts.evaluation, artifacts.optimizer, **others)
+
+
+@pytest.mark.engine
+def test_trains_like_pytorch_from_files(artifacts: Artifacts, tmp_path: Path) -> None:
+    for name in ("training", "evaluation", "optimizer", "checkpoint"):
+        (tmp_path / name).write_bytes(getattr(artifacts, name))
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = TrainingSession(
+        state, str(tmp_path / "training"), tmp_path / "evaluation", tmp_path / "optimizer", session_options=options
+    )
+    reference = Reference()
+    for x, target in batches(20):
+        loss, *_ = session.train_step([x, target])
+        expected, _ = reference.loss(x, target)
+        close(loss, expected)
+        reference.optimizer.zero_grad()
+        expected.backward()
+        session.optimizer_step()
+        reference.optimizer.step()
+        session.lazy_reset_grad()
+        close(session.eval_step({"target": target, "x": x})[0], reference.loss(x, target)[0])
+    close(state.parameters["w"].data, reference.w)
+
+
+def test_names(artifacts: Artifacts) -> None:
+    _, session = session_of(artifacts)
+    for training in (True, False):
+        assert session.input_names(training) == ["x", "target"]
+        assert session.output_names(training) == ["loss", "y", "positive"]
+
+
+def test_learning_rates(artifacts: Artifacts) -> None:
+    _, session = session_of(artifacts)
+    assert session.get_learning_rate() == 0.1
+    session.set_learning_rate(0.5)
+    assert session.get_learning_rate() == 0.5
+    with pytest.raises(RuntimeError, match=r"no scheduler to step: call register_linear_lr_scheduler\(\) first"):
+        session.scheduler_step()
+    session.register_linear_lr_scheduler(2, 4, 0.2)
+    found = [session.get_learning_rate()]
+    for x, target in batches(4):
+        session.train_step([x, target])
+        session.optimizer_step()
+        session.scheduler_step()
+        found.append(session.get_learning_rate())
+    assert found == pytest.approx([0, 0.1, 0.2, 0.1, 0])
+
+
+def test_buffers(artifacts: Artifacts) -> None:
+    state, session = session_of(artifacts)
+    for trainable, names in ((True, ["w", "b"]), (False, ["w", "b", "mean"])):
+        flat = session.to_buffer(trainable)
+        expected = np.concatenate([PARAMETERS[name].reshape(-1) for name in names])
+        assert np.array_equal(flat.numpy(), expected)
+        session.from_buffer(onnxruntime.OrtValue.ortvalue_from_numpy(expected + 1))
+        for name in names:
+            assert np.array_equal(state.parameters[name].data, PARAMETERS[name] + 1)
+        session.from_buffer(expected)
+    assert np.array_equal(state.parameters["mean"].data, PARAMETERS["mean"])
+    flat.numpy()[:] = 0  # of a copy
+    for name in PARAMETERS:
+        assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error", "text"),
+    [
+        (
+            np.zeros(9, np.float32),
+            ValueError,
+            "the buffer has 9 elements, but all parameters have 10, and .* trained 8",
+        ),
+        (np.zeros(8), TypeError, "the buffer has dtype float64, but the parameters have float32"),
+        (np.zeros((2, 4), np.float32), ValueError, r"one dimension, but its shape is \[2, 4\]"),
+        ([0.0], TypeError, r"the buffer must be an OrtValue or a numpy array, but \[0.0\] was given"),
+    ],
+)
+def test_wrong_buffers(artifacts: Artifacts, buffer: object, error: type[Exception], text: str) -> None:
+    state, session = session_of(artifacts)
+    with pytest.raises(error, match=text):
+        session.from_buffer(buffer)  # type: ignore[arg-type]
+    for name in PARAMETERS:
+        assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
+
+
+def test_a_buffer_completes_a_nominal_checkpoint(artifacts: Artifacts) -> None:
+    _, session = session_of(artifacts)
+    state = CheckpointState.load_checkpoint_from_buffer(artifacts.nominal)
+    other = TrainingSession(state, artifacts.training)
+    other.from_buffer(session.to_buffer(False))
+    ((x, target),) = batches(1)
+    assert np.array_equal(other.train_step([x, target])[0], session.train_step([x, target])[0])
+
+
+def test_what_was_not_given_is_missed(artifacts: Artifacts) -> None:
+    state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
+    session = TrainingSession(state, artifacts.training, b"", b"")
+    ((x, target),) = batches(1)
+    with pytest.raises(RuntimeError, match=r"evaluation needs the evaluation model: give it as eval_model_uri \(or"):
+        session.eval_step([x, target])
+    with pytest.raises(RuntimeError, match="no optimizer: give the optimizer model as optimizer_model"):
+        session.optimizer_step()
+    with pytest.raises(TypeError, match="input_values must be a list of arrays or OrtValues"):
+        session.train_step(x)  # type: ignore[arg-type]
+
+
+@pytest.mark.engine
+def test_a_run_that_fails_changes_nothing(artifacts: Artifacts) -> None:
+    state, session = session_of(artifacts)
+    ((x, target),) = batches(1)
+    session.train_step([x, target])
+    before = CheckpointState.save_checkpoint_to_buffer(state, include_optimizer_state=True)
+    stopped = onnxruntime.RunOptions()
+    stopped.terminate = True
+    for call in (
+        lambda: session.train_step([x, target], stopped),
+        lambda: session.optimizer_step(stopped),
+        lambda: session.eval_step([x, target], stopped),
+    ):
+        with pytest.raises(Exception, match="terminate"):
+            call()
+        assert CheckpointState.save_checkpoint_to_buffer(state, include_optimizer_state=True) == before
+    session.train_step([x, target])
+    gradient = state.parameters["w"].grad
+    session.lazy_reset_grad()
+    session.train_step([x, target])
+    np.testing.assert_allclose(gradient, 2 * state.parameters["w"].grad, rtol=1e-6)
