@@ -14,7 +14,8 @@ import torch
 
 from ort_trainer import CheckpointError, optim
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
-from ort_trainer.artifacts.convert import convert_checkpoint, main, trainer_state_dict
+from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
+from ort_trainer.artifacts.convert import main
 from ort_trainer.artifacts.upstream import (
     OptimizerGroup,
     UpstreamCheckpoint,
