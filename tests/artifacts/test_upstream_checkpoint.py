@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ort_trainer import CheckpointError, optim
+from ort_trainer.api import CheckpointState
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
 from ort_trainer.artifacts.convert import main
@@ -345,8 +346,9 @@ def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
 
 def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:
     write_upstream_checkpoint(tmp_path / "theirs", sample())
-    with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
-        read_checkpoint(tmp_path / "theirs")
+    for load in (read_checkpoint, CheckpointState.load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
+            load(tmp_path / "theirs")
 
 
 def test_what_does_not_fit_into_a_flatbuffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

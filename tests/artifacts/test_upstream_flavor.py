@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
+from ort_trainer.api import CheckpointState, Module, Optimizer
 from ort_trainer.artifacts import LossType, generate_artifacts
 from ort_trainer.artifacts.upstream.optimizer_model import optimizer_model
 from ort_trainer.artifacts.upstream.step_models import step_models
@@ -328,3 +330,21 @@ def test_an_lstm_with_a_tied_weight_trains_and_is_exported(tmp_path: Path) -> No
     session = onnxruntime.InferenceSession(str(tmp_path / "inference.onnx"), providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"tokens": batches[0][0].numpy()})
     assert_close(trainer.eval_step(*batches[0])[1], torch.from_numpy(logits), 1e-5, "logits")
+
+
+def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "upstream_runtimes.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), scope)
+    for name, value in scope["trainer"].state_dict(pytorch_format=True).items():
+        np.testing.assert_array_equal(value.numpy(), scope["state"].parameters[name].data)
+    assert scope["trainer"].train_step_info.optimization_step == 2
+    state = CheckpointState.load_checkpoint("ours/trained")
+    module = Module("ours/training_model.onnx", state, "ours/eval_model.onnx")
+    Optimizer("ours/optimizer_model.onnx", module)
+    x, label = scope["x"].numpy(), scope["label"].numpy()
+    for ours, theirs in zip(module.eval()(x, label), scope["module"].eval()(x, label), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -72,7 +72,7 @@ def optimizer_model(
                 for name in (_WEIGHTS, _GRADIENTS, *moments)
             ),
         ],
-        # Of any shape: SGD's operator gives a scalar where upstream's own models say [1], and the runtime warns of that.
+        # Of any shape: SGD's operator gives a scalar, where upstream's own models say [1] and the runtime warns.
         [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, None)],
         constants,
     )
