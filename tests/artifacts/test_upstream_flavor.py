@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
+from ort_trainer import artifacts as our_artifacts
 from ort_trainer.api import CheckpointState, Module, Optimizer
-from ort_trainer.artifacts import LossType, generate_artifacts
 from ort_trainer.artifacts.upstream.optimizer_model import optimizer_model
 from ort_trainer.artifacts.upstream.step_models import step_models
 from ort_trainer.optim.update_writer import ParameterUpdate
@@ -281,9 +284,9 @@ def test_gradients_of_an_unfinished_window_are_refused(tmp_path: Path) -> None:
 
 def test_without_an_optimizer(tmp_path: Path) -> None:
     """Gradients and evaluation are there all the same."""
-    generate_artifacts(
+    our_artifacts.generate_artifacts(
         MLP(),
-        loss=LossType.CrossEntropyLoss,
+        loss=our_artifacts.LossType.CrossEntropyLoss,
         artifact_directory=tmp_path,
         sample_batch=mlp_batches(1)[0],
         model_desc={**MLP_DESC, "inputs": [MLP_DESC["inputs"][0], ("labels", ["batch"])]},
@@ -330,6 +333,45 @@ def test_an_lstm_with_a_tied_weight_trains_and_is_exported(tmp_path: Path) -> No
     session = onnxruntime.InferenceSession(str(tmp_path / "inference.onnx"), providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"tokens": batches[0][0].numpy()})
     assert_close(trainer.eval_step(*batches[0])[1], torch.from_numpy(logits), 1e-5, "logits")
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_artifacts_of_an_onnx_model_train_as_those_of_upstreams_own_tool(optimizer: str, tmp_path: Path) -> None:
+    from onnxruntime.training import artifacts
+
+    weights = {"w": (16, 8), "b": (16,), "v": (3, 16)}
+    initializers = [numpy_helper.from_array(torch.randn(shape).numpy(), name) for name, shape in weights.items()]
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "b"], ["hidden"], transB=1),
+        helper.make_node("Relu", ["hidden"], ["active"]),
+        helper.make_node("Gemm", ["active", "v"], ["logits"], transB=1),
+    ]
+    x, logits = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", c]) for n, c in (("x", 8), ("logits", 3)))
+    graph = helper.make_graph(nodes, "model", [x], [logits], initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    runs = []
+    for tool, folder, flavor in ((our_artifacts, "ours", {"flavor": FLAVOR}), (artifacts, "theirs", {})):
+        (tmp_path / folder).mkdir()
+        tool.generate_artifacts(
+            copy.deepcopy(model),
+            requires_grad=["w", "v"],
+            frozen_params=["b"],
+            loss=tool.LossType.CrossEntropyLoss,
+            optimizer=tool.OptimType[optimizer],
+            artifact_directory=tmp_path / folder,
+            **flavor,
+        )
+        path = tmp_path / folder / "optimizer_model.onnx"
+        found = onnx.load(path)
+        found.ir_version = 10  # theirs has that of the installed onnx, which their runtime refuses
+        onnx.save(found, path)
+        runs.append(Upstream(tmp_path / folder, lr=0.02))
+    ours, theirs = runs
+    assert ours.module.input_names() == theirs.module.input_names() == ["x", "labels"]
+    for number, batch in enumerate(mlp_batches(20)):
+        assert_close(*(torch.from_numpy(run.train(batch)[0]) for run in runs), 1e-5, f"loss of step {number}")
+    for name in weights:
+        assert_close(*(torch.from_numpy(run.parameters()[name]) for run in runs), 1e-5, name)
 
 
 def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
