@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+from ort_trainer import ORTTrainer, optim
 
 from .helpers import MLP, assert_close, mlp_batches
 
@@ -72,6 +76,24 @@ def test_both_sides_of_the_diff_train_the_same() -> None:
         assert_close(states["+"][name], value, 1e-5, name)
 
 
+def test_the_readme_trains_on_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    description = {
+        "inputs": [("x", ["batch", 8]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    trainer = ORTTrainer(MLP(), description, optim.AdamConfig(lr=1e-3), loss_fn=F.cross_entropy)
+    batches = mlp_batches(4)
+    trainer.train_step(*batches[0])
+    scope: dict[str, Any] = {"trainer": trainer, "batches": [[part.numpy() for part in batch] for batch in batches]}
+    exec(compile(block, "README.md", "exec"), scope)
+    for batch in batches:
+        loss, _ = trainer.train_step(*batch)
+    assert_close(torch.from_numpy(scope["loss"]), loss, 1e-5, "the last loss")
+    assert (tmp_path / "checkpoint").is_file()
+
+
 def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("usage.md", "onnx_models.md", "fit.md"):
@@ -103,7 +125,7 @@ def test_python_of_the_page_on_the_training_api_runs(tmp_path: Path, monkeypatch
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    modules = ("ort_trainer", "ort_trainer.optim", "ort_trainer.amp", "ort_trainer.fit", "ort_trainer.api")
+    modules = ("ort_trainer", "ort_trainer.api", "ort_trainer.optim", "ort_trainer.amp", "ort_trainer.fit")
     said: dict[str, set[str]] = {module: set() for module in modules}
     for page in (ROOT / "docs" / "reference").glob("*.rst"):
         text = page.read_text()
