@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,8 +92,18 @@ def test_python_of_the_page_on_optimizers_runs() -> None:
     assert all(kind == pytest.approx(losses[0], rel=1e-5) for kind in losses)
 
 
+def test_python_of_the_page_on_the_training_api_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    scope: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training_api.md").read_text(), re.DOTALL):
+        exec(compile(block, "training_api.md", "exec"), scope)
+    assert isinstance(scope["loss"], np.ndarray) and scope["loss"] < 0.1
+    assert isinstance(scope["weights"], np.ndarray) and (tmp_path / "model.onnx").exists()
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    modules = ("ort_trainer", "ort_trainer.optim", "ort_trainer.amp", "ort_trainer.fit")
+    modules = ("ort_trainer", "ort_trainer.optim", "ort_trainer.amp", "ort_trainer.fit", "ort_trainer.api")
     said: dict[str, set[str]] = {module: set() for module in modules}
     for page in (ROOT / "docs" / "reference").glob("*.rst"):
         text = page.read_text()

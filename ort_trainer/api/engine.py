@@ -32,6 +32,7 @@ __all__ = [
     "default_options",
     "load_model",
     "parse_device",
+    "to_ort_value",
 ]
 
 ModelSource = str | os.PathLike[str] | bytes
@@ -142,6 +143,15 @@ class StateTensor:
             self.value.update_inplace(np.ascontiguousarray(array).reshape(self.shape))
         else:
             np.copyto(self._array, array.reshape(self.shape))
+
+
+def to_ort_value(array: Array, device: Device) -> OrtValue:
+    """Returns an OrtValue with a copy of an array in memory of its own, which lives as long as views of it."""
+    if not array.size:  # of which ONNX Runtime can't make any
+        return OrtValue.ortvalue_from_numpy(array, device.type, device.index)
+    value = OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device.type, device.index)
+    value.update_inplace(array)
+    return value
 
 
 @dataclass(frozen=True)

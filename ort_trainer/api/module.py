@@ -14,7 +14,16 @@ from ..errors import shown
 from .artifact import StepModel
 from .checkpoint_file import Array
 from .checkpoint_state import CheckpointState, state_of
-from .engine import ModelSource, OrtValue, RunOptions, SessionOptions, check_options, load_model, parse_device
+from .engine import (
+    ModelSource,
+    OrtValue,
+    RunOptions,
+    SessionOptions,
+    check_options,
+    load_model,
+    parse_device,
+    to_ort_value,
+)
 from .runner import Input, StepRunner
 
 __all__ = ["Module"]
@@ -133,8 +142,7 @@ class Module:
             ValueError: If they have several dtypes.
         """
         self._state.require_values()
-        device = self._state.device
-        return OrtValue.ortvalue_from_numpy(self._state.flat(trainable_only), device.type, device.index)
+        return to_ort_value(self._state.flat(trainable_only), self._state.device)
 
     def copy_buffer_to_parameters(self, buffer: Input, trainable_only: bool = True) -> None:
         """Takes over the values of all parameters, which completes a nominal checkpoint.

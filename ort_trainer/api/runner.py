@@ -12,7 +12,8 @@ from ..dims import evaluate, holds, symbols_of
 from ..errors import shown
 from ..interrupts import uninterrupted
 from .artifact import RandomTensor, StepModel, Tensor
-from .engine import Loaded, OrtValue, RunOptions
+from .checkpoint_file import Array
+from .engine import CPU, Loaded, OrtValue, RunOptions
 from .state import State
 
 __all__ = ["Input", "StepRunner"]
@@ -194,21 +195,17 @@ class StepRunner:
         self._bindings[sides] = binding
         return binding
 
-    def _bind_output(self, binding: Any, output: _Output, as_array: bool) -> Input | None:
+    def _bind_output(self, binding: Any, output: _Output, as_array: bool) -> Array | None:
         """Binds new memory for an output and returns it, or None where ONNX Runtime allocates it."""
-        device = self._state.device
-        on_device = not as_array and device.type != "cpu"
-        if output.shape is None or on_device:
-            binding.bind_output(output.name, device.type if on_device else "cpu", device.index if on_device else 0)
-            return None
-        array = np.empty(output.shape, output.dtype)
-        if as_array:
+        if output.shape is not None and as_array:
+            array = np.empty(output.shape, output.dtype)
             address = array.__array_interface__["data"][0]
             binding.bind_output(output.name, "cpu", 0, output.dtype.type, output.shape, address)
             return array
-        value = OrtValue.ortvalue_from_numpy(array)
-        binding.bind_ortvalue_output(output.name, value)
-        return value
+        # An OrtValue must have memory of its own: one over an array's gives views that outlive that memory.
+        device = CPU if as_array else self._state.device
+        binding.bind_output(output.name, device.type, device.index)
+        return None
 
     def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
         """Puts what ONNX Runtime has allocated into the places that are None."""

@@ -1,13 +1,9 @@
-"""Puts the legacy modules in place: names are set on modules that exist, and missing modules are made."""
+"""Which names the legacy modules get, and puts them in place."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
 import sys
 from enum import IntEnum
-from types import ModuleType
 from typing import Any
 
 import ort_trainer
@@ -15,13 +11,15 @@ import ort_trainer
 from .. import amp, optim
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from ..runtime.engine import engine, process_undisturbed
+from ..runtime.engine import engine
 from . import checkpoint, older_api
 from .missing import MissingParts
+from .modules import is_changed, module_named, restore, set_name
 from .options import ORTTrainerOptions, set_cuda_mem_limit
 from .trainer import ORTTrainer
+from .training_api import training_api_names
 
-__all__ = ["PropagateCastOpsStrategy", "install", "uninstall"]
+__all__ = ["PropagateCastOpsStrategy", "install_all", "uninstall_all"]
 
 
 class PropagateCastOpsStrategy(IntEnum):
@@ -88,54 +86,32 @@ _MISSING: dict[str, dict[str, Any]] = {
         "is_ortmodule_available": _is_ortmodule_available,
     },
 }
-_ABSENT = object()
-# What to do backwards to uninstall: (module, name, what it was), and the modules that were made.
-_changed: list[tuple[ModuleType, str, Any]] = []
-_made: list[str] = []
 
 
-def install() -> None:
-    """Makes the legacy import paths work, for scripts written for ``onnxruntime.training.ORTTrainer``.
-
-    Registers ``onnxruntime.training`` with its submodules ``amp``, ``optim``, ``checkpoint``, ``orttrainer``,
-    ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``,
-    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, and as ``onnxruntime.training.api`` the classes of
-    ``ort_trainer.api``. An installed onnxruntime-training keeps whatever else it has in these modules (ORTModule,
-    ``artifacts``, ``FusedAdam``, ...). Call it before the first of the old imports; a second call does nothing.
-
-    Example:
-        >>> import ort_trainer.compat
-        >>> ort_trainer.compat.install()
-        >>> from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
-    """
-    if _changed:
+def install_all() -> None:
+    """Puts everything in place; see ``ort_trainer.compat.install``."""
+    if is_changed():
         return
+    engine()  # the first to import ONNX Runtime, which the others do without care
     try:
-        for module_name, names in {**_with_sessions(), **_training_api()}.items():
-            module = _module(module_name)
+        for module_name, names in {**_with_sessions(), **training_api_names()}.items():
+            module = module_named(module_name)
             missing = {n: v for n, v in _MISSING.get(module_name, {}).items() if not hasattr(module, n)}
             for name, value in {**names, **missing}.items():
-                _set(module, name, value)
-        _set(_module("onnxruntime.training.orttrainer"), "optim", _module("onnxruntime.training.optim"))
+                set_name(module, name, value)
+        set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))
         sys.meta_path.append(MissingParts)
     except BaseException:
-        uninstall()
+        uninstall_all()
         raise
 
 
-def uninstall() -> None:
-    """Undoes :func:`install`: modules that it made are gone, names that it set are what they were."""
+def uninstall_all() -> None:
+    """Undoes :func:`install_all`."""
     set_cuda_mem_limit(0)
     if MissingParts in sys.meta_path:
         sys.meta_path.remove(MissingParts)
-    while _changed:
-        module, name, before = _changed.pop()
-        if before is _ABSENT:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
-    while _made:
-        sys.modules.pop(_made.pop(), None)
+    restore()
 
 
 def _with_sessions() -> dict[str, dict[str, Any]]:
@@ -152,47 +128,3 @@ def _with_sessions() -> dict[str, dict[str, Any]]:
             "TrainingParameters": sessions["TrainingParameters"],
         },
     }
-
-
-def _training_api() -> dict[str, dict[str, Any]]:
-    """Returns the classes that train from artifacts, by the modules in which ``onnxruntime.training`` has them."""
-    engine()  # the first to import ONNX Runtime, which the api does without care
-    from .. import api
-
-    places = {
-        "checkpoint_state": ("CheckpointState", "Parameter", "Parameters", "Properties"),
-        "lr_scheduler": ("LinearLRScheduler",),
-        "module": ("Module",),
-        "optimizer": ("Optimizer",),
-    }
-    package = "onnxruntime.training.api"
-    submodules = {f"{package}.{place}": {name: getattr(api, name) for name in names} for place, names in places.items()}
-    public = ("CheckpointState", "LinearLRScheduler", "Module", "Optimizer")
-    return {package: {name: getattr(api, name) for name in public}, **submodules}
-
-
-def _module(name: str) -> ModuleType:
-    """Returns a module: the one that is installed, or a new one that is entered into its parent."""
-    if name in sys.modules:
-        return sys.modules[name]
-    with process_undisturbed():
-        if importlib.util.find_spec(name) is not None:
-            return importlib.import_module(name)
-    module = ModuleType(name, f"Made by ort_trainer.compat.install() in place of the legacy module {name}.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-    module.__path__ = []
-    sys.modules[name] = module
-    _made.append(name)
-    parent, _, child = name.rpartition(".")
-    _set(_module(parent), child, module)
-    return module
-
-
-def _set(module: ModuleType, name: str, value: Any) -> None:
-    """Sets a name, also for ``from module import *``, and remembers what it was."""
-    _changed.append((module, name, vars(module).get(name, _ABSENT)))
-    setattr(module, name, value)
-    exported = vars(module).get("__all__")
-    if exported is not None and name not in exported:
-        _changed.append((module, "__all__", exported))
-        module.__all__ = [*exported, name]  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..undisturbed import process_undisturbed
 from .installed import require_engine
 
 if TYPE_CHECKING:
@@ -70,24 +71,6 @@ def engine() -> Any:
             return importlib.import_module("onnxruntime")
     finally:
         del sys.modules[kept_out]
-
-
-@contextlib.contextmanager
-def process_undisturbed() -> Iterator[None]:
-    """Puts back what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
-
-    The first record that is logged gives the root logger a handler, and then the user's ``logging.basicConfig`` would
-    do nothing.
-    """
-    root = logging.getLogger()
-    level, handlers, path = root.level, list(root.handlers), list(sys.path)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        for handler in set(root.handlers) - set(handlers):
-            root.removeHandler(handler)
-        sys.path[:] = path
 
 
 def preload() -> None:

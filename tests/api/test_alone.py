@@ -13,10 +13,11 @@ import onnxruntime
 import pytest
 import torch
 
-from .exported import export
+from .exported import Exported, export
 
 pytestmark = pytest.mark.engine
 
+HAS_TRAINING = importlib.util.find_spec("onnxruntime.training") is not None
 PACKAGES = ("numpy", "onnxruntime", "safetensors")
 TRAIN = """
 import importlib.util, json, sys
@@ -64,18 +65,31 @@ def make_environment(folder: Path) -> None:
                 (folder / part.name).symlink_to(part)
 
 
-def test_training_without_torch_and_onnx(tmp_path: Path) -> None:
-    environment = tmp_path / "environment"
-    environment.mkdir()
-    make_environment(environment)
-    exported = export(tmp_path / "artifacts")
-    x, label = zip(*exported.batches, strict=True)
-    np.savez(exported.file("batches.npz"), x=np.stack(x), label=np.stack(label))
-    # Isolated, and without the folders of installed packages.
-    command = [sys.executable, "-I", "-S", "-c", TRAIN, str(environment), str(exported.folder)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environment")
+    make_environment(folder)
+    return folder
+
+
+def run_alone(program: str, environment: Path, artifacts: Path) -> str:
+    """Runs a program isolated, without the folders of installed packages, and returns what it prints."""
+    command = [sys.executable, "-I", "-S", "-c", program, str(environment), str(artifacts)]
+    done = subprocess.run(command, cwd=artifacts, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Exported:
+    found = export(tmp_path)
+    x, label = zip(*found.batches, strict=True)
+    np.savez(found.file("batches.npz"), x=np.stack(x), label=np.stack(label))
+    return found
+
+
+def test_training_without_torch_and_onnx(environment: Path, exported: Exported) -> None:
+    found = json.loads(run_alone(TRAIN, environment, exported.folder))
     assert found["loaded"] == ["numpy", "onnxruntime", "ort_trainer", "safetensors"]
     np.testing.assert_allclose(found["losses"], exported.train(len(exported.batches)), rtol=1e-5)
     expected = exported.loss(0)
@@ -84,3 +98,21 @@ def test_training_without_torch_and_onnx(tmp_path: Path) -> None:
     assert [i.name for i in session.get_inputs()] == ["x"]
     with_torch = exported.model(torch.from_numpy(exported.batches[0][0])).detach().numpy()
     np.testing.assert_allclose(session.run(None, {"x": exported.batches[0][0]})[0], with_torch, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(HAS_TRAINING, reason="onnxruntime.training of this engine needs onnx")
+def test_an_unchanged_script_without_torch(environment: Path, exported: Exported) -> None:
+    script = Path(__file__).parent.parent / "compat" / "scripts" / "on_device_like.py"
+    program = f"""if True:
+        import runpy, sys
+        sys.path.append(sys.argv.pop(1))
+        import ort_trainer.compat as compat
+        compat.install()
+        compat.install()
+        runpy.run_path({str(script)!r}, run_name='__main__')
+        compat.uninstall()
+        assert not [name for name in sys.modules if name.startswith('onnxruntime.training')]
+        assert 'torch' not in sys.modules
+    """
+    said = run_alone(program, environment, exported.folder)
+    assert said.startswith(f"loss {exported.loss(0):.5f}") and said.endswith("epoch 1 4\n")

@@ -128,13 +128,34 @@ def test_inputs_of_any_kind(artifacts: Artifacts) -> None:
         assert np.array_equal(found[0], loss)
 
 
-def test_results_are_not_overwritten(artifacts: Artifacts) -> None:
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("as_values", [True, False])
+def test_results_keep_their_memory(artifacts: Artifacts, mode: bool, as_values: bool) -> None:
     _, module, _ = load(artifacts)
-    (x, target), (other, _) = batches(2)
-    kept = module(x, target)
-    copies = [value.copy() for value in kept]
-    module(other, target)
-    assert all(np.array_equal(value, copy) for value, copy in zip(kept, copies, strict=True))
+    module.train(mode)
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        """Returns arrays, of which views of OrtValues that are gone already."""
+        if not as_values:
+            return list(module(*arrays))
+        return [value.numpy() for value in module(*map(onnxruntime.OrtValue.ortvalue_from_numpy, arrays))]
+
+    data = batches(20, rows=500)
+    kept = [run(*batch) for batch in data]
+    again = [[value.copy() for value in run(*batch)] for batch in data]
+    for found, expected in zip(kept, again, strict=True):
+        assert all(np.array_equal(value, copy) for value, copy in zip(found, expected, strict=True))
+
+
+def test_buffers_keep_their_memory(artifacts: Artifacts) -> None:
+    state, module, _ = load(artifacts)
+    kept = [module.get_contiguous_parameters(trainable_only=flag).numpy() for flag in (False, True) * 50]
+    others = [np.ones(size, np.float32) for size in (8, 10) * 50]
+    state.parameters["w"] = np.zeros((3, 2), np.float32)
+    for found, flag in zip(kept, (False, True) * 50, strict=True):
+        names = TRAINED if flag else PARAMETERS
+        assert np.array_equal(found, np.concatenate([PARAMETERS[name].reshape(-1) for name in names]))
+    assert len(others) == 100
 
 
 def test_batches_of_any_size(artifacts: Artifacts) -> None:

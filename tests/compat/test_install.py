@@ -146,7 +146,7 @@ def test_a_failing_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     from ort_trainer.compat import registry
 
     monkeypatch.setitem(registry._NAMES, "onnxruntime.capi.ort_trainer.none", {"x": 1})
-    monkeypatch.setattr(registry, "_set", _fail_on_x(registry._set))
+    monkeypatch.setattr(registry, "set_name", _fail_on_x(registry.set_name))
     with pytest.raises(RuntimeError, match="stop"):
         compat.install()
     assert "onnxruntime.training.orttrainer" not in sys.modules

@@ -1,0 +1,41 @@
+"""``onnxruntime.training.api``: the classes that train from artifacts. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .modules import is_changed, module_named, restore, set_name
+
+__all__ = ["install_alone", "training_api_names"]
+
+_PACKAGE = "onnxruntime.training.api"
+_PUBLIC = ("CheckpointState", "LinearLRScheduler", "Module", "Optimizer")
+_SUBMODULES = {
+    "checkpoint_state": ("CheckpointState", "Parameter", "Parameters", "Properties"),
+    "lr_scheduler": ("LinearLRScheduler",),
+    "module": ("Module",),
+    "optimizer": ("Optimizer",),
+}
+
+
+def training_api_names() -> dict[str, dict[str, Any]]:
+    """Returns modules of ``onnxruntime.training``, with the names that they get."""
+    from .. import api  # with ONNX Runtime, which should be imported by then
+
+    modules = {_PACKAGE: _PUBLIC, **{f"{_PACKAGE}.{name}": names for name, names in _SUBMODULES.items()}}
+    return {module: {name: getattr(api, name) for name in names} for module, names in modules.items()}
+
+
+def install_alone() -> None:
+    """Puts the training API in place, and nothing that needs PyTorch."""
+    if is_changed():
+        return
+    module_named("onnxruntime")
+    try:
+        for module_name, names in training_api_names().items():
+            module = module_named(module_name)
+            for name, value in names.items():
+                set_name(module, name, value)
+    except BaseException:
+        restore()
+        raise

@@ -1,0 +1,28 @@
+"""Imports of ONNX Runtime that leave the process as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+__all__ = ["process_undisturbed"]
+
+
+@contextlib.contextmanager
+def process_undisturbed() -> Iterator[None]:
+    """Puts back what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
+
+    The first record that is logged gives the root logger a handler, and then the user's ``logging.basicConfig`` would
+    do nothing.
+    """
+    root = logging.getLogger()
+    level, handlers, path = root.level, list(root.handlers), list(sys.path)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+        sys.path[:] = path
