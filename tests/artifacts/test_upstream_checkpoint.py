@@ -359,3 +359,24 @@ def test_what_does_not_fit_into_a_flatbuffer(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
         write_upstream_checkpoint(tmp_path / "none" / "checkpoint", UpstreamCheckpoint())
     assert not list(tmp_path.iterdir())
+
+
+class Twice(dict[str, Any]):
+    """Gives every entry two times."""
+
+    def items(self) -> Any:
+        return [*super().items()] * 2
+
+
+def test_files_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = upstream_checkpoint_bytes(UpstreamCheckpoint(properties=Twice(epoch=1)))
+    with pytest.raises(CheckpointError, match="is damaged: it has 'epoch' twice"):
+        read_upstream_checkpoint(whole)
+    writer = "ort_trainer.artifacts.upstream.write_checkpoint"
+    monkeypatch.setattr(f"{writer}.DTYPES", {16: np.dtype(np.float16)})
+    whole = upstream_checkpoint_bytes(UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.float16))}))
+    with pytest.raises(CheckpointError, match="'a' has ONNX's element type 16, which numpy does not have"):
+        read_upstream_checkpoint(whole)
+    monkeypatch.setattr(f"{writer}.VERSION", 3)
+    with pytest.raises(CheckpointError, match="in version 3 of the format; version 2"):
+        read_upstream_checkpoint(upstream_checkpoint_bytes(UpstreamCheckpoint()))
