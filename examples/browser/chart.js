@@ -1,7 +1,7 @@
 // A curve on a logarithmic scale, as SVG.
 
 const SVG = "http://www.w3.org/2000/svg";
-const FRAME = { left: 48, right: 710, top: 10, bottom: 280 };
+const FRAME = { left: 56, right: 706, top: 10, bottom: 270 };
 
 export class LossChart {
   /** Draws axes for `steps` steps and for losses in the range of `reference`, and the reference's curve. */
@@ -46,10 +46,10 @@ export class LossChart {
     }
     const interval = this.steps > 500 ? 100 : 50;
     for (let step = 0; step <= this.steps; step += interval) {
-      this.add("text", { x: this.x(step), y: FRAME.bottom + 18, "text-anchor": "middle" }, String(step));
+      this.add("text", { x: this.x(step), y: FRAME.bottom + 22, "text-anchor": "middle" }, String(step));
     }
-    this.add("text", { x: FRAME.right, y: FRAME.bottom + 36, "text-anchor": "end" }, "step");
-    this.add("text", { x: FRAME.left + 6, y: FRAME.top + 12 }, "loss");
+    this.add("text", { x: FRAME.right, y: FRAME.bottom + 44, "text-anchor": "end" }, "step");
+    this.add("text", { x: FRAME.left + 6, y: FRAME.top + 14 }, "loss");
   }
 
   add(kind, attributes, text = "") {

@@ -84,7 +84,6 @@ function reportEpoch(losses, accuracies, plan) {
   const row = element("epochs").insertRow();
   for (const text of [accuracies.length, mean.toFixed(4), percent(accuracies.at(-1))]) row.insertCell().textContent = text;
   element("accuracy").textContent = percent(accuracies.at(-1));
-  element("status").textContent = `Epoch ${accuracies.length} of ${plan.orders.length}`;
 }
 
 /** Returns how many bytes have been transferred: for the engine alone, and in all. */
@@ -113,7 +112,7 @@ async function start() {
       session = null;
       main.dataset.result = JSON.stringify({ ...result, loading });
       element("train").textContent = "Train again";
-      show("done", `Trained for ${result.losses.length} steps`);
+      show("done", `Trained for ${result.losses.length} steps: test accuracy ${percent(result.accuracies.at(-1))}`);
     } catch (error) {
       fail(error);
     }
