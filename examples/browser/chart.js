@@ -1,7 +1,7 @@
 // A curve on a logarithmic scale, as SVG.
 
 const SVG = "http://www.w3.org/2000/svg";
-const FRAME = { left: 56, right: 706, top: 10, bottom: 270 };
+const FRAME = { left: 56, right: 706, top: 30, bottom: 270 };
 
 export class LossChart {
   /** Draws axes for `steps` steps and for losses in the range of `reference`, and the reference's curve. */
@@ -49,7 +49,7 @@ export class LossChart {
       this.add("text", { x: this.x(step), y: FRAME.bottom + 22, "text-anchor": "middle" }, String(step));
     }
     this.add("text", { x: FRAME.right, y: FRAME.bottom + 44, "text-anchor": "end" }, "step");
-    this.add("text", { x: FRAME.left + 6, y: FRAME.top + 14 }, "loss");
+    this.add("text", { x: FRAME.left - 8, y: 16, "text-anchor": "end" }, "loss");
   }
 
   add(kind, attributes, text = "") {

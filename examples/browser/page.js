@@ -81,8 +81,9 @@ function showLosses(chart, losses) {
 function reportEpoch(losses, accuracies, plan) {
   const steps = Math.ceil(plan.train_rows / plan.batch_size);
   const mean = losses.slice(-steps).reduce((sum, loss) => sum + loss, 0) / steps;
+  const texts = [accuracies.length, mean.toFixed(4), percent(accuracies.at(-1))];
   const row = element("epochs").insertRow();
-  for (const text of [accuracies.length, mean.toFixed(4), percent(accuracies.at(-1))]) row.insertCell().textContent = text;
+  for (const text of texts) row.insertCell().textContent = text;
   element("accuracy").textContent = percent(accuracies.at(-1));
 }
 

