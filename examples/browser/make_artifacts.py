@@ -79,14 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(DigitNet(), MODEL_DESC, config, loss_fn=F.cross_entropy)
-    trainer.export_artifacts(out, flavor="onnxruntime-training")
-
     pixels, labels, train_rows = digits()
+    images, classes = torch.from_numpy(pixels / np.float32(16)), torch.from_numpy(labels).long()
+    trainer.prepare((images[:BATCH], classes[:BATCH]))
+    # The JavaScript API can't set a learning rate, so the optimizer model has it.
+    trainer.export_artifacts(out, flavor="onnxruntime-training", fixed_learning_rate=True)
+
     (out / "digits.bin").write_bytes(pixels.tobytes() + labels.tobytes())
     orders = [torch.randperm(train_rows) for _ in range(settings.epochs)]
-    losses, accuracies = train(
-        trainer, torch.from_numpy(pixels / np.float32(16)), torch.from_numpy(labels).long(), orders, train_rows
-    )
+    losses, accuracies = train(trainer, images, classes, orders, train_rows)
     plan = {
         "batch_size": BATCH,
         "train_rows": train_rows,
