@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 STOCK := .stock
 # The last release of onnxruntime-training that has ORTTrainer, with all that it needs, for `make bench`.
 LEGACY := .legacy
-# Training in a browser; `make test-browser CHROMIUM=...` takes another Chromium than Debian's.
+# Training in a browser; the test may take another Chromium than Debian's.
 BROWSER := examples/browser
 CHROMIUM ?= /usr/bin/chromium
+PORT ?= 8000
 # Two workers, each on one thread.
 PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
@@ -59,7 +60,7 @@ demo: setup
 
 # Serves the page that trains, on this machine alone. Needs Node.js for the packages of examples/browser.
 browser: browser-build
-	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(BROWSER) 8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(BROWSER) $(PORT)
 
 lint: setup
 	$(BIN)/ruff check .
