@@ -97,6 +97,8 @@ test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
   assert.equal(plan.orders.length * Math.ceil(plan.train_rows / plan.batch_size), steps);
   const start = largestDifference(losses.slice(0, COMPARED_STEPS), plan.losses);
   assert.ok(start < 1e-4, `the first ${COMPARED_STEPS} losses differ from ORTTrainer's by ${start}`);
+  const whole = largestDifference(losses, plan.losses);
+  assert.ok(whole < 1e-3, `some of the ${steps} losses differ from ORTTrainer's by ${whole}`);
   assert.ok(mean(losses.slice(-20)) < 0.1 * losses[0], `the loss went from ${losses[0]} to ${losses.at(-1)}`);
   assert.equal(accuracies.length, plan.orders.length);
   assert.ok(accuracies.at(-1) > 0.95, `test accuracy ${accuracies.at(-1)}`);
@@ -117,7 +119,7 @@ test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
   assert.deepEqual(errors, []);
   console.log(`${percent(accuracies.at(-1))} test accuracy, in Python ${percent(plan.accuracies.at(-1))}`);
   console.log(`losses within ${start.toExponential(1)} of ORTTrainer's over ${COMPARED_STEPS} steps`);
-  console.log(`losses within ${largestDifference(losses, plan.losses).toExponential(1)} over all ${steps} steps`);
+  console.log(`losses within ${whole.toExponential(1)} over all ${steps} steps`);
   console.log(`${millisecondsPerStep.toFixed(2)} ms a step; ready after ${loading.milliseconds.toFixed(0)} ms`);
   console.log(`${loading.bytes.all} bytes loaded, ${loading.bytes.engine} of them the engine`);
 });
