@@ -9,12 +9,17 @@ BIN := $(VENV)/bin
 STOCK := .stock
 # The last release of onnxruntime-training that has ORTTrainer, with all that it needs, for `make bench`.
 LEGACY := .legacy
+# Training in a browser; the test may take another Chromium than Debian's.
+BROWSER := examples/browser
+CHROMIUM ?= /usr/bin/chromium
+PORT ?= 8000
 # Two workers, each on one thread.
 PYTEST := python -m pytest --numprocesses 2
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo test test-python312 lint format bench fidelity operators docs reference clean
+.PHONY: setup setup-stock setup-legacy demo browser browser-build test test-python312 test-browser lint format
+.PHONY: bench fidelity operators docs reference clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -36,6 +41,14 @@ $(LEGACY)/.installed: benchmarks/legacy-requirements.txt
 	$(LEGACY)/bin/python -m pip install --quiet --requirement benchmarks/legacy-requirements.txt
 	touch $@
 
+$(BROWSER)/node_modules/.installed: $(BROWSER)/package.json $(BROWSER)/package-lock.json
+	npm ci --prefix $(BROWSER) --ignore-scripts --no-audit --no-fund
+	touch $@
+
+# Made anew every time, as any file of the package may have changed.
+browser-build: setup $(BROWSER)/node_modules/.installed
+	$(BIN)/python $(BROWSER)/make_artifacts.py
+
 setup: $(VENV)/.installed
 
 setup-stock: $(STOCK)/.installed
@@ -44,6 +57,10 @@ setup-legacy: $(LEGACY)/.installed
 
 demo: setup
 	$(BIN)/python examples/digits.py --out out/digits
+
+# Serves the page that trains, on this machine alone. Needs Node.js for the packages of examples/browser.
+browser: browser-build
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(BROWSER) $(PORT)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -64,6 +81,11 @@ test: lint setup-stock
 # A few of them on Python 3.12, where there is one; it needs 5 GB for a torch with CUDA if pip finds no other.
 test-python312:
 	tests/python312.sh
+
+# Trains in the page, in headless Chromium, and leaves a picture in build/browser.png.
+test-browser: browser-build
+	test -x $(CHROMIUM) || (apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium)
+	CHROMIUM=$(CHROMIUM) PYTHON=$(CURDIR)/$(BIN)/python node --test $(BROWSER)/page.test.js
 
 # Up to an hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
 bench: setup-stock
@@ -86,4 +108,4 @@ reference: setup
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs/reference build/reference
 
 clean:
-	rm -rf $(VENV) $(STOCK) $(LEGACY) out dist build
+	rm -rf $(VENV) $(STOCK) $(LEGACY) out dist build $(BROWSER)/build $(BROWSER)/node_modules

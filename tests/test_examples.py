@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -44,6 +45,22 @@ def test_digits(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["digits.onnx", "digits.ortckpt", "loss.png"]
     state, user = load_checkpoint_file(tmp_path / "digits.ortckpt")
     assert state["train_step_info"]["step"] == 5 * 23 and user["accuracy"] > 0.93
+
+
+def test_what_the_browser_trains_from(tmp_path: Path) -> None:
+    """`make test-browser` trains from it, in a browser; this sees that the page's files are written."""
+    browser = ROOT / "examples" / "browser"
+    importlib.import_module("browser.make_artifacts").main(["--out", str(tmp_path), "--epochs", "3"])
+    fetched = re.findall(r'"([a-z_]+\.(?:onnx|json|bin)|checkpoint)"', (browser / "page.js").read_text())
+    assert len(fetched) == 6 and {path.name for path in tmp_path.iterdir()} >= set(fetched)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    rows = plan["train_rows"] + plan["test_rows"]
+    assert (tmp_path / "digits.bin").stat().st_size == rows * (64 + 1)
+    assert all(sorted(order) == list(range(plan["train_rows"])) for order in plan["orders"])
+    assert len(plan["losses"]) == 3 * 23 and plan["losses"][-1] < 0.5 * plan["losses"][0]
+    assert (
+        "://" not in (browser / "package-lock.json").read_text()
+    )  # packages come from whichever registry npm is set to
 
 
 def test_text_data() -> None:

@@ -1,0 +1,142 @@
+// Trains in the page, in a real Chromium: `make test-browser`.
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { mkdir, readFile } from "node:fs/promises";
+import { after, before, test } from "node:test";
+import { fileURLToPath } from "node:url";
+
+import { chromium } from "playwright-core";
+
+const ROOT = new URL("../../", import.meta.url);
+const FOLDER = fileURLToPath(new URL(".", import.meta.url));
+// Without a sandbox, as containers have none to offer; and quiet: nothing but the page uses the network.
+const FLAGS = [
+  "--no-sandbox",
+  "--disable-gpu",
+  "--disable-quic",
+  "--no-first-run",
+  "--disable-background-networking",
+  "--disable-component-update",
+  "--disable-sync",
+];
+const COMPARED_STEPS = 20;
+
+let server;
+let browser;
+let address;
+
+/** Starts the server that `make browser` starts, on a free port, and returns its address. */
+function serve() {
+  return new Promise((resolve, reject) => {
+    const command = ["-u", "-m", "http.server", "--bind", "127.0.0.1", "--directory", FOLDER, "0"];
+    server = spawn(process.env.PYTHON ?? "python3", command, { stdio: ["ignore", "pipe", "ignore"] });
+    server.on("error", reject);
+    server.on("exit", (code) => reject(new Error(`the server ended with ${code}`)));
+    server.stdout.on("data", (text) => {
+      const port = /port (\d+)/.exec(text);
+      if (port) resolve(`http://127.0.0.1:${port[1]}/`);
+    });
+  });
+}
+
+before(async () => {
+  address = await serve();
+  const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
+  browser = await chromium.launch({ executablePath, args: FLAGS });
+});
+
+after(async () => {
+  await browser?.close();
+  server?.kill();
+});
+
+/** Returns a page and the list that its errors go to. */
+async function newPage() {
+  const page = await browser.newPage({ viewport: { width: 800, height: 1250 } });
+  const errors = [];
+  page.on("console", (message) => message.type() === "error" && errors.push(message.text()));
+  page.on("pageerror", (error) => errors.push(error.message));
+  return { page, errors };
+}
+
+/** Clicks on the button, waits for the end and returns the result. */
+async function train(page, name) {
+  await page.getByRole("button", { name, exact: true }).click();
+  await page.waitForFunction(() => ["done", "failed"].includes(document.querySelector("main").dataset.state));
+  assert.equal(await page.locator("#error").textContent(), "");
+  return JSON.parse(await page.locator("main").getAttribute("data-result"));
+}
+
+/** Collects how many points the curve has whenever it changes. */
+function watchCurve(page) {
+  return page.evaluate(() => {
+    window.lengths = [];
+    const curve = document.querySelector("#chart .live");
+    const note = () => window.lengths.push(curve.getAttribute("points").split(" ").length);
+    new MutationObserver(note).observe(curve, { attributeFilter: ["points"] });
+  });
+}
+
+/** The largest relative difference, over as many as there are of the first ones. */
+const largestDifference = (some, others) =>
+  Math.max(...some.map((value, place) => Math.abs(value - others[place]) / Math.abs(others[place])));
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
+  const plan = JSON.parse(await readFile(`${FOLDER}/build/plan.json`, "utf8"));
+  const steps = plan.losses.length;
+  const { page, errors } = await newPage();
+  await page.goto(address);
+  await page.waitForSelector("main[data-state=ready]");
+  await watchCurve(page);
+  const { losses, accuracies, millisecondsPerStep, loading } = await train(page, "Train");
+
+  assert.equal(losses.length, steps);
+  assert.equal(plan.orders.length * Math.ceil(plan.train_rows / plan.batch_size), steps);
+  const start = largestDifference(losses.slice(0, COMPARED_STEPS), plan.losses);
+  assert.ok(start < 1e-4, `the first ${COMPARED_STEPS} losses differ from ORTTrainer's by ${start}`);
+  const whole = largestDifference(losses, plan.losses);
+  assert.ok(whole < 1e-3, `some of the ${steps} losses differ from ORTTrainer's by ${whole}`);
+  assert.ok(mean(losses.slice(-20)) < 0.1 * losses[0], `the loss went from ${losses[0]} to ${losses.at(-1)}`);
+  assert.equal(accuracies.length, plan.orders.length);
+  assert.ok(accuracies.at(-1) > 0.95, `test accuracy ${accuracies.at(-1)}`);
+  const apart = Math.abs(accuracies.at(-1) - plan.accuracies.at(-1));
+  assert.ok(apart < 0.01, `test accuracy ${accuracies.at(-1)}, in Python ${plan.accuracies.at(-1)}`);
+
+  assert.equal(await page.locator("#accuracy").innerText(), percent(accuracies.at(-1)));
+  assert.equal(await page.locator("#epochs tr").count(), plan.orders.length);
+  const lengths = await page.evaluate(() => window.lengths);
+  assert.ok(lengths.length > 3, `the curve was drawn ${lengths.length} times`);
+  assert.equal(lengths.at(-1), steps);
+  await mkdir(new URL("build/", ROOT), { recursive: true });
+  await page.screenshot({ path: fileURLToPath(new URL("build/browser.png", ROOT)) });
+
+  const again = await train(page, "Train again");
+  const repeated = largestDifference(again.losses.slice(0, COMPARED_STEPS), losses);
+  assert.ok(repeated < 1e-4, `a second training starts from the same weights, but its losses differ by ${repeated}`);
+  assert.deepEqual(errors, []);
+  console.log(`${percent(accuracies.at(-1))} test accuracy, in Python ${percent(plan.accuracies.at(-1))}`);
+  console.log(`losses within ${start.toExponential(1)} of ORTTrainer's over ${COMPARED_STEPS} steps`);
+  console.log(`losses within ${whole.toExponential(1)} over all ${steps} steps`);
+  console.log(`${millisecondsPerStep.toFixed(2)} ms a step; ready after ${loading.milliseconds.toFixed(0)} ms`);
+  console.log(`${loading.bytes.all} bytes loaded, ${loading.bytes.engine} of them the engine`);
+});
+
+test("the page says what is missing", { timeout: 60_000 }, async () => {
+  const { page } = await newPage();
+  await page.route("**/build/checkpoint", (route) => route.fulfill({ status: 404 }));
+  await page.goto(address);
+  await page.waitForSelector("main[data-state=failed]");
+  assert.match(await page.getByRole("alert").innerText(), /build\/checkpoint: 404 .*make browser/);
+  assert.ok(await page.getByRole("button").isDisabled());
+});
+
+test("the page shows the engine's own errors", { timeout: 60_000 }, async () => {
+  const { page } = await newPage();
+  await page.route("**/build/checkpoint", (route) => route.fulfill({ body: "no checkpoint" }));
+  await page.goto(address);
+  await page.waitForSelector("main[data-state=failed]");
+  assert.match(await page.getByRole("alert").innerText(), /checkpoint/i);
+});
