@@ -412,7 +412,9 @@ def check(body: str, function: Function, opset: int) -> None:
     graph = OnnxGraphBuilder(OnnxStep(loaded, description, None, ("w",))).build({"x": X}, training=True)
     session = StepSession(loaded.parameters, loaded.buffers, {"w": ["w"]}, optim.SGDConfig())
     session.add_graph(graph)
-    (loss,) = session.train_step([X])
+    plan = session.plan(True, {"x": X}, ["loss"])
+    assert plan is not None
+    (loss,) = session.train(plan, {"x": X})
     weight = W.clone().requires_grad_()
     y = function(X * weight)
     expected = (y * y * y).sum()
