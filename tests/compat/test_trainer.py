@@ -101,7 +101,9 @@ def test_options_without_effect_are_warnings() -> None:
         trainer = old(
             utils={"run_symbolic_shape_infer": True, "grad_norm_clip": False},
             device={"id": "cpu", "mem_limit": 1 << 30},
+            distributed={"enable_adasum": True, "deepspeed_zero_optimization": {"stage": 1}},
             graph_transformer={
+                "propagate_cast_ops_config": {"strategy": "NONE", "level": 2, "allow": ["Add"]},
                 "attn_dropout_recompute": True,
                 "gelu_recompute": True,
                 "transformer_layer_recompute": True,

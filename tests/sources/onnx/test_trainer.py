@@ -626,8 +626,8 @@ def test_a_failure_of_symbolic_shape_inference_is_an_error(tmp_path: Path, monke
 
 
 def test_stock_onnxruntime_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from onnxruntime.capi import _pybind_state
+    from onnxruntime.capi import onnxruntime_pybind11_state
 
-    monkeypatch.delattr(_pybind_state, "GradientGraphBuilder", raising=False)
+    monkeypatch.delattr(onnxruntime_pybind11_state, "GradientGraphBuilder", raising=False)
     with pytest.raises(RuntimeError, match="needs onnxruntime-training, which differentiates it"):
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="cross_entropy")
