@@ -23,8 +23,9 @@ ROOT = HERE.parent
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key with the state
-*one process only* is checked, and refused if it asks for several processes; one with *only the default* is refused with
-any other value. None is ignored.
+*one process only* is checked, and refused beyond its default, as several processes are not supported yet; one with
+*only the default* is refused with any other value. None is ignored. After `ort_trainer.compat.install()`, what has no
+effect and does no harm is a warning: [names.md](names.md#options) says which.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -52,7 +53,7 @@ def rows(schema: Mapping[str, Any]) -> Iterator[str]:
         limits = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
         limits += [f"`{rules['regex']}`".replace("|", "\\|")] if "regex" in rules else []
         limits += [", ".join(rules["allowed"])] if "allowed" in rules else []
-        state = rules["meta"].get("state", "only the default" if "only_default" in rules else "works")
+        state = rules["meta"].get("state", "only the default" if "only_default" in rules["meta"] else "works")
         kind = rules["type"] + (" or None" if rules.get("nullable") else "")
         meaning = rules["meta"]["doc"]
         yield f"| `{path}` | {kind} | `{rules['default']!r}` | {', '.join(limits)} | {state} | {meaning} |"
@@ -62,12 +63,16 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
     """Yields a row of docs/names.md for every option, and for every other spelling of one."""
     states = {}
     for path, rules in leaves(schema):
-        if "only_default" in rules:
-            states[path] = f"works, differs: only the default, `{rules['default']!r}`; {rules['only_default']}"
-        elif rules["meta"].get("state"):
-            states[path] = "works, differs: checked, and refused if it asks for several processes"
+        meta = rules["meta"]
+        refused = f"refused beyond the default, `{rules['default']!r}`"
+        if "only_default" in meta:
+            differs = f"{refused}, after `install()` a warning; {meta['only_default']}"
+        elif "state" in meta:
+            lenient = ", after `install()` a warning" if meta.get("idle") else ""
+            differs = f"{refused}{lenient}; training runs in one process"
         else:
-            states[path] = "works"
+            differs = meta.get("differs", "")
+        states[path] = f"works, differs: {differs}" if differs else "works"
     for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:
         yield f"| `{spelling}` | `{path}` | {states[path]} |"
 

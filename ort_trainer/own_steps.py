@@ -23,9 +23,9 @@ class OwnSteps:
 
         It does what ``loss.backward()`` does, and nothing else: nothing is counted or updated. Then clip, look at the
         gradients or change them, and update with an optimizer of ``torch.optim`` or with :meth:`optimizer_step`; and
-        call ``model.zero_grad()`` before the next pass, as in any PyTorch loop. Gradients are those of the loss,
-        whatever the loss scale of mixed precision; where they have overflowed they are not finite, which
-        :meth:`optimizer_step` notices.
+        call ``model.zero_grad()`` or :meth:`lazy_reset_grad` before the next pass, as in any PyTorch loop. Gradients
+        are those of the loss, whatever the loss scale of mixed precision; where they have overflowed they are not
+        finite, which :meth:`optimizer_step` notices.
 
         Args:
             *args: As for ``train_step``.
@@ -54,6 +54,17 @@ class OwnSteps:
             precision.
         """
         return own_loop.optimizer_step(self._loop)
+
+    @outside_inference_mode
+    def lazy_reset_grad(self) -> None:
+        """Drops all gradients that :meth:`optimizer_step` would use, so that the next pass starts from zero.
+
+        The accumulation window so far is given up, and the next ``train_step`` is the first of a new one. ``p.grad`` of
+        the trained parameters becomes None, as with ``model.zero_grad()``, whatever has put it there; not with
+        ``utils.share_weights=False``, where the trainer has nothing to do with it. Weights, moments, running
+        statistics, random state and counters stay as they are: steps that were counted remain so.
+        """
+        own_loop.lazy_reset_grad(self._loop)
 
     @outside_inference_mode
     def forward(self, *args: Any, training: bool = True, **kwargs: Any) -> Any:

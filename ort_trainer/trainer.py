@@ -19,7 +19,6 @@ from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
 from .own_steps import OwnSteps, bare
 from .profiling import Profile
-from .runtime import StepSession
 from .runtime.engine import resolve_device
 from .runtime.installed import check_engine
 from .sources import BORROWED, loss_function, model_source
@@ -29,7 +28,8 @@ from .training import state
 from .training.inference_mode import outside_inference_mode
 from .training.learning_rates import Schedule
 from .training.loop import TrainingLoop
-from .training.onnx_file import names_without_loss, save_onnx
+from .training.onnx_file import inference_names, save_onnx
+from .training.two_step import TwoStepSession
 
 if TYPE_CHECKING:
     import onnx
@@ -175,9 +175,9 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
         self._loop.window.size = steps
 
     @property
-    def session(self) -> StepSession | None:
-        """The session that owns the tensors; None before the first step, if the model is a PyTorch model."""
-        return self._loop.session
+    def session(self) -> TwoStepSession | None:
+        """Passes and updates one by one, graphs and tensors; None before the first step of a PyTorch model."""
+        return None if self._loop.session is None else TwoStepSession(self._loop)
 
     @outside_inference_mode
     def prepare(self, sample_batch: Any = None) -> None:
@@ -265,13 +265,21 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
         """
         self._save_onnx(path, "save_as_onnx", self.model_desc.output_names)
 
-    def export_for_inference(self, path: str | os.PathLike[str]) -> None:
+    def export_for_inference(self, path: str | os.PathLike[str], output_names: Sequence[str] | None = None) -> None:
         """Writes the same graph as :meth:`save_as_onnx` without the loss and without inputs that only the loss needs.
 
+        Args:
+            path: As for :meth:`save_as_onnx`.
+            output_names: The outputs that the file has, in this order, of those that are described; None for all. The
+                graph is cut down to them.
+
         Raises:
-            ValueError: If the loss is the only described output.
+            TypeError: If ``output_names`` is no list of names.
+            ValueError: If the loss is the only described output; if ``output_names`` is empty, or has an unknown name,
+                the loss, or a name twice.
+            RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
-        self._save_onnx(path, "export_for_inference", names_without_loss(self.model_desc))
+        self._save_onnx(path, "export_for_inference", inference_names(self.model_desc, output_names))
 
     @outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:

@@ -103,6 +103,72 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
         save_model(session.graphs(False)[0], session.parameters, {}, [], tmp_path / "no" / "m.onnx", limit=100)
 
 
+class Heads(nn.Module):
+    """Three outputs, the last of which needs an input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden), hidden, self.other(hidden) * gate
+
+
+def test_outputs_can_be_chosen(tmp_path: Path) -> None:
+    desc = {
+        "inputs": [("x", ["batch", 8]), ("gate", ["batch", 1]), ("label", ["batch"])],
+        "outputs": [
+            ("loss", [], True),
+            ("logits", ["batch", 3]),
+            ("hidden", ["batch", 6]),
+            ("gated", ["batch", 2]),
+        ],
+    }
+    model = Heads()
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=lambda out, y: F.cross_entropy(out[0], y))
+    x, gate, y = torch.randn(4, 8), torch.rand(4, 1), torch.randint(0, 3, (4,))
+    trainer.train_step(x, gate, y)
+    expected = dict(zip(("logits", "hidden", "gated"), model(x, gate), strict=True))
+    weights = {"body.weight", "body.bias"}
+    chosen: dict[tuple[str, ...] | None, tuple[set[str], set[str]]] = {
+        ("hidden",): ({"x"}, weights),
+        ("gated", "logits"): ({"x", "gate"}, set(model.state_dict())),
+        ("hidden", "logits"): ({"x"}, {*weights, "head.weight", "head.bias"}),
+        None: ({"x", "gate"}, set(model.state_dict())),
+    }
+    for names, (inputs, initializers) in chosen.items():
+        trainer.export_for_inference(tmp_path / "m.onnx", names)
+        onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
+        assert {i.name for i in onnx.load(tmp_path / "m.onnx").graph.initializer} == initializers
+        session = load(tmp_path / "m.onnx")
+        assert {entry.name for entry in session.get_inputs()} == inputs
+        assert [entry.name for entry in session.get_outputs()] == list(names or expected)
+        found = session.run(None, {k: v.numpy() for k, v in {"x": x, "gate": gate}.items() if k in inputs})
+        for name, value in zip(names or expected, found, strict=True):
+            torch.testing.assert_close(torch.from_numpy(value), expected[name].detach(), rtol=1e-5, atol=1e-6)
+    before = (tmp_path / "m.onnx").read_bytes()
+    for wrong, error, message in (
+        (["logit"], ValueError, r"has \['logit'\], which the model description does not have: choose from \['logits'"),
+        ([], ValueError, "output_names is empty, so nothing is left to infer"),
+        (
+            ["loss", "logits"],
+            ValueError,
+            "has the loss, 'loss', which needs the label .* or write all with save_as_onnx",
+        ),
+        (["hidden", "hidden"], ValueError, "has a name twice"),
+        ("hidden", TypeError, "must be a list of names, but 'hidden' was given"),
+        ([1], TypeError, r"must be a list of names, but \[1\] was given"),
+    ):
+        with pytest.raises(error, match=message):
+            trainer.export_for_inference(tmp_path / "m.onnx", wrong)
+    assert (tmp_path / "m.onnx").read_bytes() == before
+    # Outputs that are fetched in another order than described.
+    trainer.train_step_info.fetches = ["gated", "logits"]
+    for found, name in zip(trainer.eval_step(x, gate), ("gated", "logits"), strict=True):
+        torch.testing.assert_close(found, expected[name].detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_bad_paths(tmp_path: Path) -> None:
     trainer = mlp_trainer()
     trainer.eval_step(*mlp_batches(1)[0])

@@ -11,11 +11,12 @@ import ort_trainer
 from .. import amp, optim
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from ..runtime.engine import engine
+from ..runtime.engine import engine, training_bindings
 from . import checkpoint, older_api
 from .missing import MissingParts
 from .modules import is_changed, module_named, restore, set_name
 from .options import ORTTrainerOptions, set_cuda_mem_limit
+from .session import TrainingSession
 from .trainer import ORTTrainer
 from .training_api import training_api_names
 
@@ -44,6 +45,13 @@ class _RefusedSession:
         )
 
 
+class GradientGraphBuilder:
+    """Stands where onnxruntime-training has the class that differentiates ONNX graphs, and a stock engine has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        training_bindings()  # which says what to install
+
+
 # Module -> names that it gets, replacing what a newer onnxruntime-training has under them.
 _SCALERS = {"LossScaler": amp.LossScaler, "DynamicLossScaler": amp.DynamicLossScaler}
 _CONFIGS = {
@@ -64,9 +72,10 @@ _TRAINER = {
     "ORTTrainerOptions": ORTTrainerOptions,
     "TrainStepInfo": ort_trainer.TrainStepInfo,
 }
+_SESSION = {"TrainingSession": TrainingSession, "TrainingParameters": ort_trainer.TrainingParameters}
 _NAMES: dict[str, dict[str, Any]] = {
-    "onnxruntime": {},
-    "onnxruntime.training": _TRAINER,
+    "onnxruntime": _SESSION,
+    "onnxruntime.training": {**_TRAINER, **_SESSION},
     "onnxruntime.training.amp": _SCALERS,
     "onnxruntime.training.amp.loss_scaler": _SCALERS,
     "onnxruntime.training.optim": {**_CONFIGS, **_SCHEDULES},
@@ -76,15 +85,20 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.orttrainer": _TRAINER,
     "onnxruntime.training.orttrainer_options": {"ORTTrainerOptions": ORTTrainerOptions},
     "onnxruntime.training.model_desc_validation": {"_ORTTrainerModelDesc": ModelDescription},
-    "onnxruntime.capi._pybind_state": {"TrainingSession": _RefusedSession, "set_cuda_mem_limit": set_cuda_mem_limit},
+    "onnxruntime.capi._pybind_state": {
+        "TrainingSession": _RefusedSession,
+        "TrainingParameters": ort_trainer.TrainingParameters,
+        "set_cuda_mem_limit": set_cuda_mem_limit,
+    },
     "onnxruntime.capi.ort_trainer": {name: getattr(older_api, name) for name in older_api.__all__},
 }
-# Names that an onnxruntime-training with ORTModule has itself, and that belong to it then.
+# Names that onnxruntime-training has itself, and that belong to it then.
 _MISSING: dict[str, dict[str, Any]] = {
     "onnxruntime.training": {
         "PropagateCastOpsStrategy": PropagateCastOpsStrategy,
         "is_ortmodule_available": _is_ortmodule_available,
     },
+    "onnxruntime.capi._pybind_state": {"GradientGraphBuilder": GradientGraphBuilder},
 }
 
 
@@ -94,7 +108,7 @@ def install_all() -> None:
         return
     engine()  # the first to import ONNX Runtime, which the others do without care
     try:
-        for module_name, names in {**_with_sessions(), **training_api_names()}.items():
+        for module_name, names in {**_NAMES, **training_api_names()}.items():
             module = module_named(module_name)
             missing = {n: v for n, v in _MISSING.get(module_name, {}).items() if not hasattr(module, n)}
             for name, value in {**names, **missing}.items():
@@ -112,19 +126,3 @@ def uninstall_all() -> None:
     if MissingParts in sys.meta_path:
         sys.meta_path.remove(MissingParts)
     restore()
-
-
-def _with_sessions() -> dict[str, dict[str, Any]]:
-    """Returns the table, with the session and its parameters where the package has both."""
-    sessions = {name: getattr(ort_trainer, name, None) for name in ("TrainingSession", "TrainingParameters")}
-    if None in sessions.values():
-        return _NAMES
-    return {
-        **_NAMES,
-        "onnxruntime": {**_NAMES["onnxruntime"], **sessions},
-        "onnxruntime.training": {**_NAMES["onnxruntime.training"], **sessions},
-        "onnxruntime.capi._pybind_state": {
-            **_NAMES["onnxruntime.capi._pybind_state"],
-            "TrainingParameters": sessions["TrainingParameters"],
-        },
-    }

@@ -51,7 +51,6 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-def prune(model: ir.Model, outputs: Collection[str]) -> ir.Model:
-    """Returns a copy of a model that computes some of its outputs only, without the inputs that they do not need."""
-    kept = [str(value.name) for value in model.graph.outputs if value.name in outputs]
-    return ir.passes.Sequential(KeepOutputsPass(kept), RemoveUnusedPass())(model.clone()).model
+def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
+    """Returns a copy of a model that has some outputs only, in this order, and no inputs that they do not need."""
+    return ir.passes.Sequential(KeepOutputsPass(outputs), RemoveUnusedPass())(model.clone()).model

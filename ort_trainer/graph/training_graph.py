@@ -187,12 +187,13 @@ class TrainingGraph:
         from .prune import prune
 
         model = prune(self.model, [*names, *self.buffer_updates.values()])
+        kept = {spec.name: spec for spec in self.outputs}
         left = {value.name for value in model.graph.inputs}
         return dataclasses.replace(
             self,
             stored=model,
             inputs=tuple(spec for spec in self.inputs if spec.name in left),
-            outputs=tuple(spec for spec in self.outputs if spec.name in names),
+            outputs=tuple(kept[name] for name in names),
             state={name: value for name, value in self.state.items() if value in left},
             gradients={},
             loss_scale=self.loss_scale if self.loss_scale is not None and self.loss_scale.name in left else None,

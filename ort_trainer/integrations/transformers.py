@@ -149,9 +149,10 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
 
 def _share_generator(trainer: ORTTrainer, device: torch.device) -> None:
     """Lets dropout draw from PyTorch's own generator, which Trainer seeds, saves and restores."""
-    assert trainer.session is not None
+    session = trainer.loop.session
+    assert session is not None
     on_cpu = device.type == "cpu"
-    trainer.session.generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]
+    session.generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]
 
 
 class _InOnnxRuntime:

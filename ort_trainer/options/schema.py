@@ -14,7 +14,7 @@ from typing import Any
 
 import cerberus
 
-__all__ = ["SchemaValidator", "flatten_errors", "load_schema"]
+__all__ = ["SchemaValidator", "changed_in_vain", "flatten_errors", "load_schema"]
 
 
 def load_schema(name: str) -> dict[str, Any]:
@@ -53,11 +53,21 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
             self._error(field, "must be positive and finite")
 
-    def _validate_only_default(self, reason: str, field: str, value: Any) -> None:
-        """The rule's arguments are validated against this schema: {'type': 'string'}"""
-        default = self.schema[field].get("default")
-        if value != default:
-            self._error(field, f"can't be changed from {default!r}: {reason}")
+
+def changed_in_vain(
+    schema: Mapping[str, Any], document: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yields every (dotted path, message) of an option that has a value to which only its default makes no difference.
+
+    Those are the options whose ``meta`` has ``only_default``, the reason.
+    """
+    for key, rules in schema.items():
+        here, value = f"{path}.{key}" if path else key, document[key]
+        reason = rules["meta"].get("only_default") if "meta" in rules else None
+        if "meta" not in rules:
+            yield from changed_in_vain(rules["schema"], value, here)
+        elif reason is not None and value != rules["default"]:
+            yield here, f"can't be changed from {rules['default']!r}, as no other value has an effect: {reason}"
 
 
 def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:

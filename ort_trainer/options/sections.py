@@ -169,7 +169,7 @@ class PropagateCastOpsConfigOptions(Section):
 
     __slots__ = ()
 
-    strategy: Option[Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"]] = Option()
+    strategy: Option[Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | None] = Option()
     """No strategy is applied; the legacy trainer did not apply any either, because it did not pass the option on."""
     level: Option[int] = Option()
     """Belongs to `strategy`."""
@@ -180,10 +180,10 @@ class PropagateCastOpsConfigOptions(Section):
 class PropagateCastOpsConfigOptionsDict(TypedDict, total=False):
     """Section `graph_transformer.propagate_cast_ops_config` of the options, as it may be given."""
 
-    strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum
+    strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum | None
     level: int
     allow: Sequence[str]
-    propagate_cast_ops_strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum
+    propagate_cast_ops_strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum | None
     propagate_cast_ops_level: int
     propagate_cast_ops_allow: Sequence[str]
     allow_layer_norm_mod_precision: bool

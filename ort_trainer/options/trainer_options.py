@@ -14,7 +14,7 @@ from ..errors import shown, warn
 from ..optim import LRScheduler
 from ..runtime.engine import is_session_options
 from .checks import conflicts, idle, respelled
-from .schema import SchemaValidator, flatten_errors, load_schema
+from .schema import SchemaValidator, changed_in_vain, flatten_errors, load_schema
 from .section import Section
 from .sections import Options, OptionsDict
 
@@ -113,7 +113,9 @@ class ORTTrainerOptions(Options):
             errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
             errors += conflicts(validator.document, given)
-            without_effect = list(idle(validator.document))
+            in_vain = changed_in_vain(_SCHEMA, validator.document)
+            without_effect = [f"{path}: {reason}{_describe(options, path)}" for path, reason in in_vain]
+            without_effect += idle(validator.document)
             errors += [] if self.lenient else without_effect
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))

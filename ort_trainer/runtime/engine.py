@@ -41,6 +41,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
+_LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -102,6 +103,11 @@ def maximum_opset() -> int:
 def available_providers() -> list[str]:
     """Returns the names of the execution providers of the installed ONNX Runtime."""
     return list(engine().get_available_providers())
+
+
+def known_providers() -> list[str]:
+    """Returns the names of all execution providers that ONNX Runtime knows, installed or not."""
+    return list(dict.fromkeys([*engine().get_all_providers(), *available_providers()]))
 
 
 def has_cuda() -> bool:
@@ -180,9 +186,15 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
         threads: How many threads ONNX Runtime computes with; 0 for as many as PyTorch.
 
     Raises:
-        ValueError: If deterministic compute was asked for and the user's own options do not have it.
+        ValueError: If deterministic compute was asked for and the user's own options do not have it, or if these expect
+            models in ONNX Runtime's own format.
     """
     if given is not None:
+        if _config_entry(given, _LOAD_FORMAT) not in (None, "ONNX"):
+            raise ValueError(
+                f"session_options have {_LOAD_FORMAT} {_config_entry(given, _LOAD_FORMAT)!r}, but models in ONNX "
+                "Runtime's own format (.ort) can't be differentiated, and what is trained is always ONNX: leave it out"
+            )
         if deterministic and not given.use_deterministic_compute:
             raise ValueError(
                 "debug.deterministic_compute is True, but the given session_options are used as they are and have "
@@ -203,6 +215,14 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
     options.use_deterministic_compute = deterministic
     options.log_severity_level = 3
     return options
+
+
+def _config_entry(options: SessionOptions, key: str) -> str | None:
+    """Returns an entry of a session's configuration; None where there is none, for which ONNX Runtime raises."""
+    try:
+        return str(options.get_session_config_entry(key))
+    except RuntimeError:
+        return None
 
 
 @contextlib.contextmanager
@@ -282,15 +302,16 @@ def training_bindings() -> Any:
         RuntimeError: If the installed distribution is not onnxruntime-training.
     """
     onnxruntime = engine()
-    from onnxruntime.capi import _pybind_state
+    # The module of the bindings themselves: compat puts names of its own into _pybind_state, which passes them on.
+    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
-    if not hasattr(_pybind_state, "GradientGraphBuilder"):
+    if not hasattr(bindings, "GradientGraphBuilder"):
         raise RuntimeError(
             f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
             f"{onnxruntime.__version__} is installed without: with Python up to 3.12 uninstall onnxruntime and install "
             "onnxruntime-training-cpu==1.19.2, or train the PyTorch model itself, which works with any ONNX Runtime"
         )
-    return _pybind_state
+    return bindings
 
 
 def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,28 +1,112 @@
-"""``StepSession``: the step, as ONNX Runtime's C++ class of the same name offers it."""
+"""``StepSession``: training, evaluation and weight updates, with graphs that are looked up by the shapes of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..graph import TrainingGraph
-from .planned_session import PlannedSession
-from .runner import Plan
+from ..optim import OptimizerConfig
+from ..optim.torch_optimizer import TorchOptimizerConfig
+from ..optim.torch_update import TorchUpdate
+from ..optim.update import Again, OptimizerUpdate, global_norm
+from .aten.runner import KernelRunner, calls_pytorch
+from .engine import providers_for, session_options
+from .gradients import Gradients
+from .runner import GraphRunner, Plan, load
 
 if TYPE_CHECKING:
-    from .engine import InferenceSession
+    from .engine import InferenceSession, SessionOptions
 
 __all__ = ["StepSession"]
 
+# A training run meets as many shapes as there are (batch, length) pairs; each keeps bindings of a few kilobytes.
+_MAXIMUM_PLANS = 256
 
-class StepSession(PlannedSession):
-    """Adds to the base what takes inputs by position. The C++ names mean what they mean there.
 
-    ``train_step`` adds to the gradients, ``optimizer_step`` applies them, ``lazy_reset_grad`` makes the next
-    ``train_step`` start from zero.
+class StepSession:
+    """Owns parameters, gradients, moments and buffers, and runs training, evaluation and weight updates on them.
+
+    The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. :meth:`train` adds to the gradients,
+    :meth:`optimizer_step` applies them, :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
+
+    Args:
+        parameters: All parameters by name, trained or not. The session keeps these very tensors and changes them.
+        buffers: All buffers by name, likewise.
+        trainable: Names of the parameters to train, each with all the names by which a parameter group may call it.
+        optimizer_config: The update rule; its learning rates are the initial ones.
+        clip: Whether gradients are clipped to the config's ``max_norm_clip``.
+        max_norm: A limit of the gradient norm instead of the config's; None for the config's.
+        max_value: A limit of each element of a gradient; None for none.
+        device: Where everything is.
+        given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
+        deterministic: Whether to ask ONNX Runtime for deterministic kernels.
+        provider_options: Execution provider -> its options.
+        mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit.
+        seed: Seed of the random numbers of training (dropout).
     """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        trainable: Mapping[str, Sequence[str]],
+        optimizer_config: OptimizerConfig,
+        *,
+        clip: bool = True,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        device: str | torch.device = "cpu",
+        given_options: SessionOptions | None = None,
+        deterministic: bool = False,
+        provider_options: Mapping[str, Mapping[str, object]] | None = None,
+        mem_limit: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._device = torch.device(device)
+        self._given_options, self._deterministic = given_options, deterministic
+        if given_options is not None:
+            session_options(given_options, deterministic)  # which checks them
+        self._providers = providers_for(self._device, provider_options or {}, mem_limit)
+        self.parameters = dict(parameters)
+        self.buffers = dict(buffers)
+        self._gradients = Gradients(self.parameters, self._device)
+        self.generator = torch.Generator(self._device).manual_seed(seed)
+        self._updated: dict[str, torch.Tensor] = {}
+        self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
+        self._variants: dict[bool, Hashable] = {True: None, False: None}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._scales: dict[str, tuple[float, torch.Tensor]] = {}
+        self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
+        self._learning_rates: Sequence[float] = optimizer_config.learning_rates
+        update = TorchUpdate if isinstance(optimizer_config, TorchOptimizerConfig) else OptimizerUpdate
+        self.optimizer: OptimizerUpdate = update(
+            optimizer_config,  # type: ignore[arg-type]
+            {name: self.parameters[name] for name in trainable},
+            {name: optimizer_config.group_of(*names) for name, names in trainable.items()},
+            clip=clip,
+            max_norm=max_norm,
+            max_value=max_value,
+        )
+
+    @functools.cached_property
+    def _options(self) -> SessionOptions:
+        """Made for the first graph: until then nothing of ONNX Runtime is needed, and its import takes a while."""
+        return session_options(self._given_options, self._deterministic)
+
+    @functools.cached_property
+    def _one_thread(self) -> SessionOptions:
+        """For graphs whose nodes call PyTorch: what is heavy is done by its threads, beside which others would wait."""
+        return session_options(None, self._deterministic, threads=1)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The memory of the gradients by parameter name; :meth:`present_gradients` says which count."""
+        return self._gradients.tensors
 
     @property
     def inference_session(self) -> InferenceSession:
@@ -31,71 +115,283 @@ class StepSession(PlannedSession):
         Raises:
             RuntimeError: If there is none yet.
         """
-        self._first(True)
+        if not self._runners_for(True):
+            raise RuntimeError("there is no training graph yet: call prepare() or train_step() first")
         return self._runners_for(True)[0].inference_session
 
-    def input_names(self, training: bool = True) -> list[str]:
-        """Returns the names of the batch inputs, in the order in which steps take them."""
-        return [spec.name for spec in self._first(training).inputs]
+    def add_graph(self, graph: TrainingGraph) -> None:
+        """Adds a training or evaluation graph; there can be several of each, for different shapes.
 
-    def output_names(self, training: bool = True) -> list[str]:
-        """Returns the names of the outputs, in the order in which steps return them."""
-        return [spec.name for spec in self._first(training).outputs]
+        Raises:
+            RuntimeError: If ONNX Runtime can't load it.
+        """
+        runner = self._make_runner(graph)
+        # One graph that writes into bound memory is enough for gradients to have to stay where they are.
+        self._gradients.stays |= graph.training and runner.keeps_destinations
+        for name in graph.gradients:
+            self._gradients.memory(name)
+        for name in graph.buffer_updates:
+            if name not in self._updated:
+                self._updated[name] = torch.empty_like(self.buffers[name])
+        self._runners_for(graph.training).append(runner)
 
-    def train_step(
-        self, inputs: Sequence[torch.Tensor], *, loss_scale: float = 1.0, names: Sequence[str] | None = None
-    ) -> list[torch.Tensor]:
+    def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
+        """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
+        # The user's own options are never written to, and can't be copied: of them the level of optimization counts.
+        options = session_options(None, self._options.use_deterministic_compute)
+        options.graph_optimization_level = self._options.graph_optimization_level
+        options.optimized_model_filepath = str(path)
+        load(graph, self._providers, options)
+
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Works on other tensors from now on.
+
+        Args:
+            tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
+        """
+        for name, tensor in tensors.items():
+            (self.parameters if name in self.parameters else self.buffers)[name] = tensor
+            for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
+                if name in runner.graph.state:
+                    runner.rebind(name, tensor)
+        for plan in self._plans.values():
+            plan.bindings.clear()
+        self.optimizer.rebind(tensors)
+
+    def graphs(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
+        return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
+
+    def choose_variant(self, training: bool, variant: Hashable) -> None:
+        """Chooses the variant of the model whose graphs are added, found and run from now on.
+
+        Args:
+            training: Which graphs.
+            variant: Whatever stands for it; at first it is None.
+        """
+        self._variants[training] = variant
+
+    def plan(
+        self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
+    ) -> Plan | None:
+        """Returns what :meth:`train`, :meth:`forward` or :meth:`evaluate` needs for batches of these shapes.
+
+        Args:
+            training: Whether in training mode.
+            batch: Inputs by name. Without gradients, those that the outputs do not need may be left out.
+            names: Outputs to return.
+            backward: Whether a run in training mode makes gradients.
+
+        Returns:
+            The plan of the first graph that accepts the shapes; None if there is no such graph.
+
+        Raises:
+            TypeError: If an input is left out that the outputs need.
+        """
+        shapes = [value.shape for value in batch.values()]
+        key = (training, backward, self._variants[training], *names, None, *batch, *shapes)
+        plan = self._plans.get(key)
+        if plan is None:
+            runner = self._find(training, dict(zip(batch, shapes, strict=True)))
+            if runner is None:
+                return None
+            if len(batch) < len(runner.graph.inputs) or (training and not backward):
+                runner = self._without(runner, set(batch), names)
+            plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
+            if len(self._plans) > _MAXIMUM_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+    def train(self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0) -> list[torch.Tensor]:
         """Runs forward and backward pass and adds to the gradients.
 
         If the run fails, gradients, buffers and random state are what they were.
 
         Args:
-            inputs: The batch in the order of :meth:`input_names`, contiguous and on the session's device.
+            plan: From :meth:`plan`, for the shapes of the batch.
+            batch: Inputs by name, contiguous and on the session's device.
             loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
-            names: Outputs to return; None for all.
 
         Returns:
-            The outputs as new tensors, in the order of ``names``.
+            The outputs that the plan fetches, as new tensors.
         """
-        batch, plan = self._choose(True, inputs, names)
-        return self.train(plan, batch, loss_scale=loss_scale)
+        graph = plan.runner.graph
+        fresh = self._gradients.are_fresh
+        if fresh:
+            self.forget()
+        results, written = self._run(plan, batch, fresh, loss_scale)
+        self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
+        return results
 
-    def eval_step(
-        self, inputs: Sequence[torch.Tensor | None], *, names: Sequence[str] | None = None
-    ) -> list[torch.Tensor]:
+    def gradients_of(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Does what :meth:`train` does, but leaves the gradients that it adds to alone.
+
+        Returns:
+            The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
+        """
+        if self._gradients.are_fresh:
+            self.forget()
+        results, written = self._run(plan, batch, False, loss_scale)
+        found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
+        # What is bound is written anew by the next run.
+        return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
+
+    def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the forward pass in training mode: draws random numbers and changes buffers, and makes no gradients.
+
+        Args:
+            plan: From :meth:`plan`, without a backward pass.
+            batch: Inputs by name, contiguous and on the session's device.
+        """
+        needed = {spec.name: batch[spec.name] for spec in plan.runner.graph.inputs}
+        return self._run(plan, needed, True, 1.0)[0]
+
+    def evaluate(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Runs the forward pass in evaluation mode; changes nothing.
 
         Args:
-            inputs: The batch in the order of :meth:`input_names`. An input that the asked-for outputs do not need may
-                be None.
-            names: Outputs to return; None for all.
+            plan: From :meth:`plan`, for evaluation.
+            batch: Inputs by name, contiguous and on the session's device.
 
         Returns:
-            The outputs as new tensors, in the order of ``names``.
+            The outputs that the plan fetches, as new tensors.
+        """
+        runner = plan.runner
+        if len(batch) > len(runner.graph.inputs):
+            batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
+        results, _ = runner.run(plan, batch)
+        return list(results.values())
+
+    def lazy_reset_grad(self) -> None:
+        """Makes the next :meth:`train` overwrite the gradients instead of adding to them."""
+        self._gradients.reset()
+
+    def optimizer_step(
+        self,
+        *,
+        divisor: float = 1.0,
+        check_finite: bool = False,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        again: Again | None = None,
+    ) -> bool:
+        """Updates the weights with the gradients. Call :meth:`lazy_reset_grad` afterwards: they are used up.
+
+        Args:
+            divisor: What the gradients are divided by first.
+            check_finite: Whether to change nothing if any gradient is not finite.
+            gradients: Gradients by parameter name to use instead of the session's; they are divided and clipped in
+                place.
+            again: Computes loss and gradients anew, for optimizers that ask for it.
+
+        Returns:
+            Whether all gradients were finite; True where that was not checked.
 
         Raises:
-            TypeError: If an input is None that the outputs need.
+            RuntimeError: If there are no gradients: no :meth:`train` since the last reset.
         """
-        batch, plan = self._choose(False, inputs, names)
-        return self.evaluate(plan, batch)
+        gradients = self._gradients.use() if gradients is None else gradients
+        return self.optimizer.step(gradients, self._learning_rates, divisor, check_finite, again)
 
-    def _first(self, training: bool) -> TrainingGraph:
-        if not self._runners_for(training):
-            raise RuntimeError(f"the session has no {'training' if training else 'evaluation'} graph yet: add one")
-        return self._runners_for(training)[0].graph
+    def set_learning_rate(self, *learning_rates: float) -> None:
+        """Sets the learning rate of the coming updates: one for all parameters, or one per group and the default."""
+        self._learning_rates = [float(rate) for rate in learning_rates]
 
-    def _choose(
-        self, training: bool, inputs: Sequence[torch.Tensor | None], names: Sequence[str] | None
-    ) -> tuple[dict[str, torch.Tensor], Plan]:
-        own = self.input_names(training)
-        if len(inputs) != len(own):
-            raise TypeError(f"{len(inputs)} inputs were given, but the graph takes {len(own)}: {own}")
-        batch = {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
-        plan = self.plan(training, batch, self.output_names(training) if names is None else names)
-        if plan is None:
-            shapes = {name: tuple(value.shape) for name, value in batch.items()}
-            raise ValueError(
-                f"no graph of the session accepts the shapes {shapes}: the model fixes a dimension, or asks for other "
-                "sizes; add a graph that was exported for them"
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the coming updates; of several, that of parameters that are in no group."""
+        return self._learning_rates[-1]
+
+    def present_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients since the last reset, by parameter name; empty right after one."""
+        return self._gradients.present()
+
+    def used_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of the last update, divided and clipped, until the next run; then nothing."""
+        return self._gradients.used()
+
+    def norm_of_used(self) -> torch.Tensor | None:
+        """Returns the global norm of :meth:`used_gradients`; None if they are gone."""
+        used = self.used_gradients()
+        return global_norm(used.values()) if used else None
+
+    def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Sets the accumulated gradients; empty for none."""
+        self._gradients.restore(gradients)
+
+    def forget(self) -> None:
+        """Gives up the gradients that the last update has used."""
+        self.optimizer.forget(self._gradients.used())
+        self._gradients.forget()
+
+    def _runners_for(self, training: bool) -> list[GraphRunner]:
+        return self._runners.setdefault((training, self._variants[training]), [])
+
+    def _run(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float
+    ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs a graph in training mode; returns the fetched outputs, and tensors that hold the others by name.
+
+        If the run fails, buffers and random state are what they were.
+        """
+        graph = plan.runner.graph
+        key = "fresh" if fresh else "add"
+        destinations: dict[str, torch.Tensor] = {}
+        if self._gradients.stays and key not in plan.bindings:
+            found = self._gradients.destinations(graph.gradients, fresh)
+            destinations = {output: found[name] for name, output in graph.gradients.items()}
+            destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
+        random_state = self.generator.get_state() if graph.random else None
+        try:
+            results, written = plan.runner.run(
+                plan,
+                batch,
+                destination_key=key,
+                destinations=destinations,
+                loss_scale=self._scale(graph, loss_scale),
+                generator=self.generator,
             )
-        return batch, plan
+        except Exception:
+            if random_state is not None:
+                self.generator.set_state(random_state)
+            raise
+        for name, output in graph.buffer_updates.items():
+            self.buffers[name].copy_(written[output])
+        return list(results.values()), written
+
+    def _state(self, name: str) -> torch.Tensor:
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
+
+    def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
+        return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
+
+    def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
+        """Returns a runner of the part of a graph that computes some outputs from some inputs."""
+        key = (id(runner), tuple(names))
+        if key not in self._pruned:
+            self._pruned[key] = self._make_runner(runner.graph.pruned(names))
+        missing = [spec.name for spec in self._pruned[key].graph.inputs if spec.name not in given]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
+        return self._pruned[key]
+
+    def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
+        state = {name: self._state(name) for name in graph.state}
+        try:
+            if calls_pytorch(graph):
+                return KernelRunner(graph, state, self._providers, self._one_thread, self._device)
+            return GraphRunner(graph, state, self._providers, self._options, self._device)
+        except Exception as error:
+            kind = "training" if graph.training else "evaluation"
+            raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error
+
+    def _scale(self, graph: TrainingGraph, loss_scale: float) -> torch.Tensor | None:
+        spec = graph.loss_scale
+        if spec is None:
+            return None
+        known = self._scales.get(spec.name)
+        if known is None or known[0] != loss_scale:
+            assert spec.shape is not None
+            value = torch.full([int(size) for size in spec.shape], loss_scale, dtype=spec.dtype, device=self._device)
+            known = self._scales[spec.name] = (loss_scale, value)
+        return known[1]

@@ -120,6 +120,9 @@ class ModelSource(ABC):
         """Returns the gradients that the parameters to train hold, by canonical name."""
         return {}
 
+    def drop_gradients(self) -> None:  # noqa: B027 - a model that has no such gradients has none to drop
+        """Removes the gradients that the parameters to train hold."""
+
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
 

@@ -34,9 +34,9 @@ from .strategy import SingleProcess, Strategy
 from .user_objects import claim
 from .window import AccumulationWindow
 
-__all__ = ["TrainingLoop"]
+__all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
-_GRADIENT_WEIGHT = "gradient_weight"
+GRADIENT_WEIGHT = "gradient_weight"
 
 
 class TrainingLoop:
@@ -88,9 +88,9 @@ class TrainingLoop:
         self.pending_dict: Mapping[str, Any] = {}
         # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
         self._session = make_session(source, config, options, device, self._seed) if source.fixed else None
-        if self.window.reduction == "weighted" and _GRADIENT_WEIGHT in self.graphs.possible_inputs():
+        if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
-                f"with batch.gradient_reduction 'weighted' train_step takes {_GRADIENT_WEIGHT!r} for itself, but the "
+                f"with batch.gradient_reduction 'weighted' train_step takes {GRADIENT_WEIGHT!r} for itself, but the "
                 "model has an input of that name: rename the input"
             )
         # Last, so that a trainer that could not be made uses nothing.
@@ -339,8 +339,20 @@ class TrainingLoop:
         assert self._session is not None
         return self._session.evaluate(plan, batch)
 
+    def take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+        """Returns what the micro-batch counts in the window's mean, and the arguments without it."""
+        if self.window.reduction == "weighted":
+            others = {name: value for name, value in kwargs.items() if name != GRADIENT_WEIGHT}
+            return self.window.checked_weight(kwargs.get(GRADIENT_WEIGHT)), others
+        if GRADIENT_WEIGHT in kwargs and GRADIENT_WEIGHT not in self.graphs.possible_inputs():
+            raise TypeError(
+                f"{GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self.window.reduction!r}: set it to "
+                "'weighted'"
+            )
+        return 1.0, kwargs
+
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        weight, kwargs = self._take_weight(kwargs)
+        weight, kwargs = self.take_weight(kwargs)
         batch = self.graphs.bind(args, kwargs)
         plan = self.prepare(batch, True, self.graphs.fetches(self.info.fetches))
         if self._profiler is not None:
@@ -354,18 +366,6 @@ class TrainingLoop:
         plan = self.graphs.plan(self._session, batch, True, [self.graphs.description.loss.name])
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
-
-    def _take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-        """Returns what the micro-batch counts in the window's mean, and the arguments without it."""
-        if self.window.reduction == "weighted":
-            others = {name: value for name, value in kwargs.items() if name != _GRADIENT_WEIGHT}
-            return self.window.checked_weight(kwargs.get(_GRADIENT_WEIGHT)), others
-        if _GRADIENT_WEIGHT in kwargs and _GRADIENT_WEIGHT not in self.graphs.possible_inputs():
-            raise TypeError(
-                f"{_GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self.window.reduction!r}: set it to "
-                "'weighted'"
-            )
-        return 1.0, kwargs
 
     def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
         """Makes session and first graph; keeps them last, so that a failure leaves the loop as it was."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import shown
 from ..graph import TrainingGraph
 from ..options import ModelDescription
 from .loop import TrainingLoop
@@ -14,7 +15,7 @@ from .loop import TrainingLoop
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["names_without_loss", "onnx_model", "save_onnx"]
+__all__ = ["inference_names", "names_without_loss", "onnx_model", "save_onnx"]
 
 
 def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str]) -> None:
@@ -74,3 +75,34 @@ def names_without_loss(description: ModelDescription) -> list[str]:
             "model_desc describes no output but the loss, so nothing is left to infer: describe the prediction too"
         )
     return names
+
+
+def inference_names(description: ModelDescription, chosen: Sequence[str] | None) -> list[str]:
+    """Returns the outputs of a file for inference.
+
+    Args:
+        description: The model description.
+        chosen: What the user asked for; None for all but the loss.
+
+    Raises:
+        TypeError: If it is no list of names.
+        ValueError: If it is empty, or has an unknown name, the loss, or a name twice; if there is none but the loss.
+    """
+    known = names_without_loss(description)
+    if chosen is None:
+        return known
+    if not isinstance(chosen, (list, tuple)) or not all(isinstance(name, str) for name in chosen):
+        raise TypeError(f"output_names must be a list of names, but {shown(chosen)} was given: choose from {known}")
+    if not chosen:
+        raise ValueError(f"output_names is empty, so nothing is left to infer: name some of {known}, or leave it out")
+    if description.loss.name in chosen:
+        raise ValueError(
+            f"output_names has the loss, {description.loss.name!r}, which needs the label and is not for inference: "
+            f"choose from {known}, or write all with save_as_onnx()"
+        )
+    wrong = [name for name in chosen if name not in known]
+    if wrong:
+        raise ValueError(f"output_names has {wrong}, which the model description does not have: choose from {known}")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"output_names has a name twice: {list(chosen)}")
+    return list(chosen)

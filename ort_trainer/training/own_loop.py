@@ -11,7 +11,7 @@ from ..interrupts import uninterrupted
 from ..sources import BORROWED
 from .loop import TrainingLoop
 
-__all__ = ["forward", "forward_backward", "optimizer_step"]
+__all__ = ["forward", "forward_backward", "lazy_reset_grad", "optimizer_step"]
 
 
 def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -45,16 +45,35 @@ def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def optimizer_step(loop: TrainingLoop) -> bool:
     """Updates the weights with what there is; see ``ORTTrainer.optimizer_step``."""
+    in_window = bool(loop.window.micro_batches)
+    if not in_window and not loop.holds_gradients:
+        return False
+    if loop.session is None:
+        raise RuntimeError(
+            "the accumulation window that was loaded waits for training to begin: call prepare() before "
+            "optimizer_step()"
+        )
+    if loop.config.needs_closure:
+        raise RuntimeError(
+            f"{loop.config.name} computes the loss several times in an update: call optimizer.step(closure) "
+            "yourself, with a closure that calls forward_backward(), or train_step()"
+        )
     with uninterrupted():
-        if loop.window.micro_batches:
+        if in_window:
             return loop.optimizer_step()
-        if not loop.holds_gradients:
-            return False
-        if loop.config.needs_closure:
-            raise RuntimeError(
-                f"{loop.config.name} computes the loss several times in an update: call optimizer.step(closure) "
-                "yourself, with a closure that calls forward_backward(), or train_step()"
-            )
         with BORROWED:
             gradients = loop.source.gradients()
         return bool(gradients) and loop.update(gradients)
+
+
+def lazy_reset_grad(loop: TrainingLoop) -> None:
+    """Drops all gradients that an update would use; see ``ORTTrainer.lazy_reset_grad``."""
+    with uninterrupted():
+        loop.discard_gradients()
+        loop.holds_gradients = False
+        with BORROWED:
+            loop.source.drop_gradients()
+        waiting = loop.pending
+        if waiting is not None and waiting.gradients is not None:
+            waiting.gradients = {}
+            loop.pending_dict = {**loop.pending_dict, "gradients": {}, "window": loop.window.state_dict()}

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import shown
 from ..interrupts import uninterrupted
+from ..options import ORTTrainerOptions
 from ..runtime.engine import SessionOptions
 from ..sources.onnx import describe_onnx, load_onnx_model
 from ..trainer import ORTTrainer
@@ -41,7 +42,8 @@ class TrainingSession(TrainerSession):
         path_or_bytes: Path of the model, or the model in serialized form.
         parameters: A :class:`~ort_trainer.TrainingParameters`.
         sess_options: An ``onnxruntime.SessionOptions``, used as it is.
-        providers: Names of execution providers in order of preference, or (name, options); None for all available.
+        providers: Names of execution providers in order of preference, or (name, options); None for all available. One
+            that can't be used here is skipped, with a warning. The CPU is the last one, whether it is named or not.
         provider_options: The providers' options in the same order, where ``providers`` has names alone.
 
     Raises:
@@ -55,6 +57,9 @@ class TrainingSession(TrainerSession):
         >>> session = TrainingSession("model.onnx", parameters)
         >>> (loss,) = session.run(["loss"], {"x": x, "label": y, "Learning_Rate": np.array([1e-3], np.float32)})
     """
+
+    # What the parameters become: it decides what is refused.
+    _options = ORTTrainerOptions
 
     def __init__(
         self,
@@ -213,7 +218,7 @@ class TrainingSession(TrainerSession):
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
         parameters = self._parameters
         device, settings = translate.providers_of(providers, provider_options)
-        options = translate.options_of(parameters, self._model, device, settings, self._sess_options)
+        options = self._options(translate.options_of(parameters, self._model, device, settings, self._sess_options))
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
         trainer = ORTTrainer(
             self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options

@@ -108,6 +108,6 @@ class TrainerSession:
 
     @property
     def _session(self) -> Any:
-        session = self._trainer.session
+        session = self._trainer.loop.session
         assert session is not None
         return session

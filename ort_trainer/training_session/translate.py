@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import shown
+from ..errors import shown, warn
 from ..optim import OptimizerConfig
 from ..optim.rules import CONFIGS
-from ..options import ORTTrainerOptions
-from ..runtime.engine import SessionOptions, available_providers
+from ..runtime.engine import SessionOptions, available_providers, has_cuda, known_providers
 from ..sources.onnx import OnnxModel
 from ..trainer import ORTTrainer
 from ..training.precision import FedScale
@@ -29,9 +28,17 @@ __all__ = [
     "providers_of",
 ]
 
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
 
 def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Returns the device that a list of providers means, and the options of each."""
+    """Returns the device that a list of providers means, and the options of each that is used.
+
+    One that can't be used here is skipped, with a warning. The CPU takes every node, so that it is the last.
+
+    Raises:
+        TypeError, ValueError: If the list or the options are wrong, or ONNX Runtime knows no such provider.
+    """
     if isinstance(providers, str):
         raise TypeError(f"providers must be a list of names, but {providers!r} was given")
     given = available_providers() if providers is None else list(providers)
@@ -47,13 +54,37 @@ def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, 
         if len(provider_options) != len(entries):
             raise ValueError(f"there are {len(entries)} providers, but {len(provider_options)} provider_options")
         entries = [(name, options) for (name, _), options in zip(entries, provider_options, strict=True)]
-    settings = {name: dict(options) for name, options in entries}
     if providers is None:
-        settings = {}
-    cuda = settings.get("CUDAExecutionProvider")
-    if cuda is None:
-        return "cpu" if providers is not None else "", settings
-    return f"cuda:{cuda.get('device_id', 0)}", settings
+        return "", {}
+    settings: dict[str, dict[str, Any]] = {}
+    for name, options in _usable(entries):
+        settings[name] = dict(options)
+        if name == _CPU:
+            break
+    return ("cpu" if _CUDA not in settings else _cuda_device(settings[_CUDA])), settings
+
+
+def _usable(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the providers that can be used here."""
+    known, available = known_providers(), available_providers()
+    unknown = [name for name, _ in entries if name not in known]
+    if unknown:
+        raise ValueError(f"providers has {unknown}, which ONNX Runtime does not know: choose from {available}")
+    skipped = [name for name, _ in entries if name not in available or (name == _CUDA and not has_cuda())]
+    if skipped:
+        warn(
+            f"providers has {skipped}, which can't be used here and are skipped: the installed ONNX Runtime has "
+            f"{available}, and torch.cuda.is_available() is {torch.cuda.is_available()}"
+        )
+    return [(name, options) for name, options in entries if name not in skipped]
+
+
+def _cuda_device(options: Mapping[str, Any]) -> str:
+    """Returns the device that the options of the CUDA provider name."""
+    index, count = str(options.get("device_id", 0)), torch.cuda.device_count()
+    if not index.isdecimal() or int(index) >= count:
+        raise ValueError(f"providers has {_CUDA} with device_id {shown(index)}, but there are {count} CUDA devices")
+    return f"cuda:{index}"
 
 
 def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
@@ -121,8 +152,8 @@ def options_of(
     device: str,
     provider_options: Mapping[str, Any],
     sess_options: SessionOptions | None,
-) -> ORTTrainerOptions:
-    """Returns the parameters as options of a trainer, which refuses what it can't do."""
+) -> dict[str, Any]:
+    """Returns the parameters as options of a trainer, which refuse what can't be done."""
     p = parameters
     if p.use_fp16_moments:
         raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
@@ -130,57 +161,55 @@ def options_of(
         raise ValueError("loss_scale has no effect without use_mixed_precision: leave it at 0")
     if p.loss_scale < 0:
         raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
-    return ORTTrainerOptions(
-        {
-            "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
-            "device": {"id": device} if device else {},
-            "distributed": {
-                "world_rank": p.world_rank,
-                "world_size": p.world_size,
-                "data_parallel_size": p.data_parallel_size,
-                "horizontal_parallel_size": p.horizontal_parallel_size,
-                "pipeline_parallel": {
-                    "pipeline_parallel_size": p.pipeline_parallel_size,
-                    "num_pipeline_micro_batches": p.num_pipeline_micro_batches,
-                    "pipeline_cut_info_string": p.pipeline_cut_info_string,
-                    "sliced_schema": p.sliced_schema,
-                    "sliced_axes": p.sliced_axes,
-                    "sliced_tensor_names": p.sliced_tensor_names,
-                },
-                "allreduce_post_accumulation": p.allreduce_post_accumulation,
-                "deepspeed_zero_optimization": {"stage": p.deepspeed_zero_stage},
-                "enable_adasum": p.enable_adasum,
+    return {
+        "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
+        "device": {"id": device} if device else {},
+        "distributed": {
+            "world_rank": p.world_rank,
+            "world_size": p.world_size,
+            "data_parallel_size": p.data_parallel_size,
+            "horizontal_parallel_size": p.horizontal_parallel_size,
+            "pipeline_parallel": {
+                "pipeline_parallel_size": p.pipeline_parallel_size,
+                "num_pipeline_micro_batches": p.num_pipeline_micro_batches,
+                "pipeline_cut_info_string": p.pipeline_cut_info_string,
+                "sliced_schema": p.sliced_schema,
+                "sliced_axes": p.sliced_axes,
+                "sliced_tensor_names": p.sliced_tensor_names,
             },
-            "mixed_precision": {
-                "enabled": p.use_mixed_precision,
-                "loss_scaler": FedScale(p.loss_scale or 1.0) if p.use_mixed_precision else None,
+            "allreduce_post_accumulation": p.allreduce_post_accumulation,
+            "deepspeed_zero_optimization": {"stage": p.deepspeed_zero_stage},
+            "enable_adasum": p.enable_adasum,
+        },
+        "mixed_precision": {
+            "enabled": p.use_mixed_precision,
+            "loss_scaler": FedScale(p.loss_scale or 1.0) if p.use_mixed_precision else None,
+        },
+        "graph_transformer": {
+            "attn_dropout_recompute": p.attn_dropout_recompute,
+            "gelu_recompute": p.gelu_recompute,
+            "transformer_layer_recompute": p.transformer_layer_recompute,
+            "number_recompute_layers": p.number_recompute_layers,
+            "propagate_cast_ops_config": {
+                "level": p.propagate_cast_ops_level,
+                "allow": p.propagate_cast_ops_allow,
             },
-            "graph_transformer": {
-                "attn_dropout_recompute": p.attn_dropout_recompute,
-                "gelu_recompute": p.gelu_recompute,
-                "transformer_layer_recompute": p.transformer_layer_recompute,
-                "number_recompute_layers": p.number_recompute_layers,
-                "propagate_cast_ops_config": {
-                    "level": p.propagate_cast_ops_level,
-                    "allow": p.propagate_cast_ops_allow,
-                },
-            },
-            "utils": {
-                "frozen_weights": frozen_of(p, model),
-                "grad_norm_clip": p.enable_grad_norm_clip,
-                "memory_efficient_gradient": p.use_memory_efficient_gradient,
-            },
-            "debug": {
-                "graph_save_paths": {
-                    "model_after_graph_transforms_path": p.model_after_graph_transforms_path,
-                    "model_with_gradient_graph_path": p.model_with_gradient_graph_path,
-                    "model_with_training_graph_path": p.model_with_training_graph_path,
-                }
-            },
-            "provider_options": provider_options,
-            "session_options": sess_options,
-        }
-    )
+        },
+        "utils": {
+            "frozen_weights": frozen_of(p, model),
+            "grad_norm_clip": p.enable_grad_norm_clip,
+            "memory_efficient_gradient": p.use_memory_efficient_gradient,
+        },
+        "debug": {
+            "graph_save_paths": {
+                "model_after_graph_transforms_path": p.model_after_graph_transforms_path,
+                "model_with_gradient_graph_path": p.model_with_gradient_graph_path,
+                "model_with_training_graph_path": p.model_with_training_graph_path,
+            }
+        },
+        "provider_options": provider_options,
+        "session_options": sess_options,
+    }
 
 
 def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
+import onnx
 import pytest
 
 import ort_trainer
@@ -69,11 +70,8 @@ def test_sessions_are_registered_together() -> None:
     compat.install()
     onnxruntime = sys.modules["onnxruntime"]
     try:
-        if hasattr(ort_trainer, "TrainingParameters"):
-            assert onnxruntime.TrainingSession is ort_trainer.TrainingSession
-            assert onnxruntime.TrainingParameters is ort_trainer.TrainingParameters
-        else:
-            assert not hasattr(onnxruntime, "TrainingSession")
+        assert issubclass(onnxruntime.TrainingSession, ort_trainer.TrainingSession)
+        assert onnxruntime.TrainingParameters is ort_trainer.TrainingParameters
     finally:
         compat.uninstall()
     assert not hasattr(onnxruntime, "TrainingSession")
@@ -83,6 +81,24 @@ def test_the_c_class_says_what_to_use_instead(installed: None) -> None:
     state = importlib.import_module("onnxruntime.capi._pybind_state")
     with pytest.raises(NotImplementedError, match="use ort_trainer.TrainingSession, whose constructor reads the model"):
         state.TrainingSession()
+
+
+@pytest.mark.skipif(HAS_TRAINING, reason="onnxruntime-training has one")
+def test_a_stock_engine_says_why_it_has_no_gradient_builder(installed: None) -> None:
+    state = importlib.import_module("onnxruntime.capi._pybind_state")
+    with pytest.raises(RuntimeError, match="needs onnxruntime-training, which differentiates it, but ONNX Runtime"):
+        state.GradientGraphBuilder(b"", {"loss"}, {"weight"}, "loss")
+    with pytest.raises(RuntimeError, match="needs onnxruntime-training, which differentiates it"):
+        ort_trainer.ORTTrainer(onnx.ModelProto(), "auto", optim.SGDConfig())
+    compat.uninstall()
+    assert not hasattr(state, "GradientGraphBuilder")
+
+
+@pytest.mark.skipif(not HAS_TRAINING, reason="a stock engine has none")
+def test_the_gradient_builder_is_that_of_onnxruntime_training(installed: None) -> None:
+    state = importlib.import_module("onnxruntime.capi._pybind_state")
+    own = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    assert state.GradientGraphBuilder is own.GradientGraphBuilder
 
 
 @pytest.mark.skipif(not HAS_TRAINING, reason="stock onnxruntime has no package of this name")

@@ -9,6 +9,7 @@ import pytest
 import ort_trainer
 from ort_trainer.compat import options as module
 from ort_trainer.compat.options import ORTTrainerOptions, set_cuda_mem_limit
+from ort_trainer.compat.registry import PropagateCastOpsStrategy
 
 
 def test_documented_spellings_mean_what_the_code_called_them() -> None:
@@ -72,6 +73,27 @@ def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -
         found = options.to_dict()[section][key]
         assert found == ({**found, **value} if isinstance(value, dict) else value)
     with pytest.raises(ValueError, match="has no effect"):
+        ort_trainer.ORTTrainerOptions(given)
+
+
+@pytest.mark.parametrize("prefix", ["", "propagate_cast_ops_"], ids=["code", "documentation"])
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("strategy", PropagateCastOpsStrategy.INSERT_AND_REDUCE, "INSERT_AND_REDUCE"),
+        ("strategy", "NONE", "NONE"),
+        ("strategy", None, None),
+        ("level", -1, -1),
+        ("allow", ["Add"], ("Add",)),
+    ],
+)
+def test_the_propagation_of_casts_is_a_warning(prefix: str, key: str, value: Any, kept: Any) -> None:
+    given = {"graph_transformer": {"propagate_cast_ops_config": {f"{prefix}{key}": value}}}
+    message = rf"propagate_cast_ops_config.{key}: can't be changed from .*, as no other value has an effect: casts stay"
+    with pytest.warns(UserWarning, match=message):
+        options = ORTTrainerOptions(given)
+    assert getattr(options.graph_transformer.propagate_cast_ops_config, key) == kept
+    with pytest.raises(ValueError, match=message):
         ort_trainer.ORTTrainerOptions(given)
 
 

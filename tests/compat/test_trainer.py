@@ -97,17 +97,23 @@ def test_outside_of_compat_a_description_must_fit() -> None:
 
 
 def test_options_without_effect_are_warnings() -> None:
-    with pytest.warns(UserWarning, match="run_symbolic_shape_infer has no effect on a PyTorch model"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer = old(
             utils={"run_symbolic_shape_infer": True, "grad_norm_clip": False},
             device={"id": "cpu", "mem_limit": 1 << 30},
+            distributed={"enable_adasum": True, "deepspeed_zero_optimization": {"stage": 1}},
             graph_transformer={
+                "propagate_cast_ops_config": {"strategy": "NONE", "level": 2, "allow": ["Add"]},
                 "attn_dropout_recompute": True,
                 "gelu_recompute": True,
                 "transformer_layer_recompute": True,
                 "number_recompute_layers": 1,
             },
         )
+    at_first = ("strategy", "level", "allow", "enable_adasum", "optimization.stage", "run_symbolic_shape_infer")
+    for entry, option in zip(caught, at_first, strict=True):
+        assert option in str(entry.message) and re.search("no (other value has an )?effect", str(entry.message))
     model = MLP()
     trainer.load_state_dict(model.state_dict())
     first, second = compared(trainer, model, [5, 5])

@@ -110,7 +110,7 @@ def test_immutable() -> None:
         ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be of boolean type"),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "NONE"}}},
-            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL': casts stay where .*autocast",
+            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL', .* casts stay where .*autocast",
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "flood"}}},
@@ -142,7 +142,7 @@ def test_immutable() -> None:
         ),
         (
             {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
-            "graph_transformer.allow_layer_norm_mod_precision: can't be changed from False: layer norm",
+            "graph_transformer.allow_layer_norm_mod_precision: can't be changed from False, .* layer norm",
         ),
         ({"nonsense": 1}, "nonsense: unknown field"),
         ({"debug": {"nonsense": 1}}, "debug.nonsense: unknown field"),

@@ -1,6 +1,8 @@
-"""The session by itself, as the C++ class of the same name offers it."""
+"""The session by itself: what the loop runs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -40,6 +42,21 @@ def session(model: MLP, graphs: dict[bool, TrainingGraph]) -> StepSession:
     return session
 
 
+def train(
+    session: StepSession, x: torch.Tensor = X, names: Sequence[str] = ("loss", "logits"), loss_scale: float = 1.0
+) -> list[torch.Tensor]:
+    batch = {"x": x, "label": Y}
+    plan = session.plan(True, batch, names)
+    assert plan is not None
+    return session.train(plan, batch, loss_scale=loss_scale)
+
+
+def evaluate(session: StepSession, batch: dict[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
+    plan = session.plan(False, batch, names)
+    assert plan is not None
+    return session.evaluate(plan, batch)
+
+
 def gradients(model: MLP) -> dict[str, torch.Tensor]:
     model.zero_grad()
     F.cross_entropy(model(X), Y).backward()
@@ -52,24 +69,18 @@ def check(session: StepSession, expected: dict[str, torch.Tensor], factor: float
         torch.testing.assert_close(session.present_gradients()[name], factor * value, rtol=1e-5, atol=1e-6)
 
 
-def test_names(session: StepSession) -> None:
-    for training in (True, False):
-        assert session.input_names(training) == ["x", "label"]
-        assert session.output_names(training) == ["loss", "logits"]
-
-
 def test_gradients_add_up_until_a_lazy_reset(session: StepSession, model: MLP) -> None:
     expected = gradients(model)
     assert session.present_gradients() == {}
     for count in (1, 2, 3):
-        loss, logits = session.train_step([X, Y])
+        loss, logits = train(session)
         check(session, expected, count)
     torch.testing.assert_close(logits, model(X).detach())
     session.lazy_reset_grad()
     assert session.present_gradients() == {}
-    session.train_step([X, Y], loss_scale=8.0)
+    train(session, loss_scale=8.0)
     check(session, expected, 8.0)
-    assert session.train_step([X, Y], loss_scale=8.0)[0].item() == pytest.approx(loss.item())
+    assert train(session, loss_scale=8.0)[0].item() == pytest.approx(loss.item())
 
 
 def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> None:
@@ -80,7 +91,7 @@ def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> N
     assert session.get_learning_rate() == 0.25
     expected = gradients(model)
     pointers = {name: value.data_ptr() for name, value in session.parameters.items()}
-    session.train_step([X, Y])
+    train(session)
     assert session.optimizer_step() is True
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(session.parameters[name], parameter.detach() - 0.25 * expected[name])
@@ -89,38 +100,39 @@ def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> N
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(session.parameters[name])
-    torch.testing.assert_close(session.eval_step([X, Y])[1], model(X).detach())  # the runtime sees the new weights
+    torch.testing.assert_close(
+        evaluate(session, {"x": X, "label": Y}, ["loss", "logits"])[1], model(X).detach()
+    )  # the runtime sees the new weights
 
 
 def test_memory_is_shared_not_copied(session: StepSession) -> None:
     """A weight changed behind the runtime's back shows in its next result; gradients never move."""
-    session.train_step([X, Y])
+    train(session)
     pointers = {name: value.data_ptr() for name, value in session.gradients.items()}
     session.parameters["fc2.weight"].zero_()
     session.parameters["fc2.bias"].zero_()
     for number in range(3):
-        loss, logits = session.train_step([X, Y])
+        loss, logits = train(session)
         assert torch.equal(logits, torch.zeros(5, 3)), number
         assert loss.item() == pytest.approx(torch.tensor(3.0).log().item())
     assert {name: value.data_ptr() for name, value in session.gradients.items()} == pointers
 
 
 def test_outputs_are_new_and_can_be_chosen(session: StepSession) -> None:
-    first = session.train_step([X, Y])
-    second = session.train_step([X + 1, Y])
+    first = train(session)
+    second = train(session, X + 1)
     assert not torch.equal(first[1], second[1])
-    assert [o.shape for o in session.train_step([X, Y], names=["logits"])] == [(5, 3)]
-    assert [o.shape for o in session.eval_step([X, None], names=["logits"])] == [(5, 3)]
+    assert [o.shape for o in train(session, names=["logits"])] == [(5, 3)]
+    assert [o.shape for o in evaluate(session, {"x": X}, ["logits"])] == [(5, 3)]
     with pytest.raises(TypeError, match=r"inputs \['label'\] are missing"):
-        session.eval_step([X, None])
-    with pytest.raises(TypeError, match="1 inputs were given, but the graph takes 2"):
-        session.train_step([X])
+        evaluate(session, {"x": X}, ["loss", "logits"])
 
 
 def test_a_session_without_a_graph(model: MLP) -> None:
     session = StepSession({}, {}, {}, optim.SGDConfig())
-    with pytest.raises(RuntimeError, match="the session has no training graph yet"):
-        session.train_step([X, Y])
+    assert session.plan(True, {"x": X, "label": Y}, ["loss"]) is None
+    with pytest.raises(RuntimeError, match="there is no training graph yet"):
+        _ = session.inference_session
 
 
 def test_a_graph_that_the_runtime_can_not_load(session: StepSession, graphs: dict[bool, TrainingGraph]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
+from ort_trainer.training_session import translate
 
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
@@ -400,7 +401,7 @@ def test_refused_arguments(path: Path) -> None:
         TrainingSession(path, {})  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="no ONNX model"):
         TrainingSession(b"abc", parameters())
-    with pytest.raises(ValueError, match="but the installed ONNX Runtime has only"):
+    with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], which ONNX Runtime does not know"):
         TrainingSession(path, parameters(), providers=["NoExecutionProvider"])
     with pytest.raises(ValueError, match="there are 1 providers, but 2 provider_options"):
         TrainingSession(path, parameters(), providers=["CPUExecutionProvider"], provider_options=[{}, {}])
@@ -435,6 +436,87 @@ def test_refused_arguments(path: Path) -> None:
     with pytest.raises(ValueError, match="there is no output 'y'"):
         session.is_output_fp32_node("y")
     assert all(np.array_equal(value, before[name]) for name, value in session.get_state().items())
+
+
+@needs_builder
+@pytest.mark.parametrize(
+    ("providers", "options"),
+    [
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], None),
+        ([("CUDAExecutionProvider", {"device_id": 7}), "TensorrtExecutionProvider"], None),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], [{"device_id": "0"}, {}]),
+    ],
+)
+def test_providers_that_can_not_be_used_are_skipped(
+    path: Path, providers: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x, y = mlp_batches(1)[0]
+    with pytest.warns(UserWarning, match=r"providers has \['CUDAExecutionProvider'.*\], which can't be used here"):
+        session = TrainingSession(path, parameters(), None, providers, options)
+    plain = TrainingSession(path, parameters())
+    for _ in range(2):
+        found = [s.run(["loss"], feed(x, y, **{RATE: 0.1}))[0] for s in (session, plain)]
+        assert found[0] == found[1]
+    assert session.get_providers() == ["CPUExecutionProvider"]
+    with pytest.warns(UserWarning, match="can't be used here and are skipped"):
+        session.set_providers(providers, options)
+
+
+def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
+    monkeypatch.setattr(translate, "available_providers", lambda: [cuda, "DnnlExecutionProvider", cpu])
+    monkeypatch.setattr(translate, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert translate.providers_of([cuda, cpu], None) == ("cuda:0", {cuda: {}, cpu: {}})
+    assert translate.providers_of([(cuda, {"device_id": "1"})], None) == ("cuda:1", {cuda: {"device_id": "1"}})
+    # The CPU takes every node, so nothing is left for those behind it.
+    assert translate.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
+    assert translate.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
+    assert translate.providers_of(None, None) == ("", {})
+    for index in (2, "first"):
+        with pytest.raises(ValueError, match=f"providers has {cuda} with device_id '{index}', but there are 2 CUDA"):
+            translate.providers_of([cuda], [{"device_id": index}])
+    with pytest.raises(ValueError, match="providers has .'cuda'., which ONNX Runtime does not know: choose from"):
+        translate.providers_of(["cuda"], None)
+
+
+def test_models_in_onnx_runtimes_own_format(path: Path, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "m.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+    for model in (tmp_path / "m.ort", (tmp_path / "m.ort").read_bytes()):
+        with pytest.raises(ExportError, match=r"is in ONNX Runtime's own format \(.ort\), .* give the ONNX model"):
+            TrainingSession(model, parameters())
+
+
+@pytest.mark.parametrize("kind", ["ONNX", "ORT"])
+def test_the_format_that_options_ask_for(kind: str) -> None:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", kind)
+    trainer = mlp_trainer({"session_options": options})
+    x, y = mlp_batches(1)[0]
+    if kind == "ONNX":
+        trainer.train_step(x, y)
+        return
+    with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own format"):
+        trainer.train_step(x, y)
+    assert trainer.train_step_info.step == 0
+
+
+@needs_builder
+def test_the_format_that_options_of_a_session_ask_for(path: Path) -> None:
+    x, y = mlp_batches(1)[0]
+    for kind in ("ONNX", "ORT"):
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.load_model_format", kind)
+        if kind == "ORT":
+            with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own"):
+                TrainingSession(path, parameters(), options)
+        else:
+            assert TrainingSession(path, parameters(), options).run(["loss"], feed(x, y, **{RATE: 0.1}))[0] > 0
 
 
 @pytest.mark.parametrize(

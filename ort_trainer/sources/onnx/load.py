@@ -45,6 +45,8 @@ _SETTINGS = {
     "SoftmaxCrossEntropyLoss": {2},
     "Upsample": {1},
 }
+# What a file in ONNX Runtime's own format, a flatbuffer, has behind its first four bytes.
+_ORT_FORMAT = b"ORTM"
 _TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
 
 
@@ -141,6 +143,11 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
         if not isinstance(source, bytes):
             path = Path(source)
             what, folder, source = f"{str(path)!r}", str(path.absolute().parent), path.read_bytes()
+        if source[4:8] == _ORT_FORMAT:
+            raise ExportError(
+                f"{what} is in ONNX Runtime's own format (.ort), which is for inference and can't be differentiated: "
+                "give the ONNX model that it was made from"
+            )
         try:
             proto = onnx.ModelProto.FromString(source)
         except google.protobuf.message.DecodeError as error:

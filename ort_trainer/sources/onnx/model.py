@@ -148,7 +148,9 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
             "an ONNX model has its operator set already",
         ),
     }
-    recomputed = {f"graph_transformer.{name}": on is True for name, on in options.graph_transformer.to_dict().items()}
+    chosen = options.graph_transformer
+    names = ("attn_dropout_recompute", "gelu_recompute", "transformer_layer_recompute")
+    recomputed = {f"graph_transformer.{name}": getattr(chosen, name) for name in names}
     recomputed["utils.memory_efficient_gradient"] = options.utils.memory_efficient_gradient
     reason = "recomputation works on the graph of a PyTorch model. Give the model as one"
     idle |= {path: (wrong, reason) for path, wrong in recomputed.items()}

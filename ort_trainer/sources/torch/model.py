@@ -99,6 +99,11 @@ class TorchSource(ModelSource):
         """Returns the gradients that the parameters to train hold."""
         return {} if self._shared is None else self._shared.gradients(self._watch.trainable)
 
+    def drop_gradients(self) -> None:
+        """Removes the gradients that the parameters to train hold."""
+        if self._shared is not None:
+            self._shared.drop_gradients(self._watch.trainable)
+
     def put(self, values: Named) -> Named:
         """Gives the model values before training begins."""
         return values if self._shared is None else self._shared.put(values)

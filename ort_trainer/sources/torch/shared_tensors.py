@@ -142,6 +142,11 @@ class SharedTensors:
             if gradient is not None
         }
 
+    def drop_gradients(self, names: Iterable[str]) -> None:
+        """Removes ``p.grad``, as ``model.zero_grad()`` does."""
+        for name in names:
+            self._model.get_parameter(name).grad = None
+
     def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Changes values of the module before its tensors are adopted.
 

@@ -419,7 +419,9 @@ def check(body: str, function: Function, opset: int) -> None:
         graph = OnnxGraphBuilder(step, portable=portable).build({"x": X}, training=True)
         session = StepSession(loaded.parameters, loaded.buffers, {"w": ["w"]}, optim.SGDConfig())
         session.add_graph(graph)
-        (loss,) = session.train_step([X])
+        plan = session.plan(True, {"x": X}, ["loss"])
+        assert plan is not None
+        (loss,) = session.train(plan, {"x": X})
         torch.testing.assert_close(loss, expected.detach(), rtol=5e-5, atol=1e-6)
         assert (session.present_gradients()["w"] - weight.grad).norm().item() <= 2e-4 * norm
     assert graph.is_standard, [node.op_type for node in graph.model.graph if node.domain]

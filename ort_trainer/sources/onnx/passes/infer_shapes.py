@@ -49,6 +49,9 @@ class SymbolicShapesPass(ir.passes.InPlacePass):
             # even the rank, and ends in a TypeError at the next node. The shapes are those of a ReduceSum.
             if not node.domain and node.op_type in _REDUCTIONS:
                 node.op_type = "ReduceSum"
+            # No axes at all mean every one, which it takes for none.
+            if not node.domain and node.op_type == "ReduceSum" and _reduces_all(node):
+                node.resize_inputs(1)
         try:
             _take_over(model, infer_symbolic_shapes(ir.to_proto(plain)))
         except Exception as error:  # its errors have no separate class
@@ -57,6 +60,13 @@ class SymbolicShapesPass(ir.passes.InPlacePass):
                 f"{error}. Leave the option out: shapes are then inferred by ONNX, and measured where that ends"
             ) from error
         return ir.passes.PassResult(model, modified=True)
+
+
+def _reduces_all(node: ir.Node) -> bool:
+    """Returns whether a reduction has a list of axes that is empty, and reduces all of them therefore."""
+    axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)
+    return axes is not None and axes.size == 0 and not noop
 
 
 def _take_over(model: ir.Model, inferred: onnx.ModelProto) -> None:

@@ -1,0 +1,173 @@
+"""``TwoStepSession``: the session of a trainer, whose passes and updates are those of the trainer's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import shown
+from ..graph import TrainingGraph
+from ..interrupts import uninterrupted
+from ..runtime import StepSession
+from . import own_loop
+from .batch import Batch
+from .inference_mode import outside_inference_mode
+from .loop import GRADIENT_WEIGHT, TrainingLoop
+
+if TYPE_CHECKING:
+    from ..runtime.engine import InferenceSession
+
+__all__ = ["TwoStepSession"]
+
+
+class TwoStepSession:
+    """The session of a trainer that has begun, with the methods of ONNX Runtime's C++ class ``TrainingSession``.
+
+    ``train_step`` adds to the gradients, ``optimizer_step`` applies them, ``lazy_reset_grad`` drops them. They work on
+    the accumulation window of the trainer and count as its own steps do, so that both may be mixed. An update also ends
+    the window: the next ``train_step`` starts from zero.
+
+    Args:
+        loop: Has a session.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    def input_names(self, training: bool = True) -> list[str]:
+        """Returns the names of the inputs, in the order in which steps take them; they are the same in both modes."""
+        return list(self._loop.graphs.description.input_names)
+
+    def output_names(self, training: bool = True) -> list[str]:
+        """Returns the names of the outputs, in the order in which steps return them; the same in both modes."""
+        return list(self._loop.graphs.description.output_names)
+
+    @outside_inference_mode
+    def train_step(
+        self, inputs: Sequence[Any], *, names: Sequence[str] | None = None, gradient_weight: float | None = None
+    ) -> list[torch.Tensor]:
+        """Runs forward and backward pass, adds to the gradients of the window and counts the micro-batch; no update.
+
+        If it fails, nothing has changed and nothing is counted.
+
+        Args:
+            inputs: The batch in the order of :meth:`input_names`.
+            names: Outputs to return; None for all.
+            gradient_weight: As for ``ORTTrainer.train_step``.
+
+        Returns:
+            The outputs as new tensors, in the order of ``names``.
+
+        Raises:
+            TypeError, ValueError: If the batch does not fit the description.
+        """
+        loop = self._loop
+        weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
+        batch: Batch = loop.graphs.bind((self._named(inputs),), {})
+        plan = loop.prepare(batch, True, loop.graphs.fetches(names or ()))
+        with uninterrupted():
+            return loop.backward(plan, batch, weight)
+
+    @outside_inference_mode
+    def eval_step(self, inputs: Sequence[Any], *, names: Sequence[str] | None = None) -> list[torch.Tensor]:
+        """Runs the forward pass in evaluation mode; changes nothing.
+
+        Args:
+            inputs: The batch in the order of :meth:`input_names`. An input that the ``names`` do not need may be None.
+            names: Outputs to return; None for all.
+
+        Returns:
+            The outputs as new tensors, in the order of ``names``.
+
+        Raises:
+            TypeError: If an input is None that the outputs need.
+        """
+        return self._loop.evaluate((self._named(inputs),), {}, names or ())
+
+    @outside_inference_mode
+    def optimizer_step(self) -> bool:
+        """Does what ``ORTTrainer.optimizer_step`` does: updates with what there is, counts, steps the schedule."""
+        return own_loop.optimizer_step(self._loop)
+
+    @outside_inference_mode
+    def lazy_reset_grad(self) -> None:
+        """Does what ``ORTTrainer.lazy_reset_grad`` does: drops the gradients, and the window with them."""
+        own_loop.lazy_reset_grad(self._loop)
+
+    def set_learning_rate(self, *learning_rates: float) -> None:
+        """Sets the learning rates of the optimizer config, for the coming updates.
+
+        Args:
+            *learning_rates: One for all parameters, or one per group and the default.
+
+        Raises:
+            RuntimeError: If there is a schedule, which gives the rates.
+            TypeError, ValueError: If they are no numbers of at least 0, or not as many as there are groups.
+        """
+        config, schedule = self._loop.config, self._loop.rates.scheduler
+        if schedule is not None:
+            raise RuntimeError(
+                f"the option lr_scheduler is {shown(schedule)}, which gives the learning rate of every update: leave "
+                "the option out to set it yourself"
+            )
+        count = len(config.learning_rates)
+        config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
+
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the coming update, with a schedule of the last one; of several, the default."""
+        if self._loop.rates.scheduler is None:
+            return self._loop.config.learning_rates[-1]
+        return self._session.get_learning_rate()
+
+    @property
+    def inference_session(self) -> InferenceSession:
+        """The ONNX Runtime session of the first training graph.
+
+        Raises:
+            RuntimeError: If there is none yet.
+        """
+        return self._session.inference_session
+
+    def graphs(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode, for all variants of the model, in the order in which they were built."""
+        return self._session.graphs(training)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """All parameters by name, trained or not: the very tensors that are trained."""
+        return self._session.parameters
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """All buffers by name, likewise."""
+        return self._session.buffers
+
+    @property
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """The memory of the gradients by parameter name; :meth:`present_gradients` says which count."""
+        return self._session.gradients
+
+    def present_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the sums of the gradients of the window so far, times the loss scale; empty right after an update."""
+        return self._session.present_gradients()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What the random numbers of training (dropout) are drawn from."""
+        return self._session.generator
+
+    @property
+    def _session(self) -> StepSession:
+        session = self._loop.session
+        assert session is not None
+        return session
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        own = self.input_names()
+        if not isinstance(inputs, (list, tuple)):
+            raise TypeError(f"inputs must be a list of tensors in the order {own}, but {shown(inputs)} was given")
+        if len(inputs) != len(own):
+            raise TypeError(f"{len(inputs)} inputs were given, but a step takes {len(own)}: {own}")
+        return {name: value for name, value in zip(own, inputs, strict=True) if value is not None}

@@ -1,0 +1,167 @@
+"""docs/names.md and values that are not the default: they have an effect, or the row says that they are refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
+from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
+from ort_trainer.compat.session import TrainingSession as OldSession
+from ort_trainer.compat.trainer import ORTTrainer as OldTrainer
+from ort_trainer.options.schema import load_schema
+from ort_trainer.runtime.engine import has_cuda
+
+from ..helpers import MLP, MLP_DESC, mlp_batches
+from .effects import OPTIONS, PROPERTIES, nested, session_of
+from .test_names import OPTIONS as OPTION_ROWS
+from .test_names import SESSION_ROWS, leaves
+
+CLASS = "onnxruntime.capi._pybind_state.TrainingParameters."
+REFUSED = re.compile(r"works, differs: refused beyond the default, `(.*?)`(, after `install\(\)` a warning)?; (.+)")
+RULES = leaves(load_schema("trainer_options"))
+STATES = {old: state for old, new, state in OPTION_ROWS if new}
+NEW_NAMES = {old: new for old, new, _ in OPTION_ROWS if new}
+PROPERTY_STATES = {
+    old.removeprefix(CLASS): state
+    for old, _, state in SESSION_ROWS
+    if old.startswith(CLASS) and not old.endswith("__init__")
+}
+
+
+def another(default: Any, rules: dict[str, Any]) -> Any:
+    """Returns a value of the same kind that is not the default."""
+    if "allowed" in rules:
+        return next(value for value in rules["allowed"] if value != default)
+    if isinstance(default, dict):
+        return {"x": [1] if "schema" in rules.get("valuesrules", {}) else 1}
+    if isinstance(default, (bool, int)):
+        return not default if isinstance(default, bool) else default + 1
+    return {str: "x", list: ["x"]}[type(default)]
+
+
+def of_onnx_models(path: str) -> Any:
+    return [pytest.mark.needs_gradient_builder] if path == "utils.run_symbolic_shape_infer" else []
+
+
+def refused(states: dict[str, str]) -> list[str]:
+    return [name for name, state in states.items() if REFUSED.fullmatch(state)]
+
+
+def test_every_row_is_tried() -> None:
+    works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
+    assert works == set(OPTIONS)
+    assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == set(PROPERTIES)
+    assert len(refused(PROPERTY_STATES)) == 21
+    assert not any("refused beyond" in state for state in STATES.values() if not REFUSED.fullmatch(state))
+
+
+@pytest.mark.parametrize("old", refused(STATES))
+def test_options_that_are_refused_beyond_their_default(old: str) -> None:
+    rules = RULES[NEW_NAMES[old]]
+    default, lenient, _ = REFUSED.fullmatch(STATES[old]).groups()
+    assert default == repr(rules["default"])
+    given = nested(old, another(rules["default"], rules))
+    ORTTrainerOptions(nested(old, rules["default"]))
+    key = NEW_NAMES[old].rpartition(".")[2]
+    with pytest.raises(ValueError, match=f"Invalid options: .*{key}"):
+        ORTTrainerOptions(given)
+    if lenient:
+        with pytest.warns(UserWarning, match=key):
+            OldOptions(given)
+    else:
+        with pytest.raises(ValueError, match=f"Invalid options: .*{key}"):
+            OldOptions(given)
+
+
+@pytest.mark.parametrize("old", [old for old in STATES if NEW_NAMES[old] in OPTIONS and old != NEW_NAMES[old]])
+def test_other_spellings_of_options(old: str) -> None:
+    effect = OPTIONS[NEW_NAMES[old]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, other = (OldOptions(nested(name, effect.value, effect.beside)) for name in (old, NEW_NAMES[old]))
+    assert one == other != OldOptions(effect.beside)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, marks=of_onnx_models(path)) for path in OPTIONS])
+def test_options_have_an_effect(path: str, tmp_path: Path) -> None:
+    effect = OPTIONS[path]
+    folders = [tmp_path / "without", tmp_path / "with"]
+    for folder in folders:
+        folder.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        without = effect.seen(dict(effect.beside), folders[0])
+        found = effect.seen(nested(path, effect.value_in(folders[1]), effect.beside), folders[1])
+    assert found != without
+
+
+# Options that have an effect elsewhere, and none on this model or device.
+IDLE_HERE = [path for path, state in STATES.items() if "a warning" in state and "12 to 17" not in state]
+IDLE_HERE = [path for path in IDLE_HERE if path in OPTIONS and (path != "device.mem_limit" or not has_cuda())]
+THE_REST = (MLP_DESC, optim.SGDConfig(), "cross_entropy")
+
+
+@pytest.mark.parametrize("path", IDLE_HERE)
+def test_what_has_no_effect_here_is_refused(path: str) -> None:
+    assert len(IDLE_HERE) >= 5
+    with pytest.raises((ValueError, RuntimeError), match=path.rpartition(".")[2]):
+        options = ORTTrainerOptions(nested(path, OPTIONS[path].value))
+        ORTTrainer(MLP(), *THE_REST, options).train_step(*mlp_batches(1)[0])
+
+
+def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
+    """All but one together; that one has no effect alone only."""
+    alone = "graph_transformer.number_recompute_layers"
+    with pytest.warns(UserWarning, match="number_recompute_layers: has no effect without"):
+        OldOptions(nested(alone, OPTIONS[alone].value))
+    given: dict[str, Any] = {}
+    for path in (path for path in IDLE_HERE if path != alone):
+        given = nested(path, OPTIONS[path].value, given)
+    with pytest.warns(UserWarning) as caught:
+        OldTrainer(MLP(), *THE_REST, OldOptions(given)).train_step(*mlp_batches(1)[0])
+    texts = [str(warning.message) for warning in caught]
+    for path in (path for path in IDLE_HERE if path != alone):
+        assert any(path.rpartition(".")[2] in text for text in texts), path
+
+
+@pytest.mark.parametrize("given", [12, 17])
+def test_old_operator_sets_mean_the_oldest(given: int) -> None:
+    with pytest.warns(UserWarning, match=f"onnx_opset_version {given} is older than what PyTorch exports; 18 is used"):
+        options = ORTTrainerOptions(nested("_internal_use.onnx_opset_version", given))
+    assert options._internal_use.onnx_opset_version == 18
+
+
+@pytest.mark.needs_gradient_builder
+@pytest.mark.parametrize("name", refused(PROPERTY_STATES))
+def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
+    default, lenient, _ = REFUSED.fullmatch(PROPERTY_STATES[name]).groups()
+    known = getattr(TrainingParameters(), name)
+    assert default == repr(known)
+    value = {"sliced_schema": {"x": [1]}}.get(name, another(known, {}))
+    said = re.compile(name.removeprefix("use_").removeprefix("propagate_cast_ops_").removeprefix("deepspeed_zero_"))
+    session_of({name: known})
+    with pytest.raises(ValueError, match=said):
+        session_of({name: value})
+    if lenient:
+        with pytest.warns(UserWarning, match=said):
+            session_of({name: value}, made=OldSession)
+    else:
+        with pytest.raises(ValueError, match=said):
+            session_of({name: value}, made=OldSession)
+
+
+@pytest.mark.needs_gradient_builder
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties_have_an_effect(name: str, tmp_path: Path) -> None:
+    effect = PROPERTIES[name]
+    folders = [tmp_path / "without", tmp_path / "with"]
+    for folder in folders:
+        folder.mkdir()
+    without = effect.seen(dict(effect.beside), folders[0])
+    found = effect.seen({**effect.beside, name: effect.value_in(folders[1])}, folders[1])
+    assert found != without
