@@ -59,7 +59,7 @@ def start(name: str) -> None:
     import torch  # noqa: F401
 
     begin = time.perf_counter()
-    import ort_trainer  # noqa: F401
+    from ort_trainer import ORTTrainer  # noqa: F401
 
     imported = time.perf_counter() - begin
     if name.startswith("bert"):

@@ -86,7 +86,7 @@ def serve_contender(name: str, row: Row) -> None:
     if name in (EAGER, COMPILE):
         serve(functools.partial(eager_training, row, name == COMPILE))
         return
-    import ort_trainer  # noqa: F401
+    from ort_trainer import ORTTrainer  # noqa: F401
 
     serve(functools.partial(ort_training, row, {"kernels": "onnxruntime"} if name == BEFORE else {}))
 

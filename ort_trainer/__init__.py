@@ -1,16 +1,17 @@
 """Train PyTorch models on ONNX Runtime behind the interface of the legacy ``ORTTrainer``."""
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import amp, optim
-from .checkpoint import read_user_dict
-from .errors import CheckpointError, ExportError
-from .optim.step_info import TrainStepInfo
-from .options import ORTTrainerOptions
-from .sources.torch import register_operator
-from .trainer import ORTTrainer
-
 if TYPE_CHECKING:
+    from . import amp, optim
+    from .checkpoint import read_user_dict
+    from .errors import CheckpointError, ExportError
+    from .optim.step_info import TrainStepInfo
+    from .options import ORTTrainerOptions
+    from .sources.torch import register_operator
+    from .trainer import ORTTrainer
     from .training_session import TrainingParameters, TrainingSession
 
 __all__ = [
@@ -28,14 +29,41 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+# Public name -> the module that has it. Nothing is imported before it is asked for: ort_trainer.api trains where there
+# is no torch, and what only ONNX models need takes as long to import as all the rest.
+_PLACES = {
+    "CheckpointError": "errors",
+    "ExportError": "errors",
+    "ORTTrainer": "trainer",
+    "ORTTrainerOptions": "options",
+    "TrainStepInfo": "optim.step_info",
+    "TrainingParameters": "training_session",
+    "TrainingSession": "training_session",
+    "read_user_dict": "checkpoint",
+    "register_operator": "sources.torch",
+}
+_MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine, in a clone:
+  pip install -c constraints.txt '.[cpu]'     onnxruntime-training-cpu: Python up to 3.12
+  pip install -c constraints.txt '.[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
+  pip install -c constraints.txt '.[stock]'   onnxruntime: any Python and platform
+Without it there is only ort_trainer.api, which trains from exported artifacts."""
+
 
 def __getattr__(name: str) -> Any:
-    """Imports what only ONNX models need when it is asked for: that takes as long as all the rest."""
-    if name in ("TrainingParameters", "TrainingSession"):
-        from . import training_session
-
-        return getattr(training_session, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Imports a public name or a submodule when it is asked for first."""
+    # Only a public name can be a module: `from ort_trainer import name` asks here before it looks for one.
+    if name not in _PLACES and (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = importlib.import_module(f".{_PLACES.get(name, name)}", __name__)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", __name__, "onnxruntime"):  # a module of ours, or an error that says what to do itself
+            raise
+        raise ModuleNotFoundError(_MISSING.format(name=name, package=package), name=error.name) from error
+    if name in _PLACES:
+        globals()[name] = found = getattr(found, name)
+    return found
 
 
 def __dir__() -> list[str]:

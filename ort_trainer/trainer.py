@@ -11,6 +11,7 @@ from torch import nn
 
 from .amp import LossScaler
 from .errors import shown
+from .exporting import Exporting
 from .fitting import Fitting
 from .optim import OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
@@ -43,7 +44,7 @@ _NO_COPY = (
 )
 
 
-class ORTTrainer(Fitting, OwnSteps, TrainerState):
+class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX

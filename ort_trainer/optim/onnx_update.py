@@ -6,50 +6,23 @@ model that can be looked at, and run elsewhere.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from ..graph import TrainingGraph
-from ..graph.emitter import Emitter
 from ..graph.names import Names
-from .rule import ParameterNodes, Rule
+from .update_writer import ParameterUpdate, UpdateWriter
 
-__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "STEP", "ParameterUpdate", "with_optimizer"]
+__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "STEP", "with_optimizer"]
 
 # The names that the legacy trainer gave these.
 LEARNING_RATE = "__learning_rate"
 ALL_FINITE = "__all_finite"
 STEP = "Step"
 DIVISOR = "__gradient_divisor"
-
-
-@dataclass(frozen=True)
-class ParameterUpdate:
-    """How one parameter is updated.
-
-    Attributes:
-        rule: Writes the update.
-        slots: Names of the state tensors that the parameter has.
-        counts: Whether its updates are counted.
-        group: Index of its learning rate.
-        hyper: The hyper-parameters of its group, as the optimizer config has them.
-        limit: What the global gradient norm is clipped to; infinite for not at all.
-        max_value: What each element of the gradient is clipped to; infinite for not at all.
-    """
-
-    rule: Rule
-    slots: Sequence[str]
-    counts: bool
-    group: int
-    hyper: Mapping[str, Any]
-    limit: float
-    max_value: float = math.inf
 
 
 def with_optimizer(
@@ -78,10 +51,8 @@ def with_optimizer(
     return _Writer(graph, updates, rates, accumulate, check_finite).write()
 
 
-class _Writer(Emitter):
+class _Writer(UpdateWriter):
     """Appends nodes to a copy of a graph."""
-
-    op = Emitter.__call__
 
     def __init__(
         self,
@@ -92,7 +63,7 @@ class _Writer(Emitter):
         check_finite: bool,
     ) -> None:
         model = source.model.clone()
-        super().__init__(model.opset_imports, Names(ir.convenience.create_value_mapping(model.graph)), "optimizer")
+        super().__init__(model.opset_imports, Names(ir.convenience.create_value_mapping(model.graph)))
         self._source = source
         self._updates = updates
         self._rates = rates
@@ -101,11 +72,10 @@ class _Writer(Emitter):
         self._model, self._graph = model, model.graph
         self._inputs = {value.name: value for value in self._graph.inputs}
         self._outputs = {value.name: value for value in self._graph.outputs}
-        self._powers: dict[tuple[int, float], ir.Value] = {}
 
     def write(self) -> ir.Model:
         gradients = self._gradients()
-        norm = self._norm(gradients.values())
+        norm = self.norm(gradients.values())
         finite = None
         if self._check_finite:
             finite = self.op("Not", self.op("Or", self.op("IsNaN", norm), self.op("IsInf", norm)))
@@ -117,29 +87,19 @@ class _Writer(Emitter):
         for name, gradient in gradients.items():
             update = self._updates[name]
             weight = self._inputs[self._source.state[name]]
-            rate = self.op("Gather", rates, self.constant(update.group))
-            rate = self._like(rate, weight)
-            if math.isfinite(update.limit):
-                excess = self.op("Div", norm, self.constant(update.limit, np.float32))
-                excess = self.op("Max", excess, self.constant(1.0, np.float32))
-                gradient = self.op("Div", gradient, self._like(excess, weight))
-            if math.isfinite(update.max_value):
-                bounds = [self.number(bound, weight) for bound in (-update.max_value, update.max_value)]
-                gradient = self.op("Clip", gradient, *bounds)
             slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
             count = step if update.rule.shares_count else None
             if update.counts and count is None:
                 count = self._input(f"{name}.Update_Count", ir.DataType.INT64, [1])
-            parameter = ParameterNodes(weight, gradient, slots, count, rate, update.hyper)
-            new, kept = update.rule.nodes(self, parameter)
+            new, kept = self.update(update, weight, gradient, slots, count, rates, norm)
             changed = {f"{name}.{slot}": (slots[slot], value) for slot, value in kept.items()}
             if count is not None and count is not step:
-                changed[f"{name}.Update_Count"] = (count, self._next(count))
+                changed[f"{name}.Update_Count"] = (count, self.next(count))
             changed[name] = (weight, new)
             for key, (old, value) in changed.items():
                 results[f"{key}.updated"] = self._chosen(finite, old, value)
         if step is not None:
-            results[f"{STEP}.updated"] = self._chosen(finite, step, self._next(step))
+            results[f"{STEP}.updated"] = self._chosen(finite, step, self.next(step))
         if finite is not None:
             finite.shape = ir.Shape([])
             results[ALL_FINITE] = finite
@@ -179,37 +139,10 @@ class _Writer(Emitter):
             found[name] = self.op("Div", gradient, self._like(divisor, weight))
         return found
 
-    def _norm(self, gradients: Iterable[ir.Value]) -> ir.Value:
-        squares = [self.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients]
-        squares = [self._cast(square, ir.DataType.FLOAT) for square in squares]
-        return self.op("Sqrt", self.op("Sum", *squares))
-
-    def _next(self, count: ir.Value) -> ir.Value:
-        return self.op("Add", count, self.constant(1))
-
     def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
         chosen = new if finite is None else self.op("Where", finite, new, old)
         chosen.type, chosen.shape = _type(old), old.shape
         return chosen
-
-    def number(self, value: float, like: ir.Value) -> ir.Value:
-        """Returns a constant of another value's type."""
-        return self.constant(value, _type(like).dtype.numpy())
-
-    def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
-        """Returns 1 - base ** exponent; in float64, as fp32 would lose its digits for the first counts."""
-        key = (id(exponent), base)
-        if key not in self._powers:
-            wide = self._cast(self.op("Squeeze", exponent), ir.DataType.DOUBLE)
-            power = self.op("Pow", self.constant(base, np.float64), wide)
-            self._powers[key] = self.op("Sub", self.constant(1.0, np.float64), power)
-        return self._like(self._powers[key], like)
-
-    def _cast(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        return value if value.dtype == dtype else self.op("Cast", value, to=dtype)
-
-    def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
-        return self._cast(value, other.dtype)
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
         assert dtype is not None

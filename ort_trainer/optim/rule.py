@@ -97,7 +97,7 @@ class ParameterNodes:
         weight: The weight.
         gradient: Its gradient, divided and clipped.
         slots: Its state tensors.
-        count: Updates done plus 1, an int64 of shape [1]; None where no count is kept.
+        count: Updates done plus 1, an int64 without dimensions; None where no count is kept.
         rate: The learning rate, a scalar of the weight's type.
         hyper: The hyper-parameters, without the learning rate.
     """
@@ -159,7 +159,10 @@ class Rule(ABC):
 
     @abstractmethod
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
-        """Writes the same as ONNX nodes.
+        """Writes the same as ONNX nodes, with few of them over whole tensors: scalars are put together first.
+
+        The new value of a tensor may be written into the memory of the old one, so whatever else reads the old one must
+        come before it: what is returned must depend on that.
 
         Args:
             nodes: Writes them.

@@ -14,7 +14,7 @@ from ..errors import shown
 from .config import OptimizerConfig, number
 from .rule import RULES, Rule
 
-__all__ = ["FollowedConfig", "TorchOptimizerConfig", "from_torch"]
+__all__ = ["FollowedConfig", "TorchOptimizerConfig", "equivalent_rule", "from_torch"]
 
 
 class _OverTorch(OptimizerConfig):
@@ -291,6 +291,26 @@ class FollowedConfig(_OverTorch):
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # as schedules want it before their own step
 
 
+def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
+    """Returns the name of the rule that does what an optimizer does, and what makes its hyper-parameters of a group's.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    kind = type(optimizer)
+    entry = _EQUIVALENT.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
+    reasons = [f"there is none for {kind.__name__}"] if entry is None else []
+    for group in optimizer.param_groups if entry is not None else ():
+        reasons += [f"it has {key}=True" for key in ("amsgrad", "maximize", "differentiable") if group.get(key)]
+        if kind.__name__ == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            reasons.append("Adam's weight_decay is added to the gradients (L2), which the rules here do not do")
+    if entry is None or reasons:
+        raise ValueError(
+            f"no config does what this torch.optim.{kind.__name__} does: {'; '.join(dict.fromkeys(reasons))}"
+        )
+    return entry
+
+
 def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
     """Returns the config that does what an optimizer of ``torch.optim`` does, on this package's fused path.
 
@@ -310,22 +330,15 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"from_torch takes an optimizer of torch.optim, but {shown(optimizer)} was given")
-    kind = type(optimizer)
-    entry = _EQUIVALENT.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
-    reasons = [f"there is none for {kind.__name__}"] if entry is None else []
-    for group in optimizer.param_groups if entry is not None else ():
-        reasons += [f"it has {key}=True" for key in ("amsgrad", "maximize", "differentiable") if group.get(key)]
-        if kind.__name__ == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            reasons.append("Adam's weight_decay is added to the gradients (L2), which the rules here do not do")
-    if reasons:
+    try:
+        entry = equivalent_rule(optimizer)
+    except ValueError as error:
         raise ValueError(
-            f"no config does what this torch.optim.{kind.__name__} does: {'; '.join(dict.fromkeys(reasons))}. Give the "
-            "optimizer itself as optim_config: its own step() updates the weights then"
-        )
+            f"{error}. Give the optimizer itself as optim_config: its own step() updates the weights then"
+        ) from None
     if optimizer.state:
         raise ValueError(
-            f"this {kind.__name__} has state of updates that it has done, which its config would not go on with: give "
+            f"this {type(optimizer).__name__} has state of updates that it has done, which its config would not go on with: give "
             "the optimizer itself as optim_config"
         )
-    assert entry is not None
     return FollowedConfig(optimizer, *entry)

@@ -176,7 +176,11 @@ class ModelSource(ABC):
 
     @abstractmethod
     def builder(
-        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
     ) -> Builder:
         """Returns what builds the graphs.
 
@@ -184,6 +188,7 @@ class ModelSource(ABC):
             description: The model description.
             layouts: The arguments that are not one tensor, each with its layout.
             parameters: The inputs that are loss parameters; None where that is not known yet.
+            portable: Whether the graphs are to run elsewhere too, so of ONNX's own operators.
 
         Raises:
             ValueError: If the description does not fit the model.

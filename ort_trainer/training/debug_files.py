@@ -60,7 +60,8 @@ def save_graphs(
         return
     # Most users never ask for these files, and what writes them takes half a second to import.
     from ..graph.prune import prune
-    from ..optim.onnx_update import ParameterUpdate, with_optimizer
+    from ..optim.onnx_update import with_optimizer
+    from ..optim.update_writer import ParameterUpdate
 
     rule = config.rule
     writers: dict[str, Any] = {

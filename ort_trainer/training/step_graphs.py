@@ -196,8 +196,7 @@ class StepGraphs:
             ExportError: If the model can't be exported.
             TypeError: If an input was left out that the outputs need.
         """
-        with BORROWED:  # by an export in another thread, whose modes are not the user's
-            session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
+        self._choose_variant(session, batch, training)
         self.refresh(session)
         plan = session.plan(training, batch, names, backward)
         if plan is None:
@@ -205,6 +204,24 @@ class StepGraphs:
             plan = session.plan(training, batch, names, backward)
             assert plan is not None
         return plan
+
+    def portable(self, session: StepSession, training: bool) -> TrainingGraph:
+        """Returns a graph of ONNX's own operators for batches like the first, whatever the session computes with.
+
+        Args:
+            session: Has the graphs; one of them, if it is such a graph.
+            training: Whether in training mode.
+
+        Raises:
+            RuntimeError: If the model has become another one.
+            ExportError: If the model can't be exported.
+        """
+        batch = self.blank_batch()
+        self._choose_variant(session, batch, training)
+        known = session.plan(training, batch, self._output_names)
+        if known is not None and not known.runner.graph.programs:
+            return known.runner.graph
+        return self._build(batch, training, portable=True)
 
     def check_export(self, session: StepSession, batch: Batch) -> None:
         """The option ``debug.check_model_export``.
@@ -247,14 +264,18 @@ class StepGraphs:
         self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
         _log.info("derived from the first batch: %s", self._description)
 
-    def _builder(self, batch: Batch) -> Builder:
+    def _choose_variant(self, session: StepSession, batch: Batch, training: bool) -> None:
+        with BORROWED:  # by an export in another thread, whose modes are not the user's
+            session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
+
+    def _builder(self, batch: Batch, portable: bool = False) -> Builder:
         """Returns what builds graphs for arguments like those of a batch, with the loss parameters that there are."""
         description = self.description
         if self._parameters:
             known = description.to_dict()
             inputs = [*known["inputs"], *((name, []) for name in self._parameters)]
             description = ModelDescription({**known, "inputs": inputs}, description.inferred, description.corrected)
-        return self._source.builder(description, batch.layouts, tuple(self._parameters))
+        return self._source.builder(description, batch.layouts, tuple(self._parameters), portable)
 
     def _add_parameters(self, batch: Batch) -> None:
         """Adds the loss parameters to a batch, as tensors that are filled anew where a number has changed."""
@@ -334,10 +355,10 @@ class StepGraphs:
         return_freed_memory()
         self._built(session, graph)
 
-    def _build(self, batch: Batch, training: bool) -> TrainingGraph:
+    def _build(self, batch: Batch, training: bool, portable: bool = False) -> TrainingGraph:
         try:
             with BORROWED, torch.enable_grad():  # in whatever mode the caller's autograd is
-                graph = self._builder(batch).build(_without_inference(batch), training)
+                graph = self._builder(batch, portable).build(_without_inference(batch), training)
         except BaseException:
             self._narrow()
             raise

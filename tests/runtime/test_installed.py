@@ -33,7 +33,7 @@ def test_without_an_engine_the_error_has_the_commands_of_the_three_extras() -> N
     assert done.stdout.count("ort_trainer runs on ONNX Runtime, which is not installed") == 2, done.stderr
     found = re.findall(r"pip install (\S+) +the extra \[(\w+)\]", done.stdout)
     project = (ROOT / "pyproject.toml").read_text()
-    extras = dict(re.findall(r'^(cpu|cuda|stock) = \["(.*)"\]$', project, re.MULTILINE))
+    extras = dict(re.findall(r'^(cpu|cuda|stock) = \["(.*)", "ort_trainer\[trainer\]"\]$', project, re.MULTILINE))
     assert len(extras) == 3 and {extra: text.strip("'") for text, extra in found} == extras
 
 

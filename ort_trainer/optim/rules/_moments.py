@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import OptimizerConfig, flag, number
-from ..rule import Nodes
+from ..rule import Nodes, ParameterNodes
 
-__all__ = ["MOMENT_1", "MOMENT_2", "AdaptiveConfig", "average", "corrected"]
+__all__ = ["MOMENT_1", "MOMENT_2", "AdaptiveConfig", "adaptive_step"]
 
 MOMENT_1 = "Moment_1"
 MOMENT_2 = "Moment_2"
@@ -30,17 +30,34 @@ class AdaptiveConfig(OptimizerConfig):
         return number(key, value)
 
 
-def average(nodes: Nodes, moment: Any, value: Any, decay: float) -> Any:
+def _average(nodes: Nodes, moment: Any, value: Any, decay: float) -> Any:
     """Writes ``decay * moment + (1 - decay) * value``."""
     kept = nodes.op("Mul", moment, nodes.number(decay, moment))
     return nodes.op("Add", kept, nodes.op("Mul", value, nodes.number(1.0 - decay, moment)))
 
 
-def corrected(nodes: Nodes, first: Any, second: Any, count: Any, hyper: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Writes both moments divided by what their averages lack."""
-    if not hyper["do_bias_correction"]:
-        return first, second
-    return (
-        nodes.op("Div", first, nodes.power(hyper["alpha"], count, first)),
-        nodes.op("Div", second, nodes.power(hyper["beta"], count, second)),
-    )
+def adaptive_step(
+    nodes: Nodes, parameter: ParameterNodes, corrected_epsilon: bool = True
+) -> tuple[Mapping[str, Any], Any, Any]:
+    """Writes the new moments, and ``m / c1 / (sqrt(v / c2) + epsilon)`` as a tensor and a scalar factor on it.
+
+    They are ``m / (sqrt(v) + epsilon sqrt(c2))`` and ``sqrt(c2) / c1``, so that no correction meets a tensor.
+
+    Args:
+        nodes: Writes them.
+        parameter: What they start from.
+        corrected_epsilon: Whether epsilon is added to the corrected root; if not, to ``sqrt(v)``.
+
+    Returns:
+        The moments by slot, the tensor, and the factor, which is None where there are no corrections.
+    """
+    gradient, slots, hyper = parameter.gradient, parameter.slots, parameter.hyper
+    first = _average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
+    second = _average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
+    epsilon, factor = nodes.number(hyper["epsilon"], first), None
+    if hyper["do_bias_correction"]:
+        root = nodes.op("Sqrt", nodes.power(hyper["beta"], parameter.count, first))
+        factor = nodes.op("Div", root, nodes.power(hyper["alpha"], parameter.count, first))
+        epsilon = nodes.op("Mul", epsilon, root) if corrected_epsilon else epsilon
+    step = nodes.op("Div", first, nodes.op("Add", nodes.op("Sqrt", second), epsilon))
+    return {MOMENT_1: first, MOMENT_2: second}, step, factor

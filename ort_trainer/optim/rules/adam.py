@@ -12,7 +12,7 @@ import torch
 from ...errors import shown
 from ..config import ParameterGroups, number
 from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
-from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, average, corrected
+from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step
 
 __all__ = ["AdamConfig", "AdamWConfig"]
 
@@ -196,19 +196,13 @@ class _Adam(Rule):
             )
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
-        weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
-        count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
-        first = average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
-        second = average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
-        kept = {MOMENT_1: first, MOMENT_2: second}
-        decay = nodes.op("Mul", rate, nodes.number(hyper["lambda_coef"], weight))
-        epsilon = nodes.number(hyper["epsilon"], weight)
+        weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         before = hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-        if before:
-            first, second = corrected(nodes, first, second, count, hyper)
-        elif hyper["do_bias_correction"]:
-            numerator = nodes.op("Sqrt", nodes.power(hyper["beta"], count, weight))
-            rate = nodes.op("Mul", rate, nodes.op("Div", numerator, nodes.power(hyper["alpha"], count, weight)))
-        step = nodes.op("Div", first, nodes.op("Add", nodes.op("Sqrt", second), epsilon))
-        moved = nodes.op("Sub", weight, nodes.op("Mul", rate, step))
-        return nodes.op("Sub", moved, nodes.op("Mul", decay, weight if before else moved)), kept
+        kept, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)
+        scale = rate if factor is None else nodes.op("Mul", rate, factor)
+        if hyper["lambda_coef"]:
+            decay = nodes.op("Mul", rate, nodes.number(hyper["lambda_coef"], weight))
+            left = nodes.op("Sub", nodes.number(1.0, weight), decay)
+            scale = scale if before else nodes.op("Mul", scale, left)
+            weight = nodes.op("Mul", weight, left)
+        return nodes.op("Sub", weight, nodes.op("Mul", step, scale)), kept

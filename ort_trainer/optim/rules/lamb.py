@@ -10,7 +10,7 @@ import torch
 
 from ..config import ParameterGroups, number
 from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
-from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, average, corrected
+from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step
 
 __all__ = ["LambConfig"]
 
@@ -99,15 +99,12 @@ class _Lamb(Rule):
             weight.sub_(direction.mul_(ratio), alpha=batch.lr)
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
-        weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
-        count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
-        first = average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])
-        second = average(nodes, slots[MOMENT_2], nodes.op("Mul", gradient, gradient), hyper["beta"])
-        kept = {MOMENT_1: first, MOMENT_2: second}
-        first, second = corrected(nodes, first, second, count, hyper)
-        denominator = nodes.op("Add", nodes.op("Sqrt", second), nodes.number(hyper["epsilon"], weight))
-        decay = nodes.op("Mul", weight, nodes.number(hyper["lambda_coef"], weight))
-        direction = nodes.op("Add", nodes.op("Div", first, denominator), decay)
+        weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
+        kept, direction, factor = adaptive_step(nodes, parameter)
+        direction = direction if factor is None else nodes.op("Mul", direction, factor)
+        if hyper["lambda_coef"]:
+            decay = nodes.op("Mul", weight, nodes.number(hyper["lambda_coef"], weight))
+            direction = nodes.op("Add", direction, decay)
         norms = [nodes.op("Sqrt", nodes.op("ReduceSumSquare", value, keepdims=0)) for value in (weight, direction)]
         ratio = nodes.op("Div", *norms)
         zero = nodes.number(0.0, weight)
@@ -116,4 +113,4 @@ class _Lamb(Rule):
             if math.isfinite(bound):
                 ratio = nodes.op(op_type, ratio, nodes.number(bound, weight))
         ratio = nodes.op("Where", usable, ratio, nodes.number(1.0, weight))
-        return nodes.op("Sub", weight, nodes.op("Mul", nodes.op("Mul", rate, ratio), direction)), kept
+        return nodes.op("Sub", weight, nodes.op("Mul", direction, nodes.op("Mul", rate, ratio))), kept

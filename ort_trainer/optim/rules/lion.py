@@ -10,7 +10,7 @@ import torch
 from ...errors import shown
 from ..config import OptimizerConfig, ParameterGroups, number
 from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
-from ._moments import MOMENT_1, average
+from ._moments import MOMENT_1
 
 __all__ = ["LionConfig"]
 
@@ -64,10 +64,13 @@ class _Lion(Rule):
         torch._foreach_add_(batch.weights, direction, alpha=-batch.lr)
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
-        weight, gradient = parameter.weight, parameter.gradient
-        slots, rate, hyper = parameter.slots, parameter.rate, parameter.hyper
-        inner, outer = hyper["betas"]
-        direction = nodes.op("Sign", average(nodes, slots[MOMENT_1], gradient, inner))
-        decay = nodes.op("Mul", weight, nodes.number(hyper["weight_decay"], weight))
-        moved = nodes.op("Sub", weight, nodes.op("Mul", rate, nodes.op("Add", direction, decay)))
-        return moved, {MOMENT_1: average(nodes, slots[MOMENT_1], gradient, outer)}
+        weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
+        moment, (inner, outer) = parameter.slots[MOMENT_1], hyper["betas"]
+        # The new moment is made of the average within the sign, so that nothing reads the old one after it.
+        change = nodes.op("Sub", parameter.gradient, moment)
+        average = nodes.op("Add", moment, nodes.op("Mul", change, nodes.number(1.0 - inner, weight)))
+        kept = {MOMENT_1: nodes.op("Add", average, nodes.op("Mul", change, nodes.number(inner - outer, weight)))}
+        if hyper["weight_decay"]:
+            decay = nodes.op("Mul", rate, nodes.number(hyper["weight_decay"], weight))
+            weight = nodes.op("Mul", weight, nodes.op("Sub", nodes.number(1.0, weight), decay))
+        return nodes.op("Sub", weight, nodes.op("Mul", nodes.op("Sign", average), rate)), kept

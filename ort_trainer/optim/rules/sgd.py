@@ -123,11 +123,13 @@ class _SGD(Rule):
             gradient = nodes.op("Add", gradient, decay)
         if slots:
             momentum = nodes.number(hyper["momentum"], weight)
-            share = nodes.op("Mul", gradient, nodes.number(1.0 - hyper["dampening"], weight))
+            share = gradient
+            if hyper["dampening"]:  # but in the first update, where the average is zero
+                is_first = nodes.op("Equal", count, nodes.number(1, count))
+                shares = [nodes.number(value, weight) for value in (1.0, 1.0 - hyper["dampening"])]
+                share = nodes.op("Mul", gradient, nodes.op("Where", is_first, *shares))
             average = nodes.op("Add", nodes.op("Mul", slots[MOMENTUM], momentum), share)
-            is_first = nodes.op("Equal", count, nodes.number(1, count))
-            average = nodes.op("Where", is_first, gradient, average)
             kept[MOMENTUM] = average
-            ahead = nodes.op("Add", gradient, nodes.op("Mul", average, momentum))
-            gradient = ahead if hyper["nesterov"] else average
-        return nodes.op("Sub", weight, nodes.op("Mul", rate, gradient)), kept
+            ahead = nodes.op("Mul", average, momentum) if hyper["nesterov"] else None
+            gradient = average if ahead is None else nodes.op("Add", gradient, ahead)
+        return nodes.op("Sub", weight, nodes.op("Mul", gradient, rate)), kept

@@ -91,7 +91,11 @@ class OnnxSource(ModelSource):
         }
 
     def builder(
-        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
     ) -> Builder:
         """Returns what builds the graphs; see the base class."""
         _refuse_for_arguments(layouts, parameters)

@@ -173,7 +173,11 @@ class TorchSource(ModelSource):
         return describe(self._model, self._loss_fn, batch, layouts, parameters)
 
     def builder(
-        self, description: ModelDescription, layouts: Layouts = (), parameters: Sequence[str] | None = None
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
     ) -> Builder:
         """Returns what builds the graphs; see the base class."""
         labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
@@ -192,7 +196,7 @@ class TorchSource(ModelSource):
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
             recompute=_recompute_options(self._options),
-            kernels=self._kernels(),
+            kernels="onnxruntime" if portable else self._kernels(),
             fast_random=self._options.utils.random_numbers == "fast",
         )
         return GraphBuilder(

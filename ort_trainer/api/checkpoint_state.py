@@ -1,0 +1,298 @@
+"""``CheckpointState``: the state of training, its parameters and the user's own properties as mappings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import shown
+from .checkpoint_file import Array, Checkpoint, Value, from_bytes, read_checkpoint, to_bytes, write_checkpoint
+from .engine import OrtValue
+from .state import State
+
+if TYPE_CHECKING:
+    from .engine import StateTensor
+
+__all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
+
+
+class Parameter:
+    """A parameter of the model; ``state.parameters[name]`` gives it."""
+
+    def __init__(self, name: str, state: State) -> None:
+        self._name = name
+        self._state = state
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._name
+
+    @property
+    def data(self) -> Array:
+        """Its values, as a copy; values that are set must have its shape and dtype.
+
+        Raises:
+            RuntimeError: If it is read in a nominal checkpoint that was not filled.
+            TypeError: If something else than an array or OrtValue is set, or one of another dtype.
+            ValueError: If an array of another shape is set.
+        """
+        if self._name in self._state.missing:
+            self._state.require_values()
+        return self._tensor.read()
+
+    @data.setter
+    def data(self, value: Array | OrtValue) -> None:
+        array = _to_array(value, f"parameter {self._name!r}")
+        if array.dtype != self.dtype:
+            raise TypeError(
+                f"parameter {self._name!r} has dtype {self.dtype}, but an array of {array.dtype} was given: use "
+                f".astype(numpy.{self.dtype})"
+            )
+        if array.shape != self.shape:
+            raise ValueError(
+                f"parameter {self._name!r} has shape {list(self.shape)}, but an array of shape {list(array.shape)} was "
+                "given"
+            )
+        self._tensor.write(array)
+        self._state.missing.discard(self._name)
+
+    @property
+    def grad(self) -> Array | None:
+        """The sum of its gradients since the last reset, as a copy.
+
+        Zeros before the first step; None if it is not trained, or there is no module yet.
+        """
+        tensor = self._state.gradients.get(self._name)
+        return None if tensor is None else tensor.read()
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self._name in self._state.trainable
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its element type."""
+        return self._tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self._tensor.shape
+
+    @property
+    def _tensor(self) -> StateTensor:
+        return self._state.values[self._name]
+
+    def __repr__(self) -> str:
+        return (
+            f"Parameter(name={self._name!r}, shape={list(self.shape)}, dtype={self.dtype}, "
+            f"requires_grad={self.requires_grad})"
+        )
+
+
+class Parameters(Mapping[str, Parameter]):
+    """The parameters of the model by name, and its floating-point buffers (running statistics) among them.
+
+    Values are set, but no names: ``parameters["fc.weight"] = array``.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._known = {name: Parameter(name, state) for name in state.parameters}
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._find(name)
+
+    def __setitem__(self, name: str, value: Array | OrtValue) -> None:
+        self._find(name).data = value  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._known
+
+    def __repr__(self) -> str:
+        return f"Parameters({list(self._known.values())})"
+
+    def _find(self, name: str) -> Parameter:
+        if name not in self:
+            raise _unknown("parameter", name, self._known)
+        return self._known[name]
+
+
+class Properties(MutableMapping[str, Value]):
+    """The user's own values, which a checkpoint keeps: int, float and str by name."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Value:
+        return self._state.properties[self._find(name)]
+
+    def __setitem__(self, name: str, value: Value) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a property must be a str, but {shown(name)} was given")
+        if isinstance(value, str):
+            value = str(value)
+        elif isinstance(value, (int, np.integer, np.bool_)):
+            value = int(value)
+        elif isinstance(value, (float, np.floating)):
+            value = float(value)
+        else:
+            raise TypeError(f"property {name!r} must be an int, a float or a str, but {shown(value)} was given")
+        self._state.properties[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._state.properties[self._find(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state.properties)
+
+    def __len__(self) -> int:
+        return len(self._state.properties)
+
+    def __repr__(self) -> str:
+        return f"Properties({self._state.properties})"
+
+    def _find(self, name: str) -> str:
+        if name not in self._state.properties:
+            raise _unknown("property", name, self._state.properties)
+        return name
+
+
+class CheckpointState:
+    """The state of training: parameters, gradients, the optimizer's state and the user's properties.
+
+    :meth:`load_checkpoint` makes one. Modules, optimizers and training sessions that get it work on it, several at once
+    too: what one changes, all see.
+    """
+
+    def __init__(self, state: State) -> None:
+        if not isinstance(state, State):
+            raise TypeError(
+                f"a CheckpointState is made by CheckpointState.load_checkpoint(path), not of {shown(state)}"
+            )
+        self._state = state
+        self._parameters = Parameters(state)
+        self._properties = Properties(state)
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
+        """Returns the state in a file: a complete or a nominal checkpoint.
+
+        Args:
+            checkpoint_uri: Path of the file.
+
+        Raises:
+            TypeError: If it is no path.
+            FileNotFoundError: If there is no such file.
+            CheckpointError: If it is damaged, or no checkpoint of an export.
+        """
+        return cls._of(read_checkpoint(checkpoint_uri), f"checkpoint {os.fspath(checkpoint_uri)!r}")
+
+    @classmethod
+    def load_checkpoint_from_buffer(cls, checkpoint_buffer: bytes) -> CheckpointState:
+        """Returns the state in the bytes of a file.
+
+        Args:
+            checkpoint_buffer: The bytes.
+
+        Raises:
+            TypeError: If they are none.
+            CheckpointError: If they are damaged, or no checkpoint of an export.
+        """
+        if not isinstance(checkpoint_buffer, (bytes, bytearray, memoryview)):
+            raise TypeError(f"the checkpoint must be given as bytes, but {shown(checkpoint_buffer)} was given")
+        name = "the checkpoint given as bytes"
+        return cls._of(from_bytes(bytes(checkpoint_buffer), name), name)
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint, name: str) -> CheckpointState:
+        return cls(State(checkpoint, name))
+
+    @classmethod
+    def save_checkpoint(
+        cls, state: CheckpointState, checkpoint_uri: str | os.PathLike[str], include_optimizer_state: bool = False
+    ) -> None:
+        """Writes a file, atomically.
+
+        Args:
+            state: What is written.
+            checkpoint_uri: Path of the file; one that is there is replaced.
+            include_optimizer_state: Whether training can go on where it is: with what the optimizer keeps, the count of
+                updates, and the gradients that were not applied yet. Otherwise it begins anew with these weights.
+
+        Raises:
+            TypeError: If the state or the path is none.
+            FileNotFoundError: If the folder does not exist.
+            RuntimeError: If it is a nominal checkpoint of which only a part was filled.
+        """
+        checkpoint = state_of(state).to_checkpoint(include_optimizer_state)
+        if not isinstance(checkpoint_uri, (str, os.PathLike)):
+            raise TypeError(f"the checkpoint must be given as a path, but {shown(checkpoint_uri)} was given")
+        write_checkpoint(checkpoint_uri, checkpoint)
+
+    @classmethod
+    def save_checkpoint_to_buffer(cls, state: CheckpointState, include_optimizer_state: bool = False) -> bytes:
+        """Returns the bytes that :meth:`save_checkpoint` writes."""
+        return to_bytes(state_of(state).to_checkpoint(include_optimizer_state))
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters by name."""
+        return self._parameters
+
+    @property
+    def properties(self) -> Properties:
+        """The user's own values by name."""
+        return self._properties
+
+    def __repr__(self) -> str:
+        return (
+            f"CheckpointState({len(self._parameters)} parameters, {self._state.optimization_step} updates done, "
+            f"properties={self._state.properties})"
+        )
+
+
+def state_of(state: CheckpointState) -> State:
+    """Returns what is behind a ``CheckpointState``.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(state, CheckpointState):
+        raise TypeError(
+            f"state must be a CheckpointState, such as CheckpointState.load_checkpoint(path) returns, but "
+            f"{shown(state)} was given"
+        )
+    return state._state
+
+
+def _to_array(value: object, what: str) -> Array:
+    """Returns an array of what holds one.
+
+    Raises:
+        TypeError: If it is neither an array nor an OrtValue.
+    """
+    if isinstance(value, OrtValue):
+        return np.asarray(value.numpy())
+    if not isinstance(value, (np.ndarray, np.generic)):
+        raise TypeError(f"{what} must be a numpy array or an OrtValue, but {shown(value)} was given")
+    return np.asarray(value)
+
+
+def _unknown(kind: str, name: object, known: Iterable[str]) -> KeyError:
+    import difflib  # takes two milliseconds, which only an error should
+
+    close = difflib.get_close_matches(name, known, cutoff=0.5) if isinstance(name, str) else []
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {shown(list(known))}"
+    return KeyError(f"there is no {kind} {name!r}: {hint}")

@@ -1,0 +1,234 @@
+"""The one place that imports ``onnxruntime`` for the training API: devices, tensors and the models of an export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import onnxruntime
+from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
+
+from ..errors import shown
+from .artifact import METADATA, OptimizerModel, StepModel, from_metadata
+
+if TYPE_CHECKING:
+    from .checkpoint_file import Array
+
+__all__ = [
+    "CPU",
+    "Device",
+    "InferenceSession",
+    "Loaded",
+    "ModelSource",
+    "OrtValue",
+    "RunOptions",
+    "SessionOptions",
+    "StateTensor",
+    "check_options",
+    "default_options",
+    "load_model",
+    "parse_device",
+]
+
+ModelSource = str | os.PathLike[str] | bytes
+"""A model: the path of its file, or its bytes."""
+Model = TypeVar("Model", StepModel, OptimizerModel)
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# ONNX Runtime makes operators of these for whose types it then may have no kernel, such as doubles.
+_FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
+# Operators that only upstream's own runtime has.
+_UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where state and outputs are.
+
+    Attributes:
+        type: ``cpu`` or ``cuda``, as ONNX Runtime says it.
+        index: Which of them.
+    """
+
+    type: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu")
+
+
+def parse_device(text: str) -> Device:
+    """Returns a device.
+
+    Raises:
+        TypeError: If it is no text.
+        ValueError: If there is no such device.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"device must be a str, such as 'cpu' or 'cuda:1', but {shown(text)} was given")
+    kind, colon, index = text.partition(":")
+    known = kind in _PROVIDERS and (index.isdecimal() if colon else True) and not (kind == "cpu" and index.strip("0"))
+    if not known:
+        raise ValueError(f"device {text!r} is unknown: use 'cpu', 'cuda' or 'cuda:N'")
+    available = onnxruntime.get_available_providers()
+    if _PROVIDERS[kind] not in available:
+        raise ValueError(
+            f"device {text!r} needs {_PROVIDERS[kind]}, but the installed ONNX Runtime {onnxruntime.__version__} has "
+            f"only {available}: use device='cpu', or install a build with it"
+        )
+    return Device(kind, int(index or 0))
+
+
+def default_options() -> SessionOptions:
+    """Returns the options of sessions for which the user gives none."""
+    options = SessionOptions()
+    # The threads of one session would spin after its run, and take the cores from the other session's run.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    return options
+
+
+def check_options(options: SessionOptions | None) -> SessionOptions:
+    """Returns the user's options, or those that are used without.
+
+    Raises:
+        TypeError: If they are something else.
+    """
+    if options is not None and not isinstance(options, SessionOptions):
+        raise TypeError(f"session_options must be an onnxruntime.SessionOptions, but {shown(options)} was given")
+    return default_options() if options is None else options
+
+
+class StateTensor:
+    """A tensor on a device that keeps its place in memory, so that it is bound once.
+
+    Args:
+        array: Its first values; on the CPU its memory is taken over where it can be.
+        device: Where it is.
+
+    Attributes:
+        value: For ONNX Runtime.
+        dtype: The element type.
+        shape: The sizes.
+    """
+
+    def __init__(self, array: Array, device: Device) -> None:
+        self.dtype: np.dtype[Any] = array.dtype
+        self.shape: tuple[int, ...] = array.shape
+        self._array: Array | None = None
+        if device.type == "cpu":
+            self._array = array = np.require(array, requirements=["C", "W", "O"])
+        # On the CPU it has the array's memory, elsewhere a copy of it.
+        self.value = OrtValue.ortvalue_from_numpy(array, device.type, device.index)
+
+    def view(self) -> Array:
+        """Returns the values: on the CPU the memory itself, elsewhere a copy."""
+        return self.value.numpy() if self._array is None else self._array
+
+    def read(self) -> Array:
+        """Returns a copy of the values."""
+        return self.value.numpy() if self._array is None else self._array.copy()
+
+    def write(self, array: Array) -> None:
+        """Takes over values of the same type and as many elements."""
+        if self._array is None:
+            self.value.update_inplace(np.ascontiguousarray(array).reshape(self.shape))
+        else:
+            np.copyto(self._array, array.reshape(self.shape))
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Model]):
+    """A model of an export, ready to run.
+
+    Attributes:
+        session: ONNX Runtime's.
+        model: What it says about itself.
+        name: What messages call it.
+        data: Its bytes.
+    """
+
+    session: InferenceSession
+    model: Model
+    name: str
+    data: bytes
+
+
+def load_model(
+    cls: type[Model],
+    source: ModelSource,
+    argument: str,
+    kind: str,
+    options: SessionOptions,
+    device: Device,
+) -> Loaded[Model]:
+    """Makes a session of a model.
+
+    Args:
+        cls: :class:`StepModel` or :class:`OptimizerModel`.
+        source: Path or bytes.
+        argument: Name of the argument that it was given as.
+        kind: ``training``, ``evaluation`` or ``optimizer``.
+        options: Of the session.
+        device: Where it runs.
+
+    Raises:
+        TypeError: If it is neither a path nor bytes.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no such model of an export, or damaged.
+    """
+    data, name = _read(source, argument)
+    if data[4:8] == b"ORTM":
+        raise ValueError(
+            f"{name} has the ORT format (.ort), which can't be trained: give the .onnx file that it was made from"
+        )
+    if METADATA.encode() not in data and any(operator in data for operator in _UPSTREAM):
+        raise ValueError(
+            f"{name} is an artifact of the flavor 'onnxruntime-training', which only onnxruntime.training.api of "
+            "onnxruntime-training runs: train with that, or export again with the default flavor"
+        )
+    session = _make_session(data, name, options, _providers(device))
+    model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
+    if model.kind != kind:
+        raise ValueError(f"{name} is the {model.kind} model of an export, where the {kind} model belongs")
+    return Loaded(session, model, name, data)
+
+
+def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return bytes(source), f"the model given as {argument}"
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"{argument} must be a path or the bytes of a model, but {shown(source)} was given")
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no model {str(path)!r} ({argument})")
+    return path.read_bytes(), repr(str(path))
+
+
+def _providers(device: Device) -> list[Any]:
+    names: list[Any] = [_PROVIDERS["cpu"]]
+    if device.type != "cpu":
+        names.insert(0, (_PROVIDERS[device.type], {"device_id": str(device.index)}))
+    return names
+
+
+def _make_session(data: bytes, name: str, options: SessionOptions, providers: Sequence[Any]) -> InferenceSession:
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    try:
+        try:
+            return InferenceSession(data, options, providers)
+        except NoKernel:
+            return InferenceSession(data, options, providers, disabled_optimizers=list(_FUSIONS))
+    except Exception as error:  # ONNX Runtime's errors have no common class
+        raise ValueError(
+            f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}; it is damaged, cut short, or no ONNX "
+            f"model: {error}"
+        ) from error

@@ -1,0 +1,231 @@
+"""``Module``: training and evaluation steps from the artifacts of an export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..atomic import atomic_path
+from ..errors import shown
+from .artifact import StepModel
+from .checkpoint_file import Array
+from .checkpoint_state import CheckpointState, state_of
+from .engine import ModelSource, OrtValue, RunOptions, SessionOptions, check_options, load_model, parse_device
+from .runner import Input, StepRunner
+
+__all__ = ["Module"]
+
+
+class Module:
+    """Training and evaluation of a model from its artifacts.
+
+    Args:
+        train_model_uri: The training model: path or bytes.
+        state: The state that it trains. Several modules may share one.
+        eval_model_uri: The evaluation model, for evaluation and :meth:`export_model_for_inferencing`.
+        device: ``cpu``, ``cuda`` or ``cuda:N``; the state moves there.
+        session_options: For ONNX Runtime's sessions, those of an optimizer of this module too.
+
+    Attributes:
+        training: Whether a call is a training step; otherwise it is an evaluation step.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        FileNotFoundError: If a model is not there.
+        ValueError: If a model is damaged, is none of an export, or of another export than the state, or if there is no
+            such device.
+    """
+
+    training: bool
+
+    def __init__(
+        self,
+        train_model_uri: ModelSource,
+        state: CheckpointState,
+        eval_model_uri: ModelSource | None = None,
+        device: str = "cpu",
+        session_options: SessionOptions | None = None,
+    ) -> None:
+        self.training = True
+        self._state = inner = state_of(state)
+        self._options = check_options(session_options)
+        place = parse_device(device)
+        train = load_model(StepModel, train_model_uri, "train_model_uri", "training", self._options, place)
+        inner.check(train.model, train.name)
+        evaluation = None
+        if eval_model_uri is not None:
+            evaluation = load_model(StepModel, eval_model_uri, "eval_model_uri", "evaluation", self._options, place)
+            inner.check(evaluation.model, evaluation.name)
+        inner.use(place)
+        inner.prepare_gradients(train.model.gradients)
+        self._train = StepRunner(train, inner)
+        self._eval = None if evaluation is None else StepRunner(evaluation, inner)
+
+    def __call__(self, *user_inputs: Input, **named_inputs: Input) -> Any:
+        """Runs a training step, which adds to the gradients, or an evaluation step.
+
+        Args:
+            *user_inputs: Arrays or OrtValues, in the order of :meth:`input_names`.
+            **named_inputs: Those that are not given by position, by name.
+
+        Returns:
+            The outputs in the order of :meth:`output_names`, as a tuple if there are several: arrays if an input is
+            one, otherwise OrtValues.
+
+        Raises:
+            TypeError: If an input is missing, unknown, no tensor, or of another dtype.
+            ValueError: If one has a wrong shape.
+            RuntimeError: If there is no evaluation model, or the parameters have no values yet.
+        """
+        runner = self._runner(self.training)
+        results = runner.run(_ordered(runner.inputs, user_inputs, named_inputs) if named_inputs else user_inputs)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _run(
+        self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
+    ) -> list[Any]:
+        """Runs a step of a given kind, whatever the mode, and returns a list of the outputs."""
+        runner = self._runner(training)
+        return runner.run(_ordered(runner.inputs, (), given) if isinstance(given, Mapping) else given, options)
+
+    def train(self, mode: bool = True) -> Module:
+        """Makes calls training steps.
+
+        Args:
+            mode: False for evaluation steps.
+
+        Returns:
+            The module.
+        """
+        if not isinstance(mode, (bool, np.bool_)):
+            raise TypeError(f"mode must be a bool, but {shown(mode)} was given")
+        self.training = bool(mode)
+        return self
+
+    def eval(self) -> Module:
+        """Makes calls evaluation steps, and returns the module."""
+        return self.train(False)
+
+    def lazy_reset_grad(self) -> None:
+        """Lets the next training step begin a new sum of the gradients; until then they can be read."""
+        self._state.reset = True
+
+    def get_parameters_size(self, trainable_only: bool = True) -> int:
+        """Returns how many elements all parameters have together.
+
+        Args:
+            trainable_only: Whether only those count that are trained.
+        """
+        return self._state.size(trainable_only)
+
+    def get_contiguous_parameters(self, trainable_only: bool = False) -> OrtValue:
+        """Returns the values of all parameters, one after the other, as a copy.
+
+        Args:
+            trainable_only: Whether only those that are trained.
+
+        Raises:
+            RuntimeError: If some have no values yet.
+            ValueError: If they have several dtypes.
+        """
+        self._state.require_values()
+        device = self._state.device
+        return OrtValue.ortvalue_from_numpy(self._state.flat(trainable_only), device.type, device.index)
+
+    def copy_buffer_to_parameters(self, buffer: Input, trainable_only: bool = True) -> None:
+        """Takes over the values of all parameters, which completes a nominal checkpoint.
+
+        Args:
+            buffer: What :meth:`get_contiguous_parameters` returns, or an array.
+            trainable_only: Whether it has only those that are trained.
+
+        Raises:
+            TypeError: If it is no tensor, or of another dtype.
+            ValueError: If it has a wrong size.
+        """
+        flat = _flat(buffer, self._state.flat_dtype(trainable_only))
+        size = self._state.size(trainable_only)
+        if flat.size != size:
+            other = self._state.size(not trainable_only)
+            hint = f"; {other} with trainable_only={not trainable_only}" if other != size else ""
+            raise ValueError(
+                f"the buffer has {flat.size} elements, but the parameters have {size} with "
+                f"trainable_only={trainable_only}{hint}"
+            )
+        self._state.fill(flat, trainable_only)
+
+    def export_model_for_inferencing(
+        self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
+    ) -> None:
+        """Writes an ONNX model for inference, with the weights in it.
+
+        Args:
+            inference_model_uri: Path of the file; one that is there is replaced.
+            graph_output_names: What it computes: outputs of the evaluation model, or other values in it. Inputs that
+                these do not need, such as labels, are left out.
+
+        Raises:
+            RuntimeError: If there is no evaluation model, or the parameters have no values yet.
+            ValueError: If the model has no such value.
+        """
+        from .onnx_bytes import inference_model
+
+        runner = self._runner(False)
+        self._state.require_values()
+        names = graph_output_names
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"graph_output_names must be a list of str, but {shown(names)} was given")
+        values = {graph: self._state.values[name].view() for name, graph in runner.model.state.items()}
+        model = inference_model(runner.data, values, list(names))
+        with atomic_path(Path(inference_model_uri)) as temporary:
+            temporary.write_bytes(model)
+
+    def input_names(self) -> list[str]:
+        """Returns what a call takes in this mode."""
+        return list(self._runner(self.training).inputs)
+
+    def output_names(self) -> list[str]:
+        """Returns what a call returns in this mode."""
+        return list(self._runner(self.training).outputs)
+
+    def _runner(self, training: bool) -> StepRunner:
+        if training:
+            return self._train
+        if self._eval is None:
+            raise RuntimeError("evaluation needs the evaluation model: give it as eval_model_uri (or eval_model)")
+        return self._eval
+
+    def __repr__(self) -> str:
+        return f"Module({self._train.name}, inputs={list(self._train.inputs)}, outputs={list(self._train.outputs)})"
+
+
+def _ordered(names: Sequence[str], args: Sequence[Input], kwargs: Mapping[str, Input]) -> list[Input]:
+    """Returns inputs that were given by position and by name in order."""
+    given = dict(zip(names, args, strict=False))
+    unknown = [name for name in kwargs if name not in names]
+    if unknown:
+        raise TypeError(f"unknown inputs {unknown}: the model takes {list(names)}")
+    twice = [name for name in kwargs if name in given]
+    if twice:
+        raise TypeError(f"inputs {twice} were given both by position and by name")
+    given.update(kwargs)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise TypeError(f"inputs {missing} are missing: the model takes {list(names)}")
+    return [*(given[name] for name in names), *args[len(names) :]]
+
+
+def _flat(buffer: object, dtype: np.dtype[Any]) -> Array:
+    """Returns a flat buffer as an array of one dimension."""
+    if not isinstance(buffer, np.ndarray) and not callable(getattr(buffer, "numpy", None)):
+        raise TypeError(f"the buffer must be an OrtValue or a numpy array, but {shown(buffer)} was given")
+    flat = np.asarray(buffer if isinstance(buffer, np.ndarray) else buffer.numpy())  # type: ignore[attr-defined]
+    if flat.dtype != dtype:
+        raise TypeError(f"the buffer has dtype {flat.dtype}, but the parameters have {dtype}")
+    if flat.ndim != 1:
+        raise ValueError(f"the buffer must have one dimension, but its shape is {list(flat.shape)}")
+    return flat

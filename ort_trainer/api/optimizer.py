@@ -1,0 +1,107 @@
+"""``Optimizer``: updates the weights of a module from its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors import shown
+from ..interrupts import uninterrupted
+from .artifact import OptimizerModel
+from .engine import ModelSource, RunOptions, load_model
+from .module import Module
+from .state import State
+
+__all__ = ["Optimizer", "check_rate"]
+
+
+class Optimizer:
+    """Updates the parameters of a module from the sums of their gradients.
+
+    Args:
+        optimizer_uri: The optimizer model: path or bytes.
+        module: Whose parameters are updated.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        FileNotFoundError: If the model is not there.
+        ValueError: If it is damaged, is no optimizer model, or of another export than the module's state.
+    """
+
+    def __init__(self, optimizer_uri: ModelSource, module: Module) -> None:
+        if not isinstance(module, Module):
+            raise TypeError(f"module must be a Module, but {shown(module)} was given")
+        self._state: State = module._state
+        device = self._state.device
+        loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", module._options, device)
+        self._state.check(loaded.model, loaded.name)
+        self._state.prepare_optimizer(loaded.model.state, loaded.model.rates)
+        self._state.prepare_gradients(loaded.model.gradients)
+        self._session, self._model, self._name = loaded.session, loaded.model, loaded.name
+        self._bindings: dict[int, Any] = {}
+
+    def step(self, run_options: RunOptions | None = None) -> None:
+        """Updates the parameters, and counts the update.
+
+        Args:
+            run_options: Of ONNX Runtime, for this run.
+
+        Raises:
+            RuntimeError: If the parameters have no values yet.
+        """
+        state = self._state
+        if state.missing:
+            state.require_values()
+        binding = self._bindings.get(state.gradient_side) or self._bind()
+        binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
+        with uninterrupted():
+            self._session.run_with_iobinding(binding, run_options)
+            state.optimization_step += 1
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets the learning rate of all parameters; it replaces a schedule that came with the checkpoint.
+
+        Raises:
+            TypeError: If it is no number.
+            ValueError: If it is negative or not finite.
+        """
+        self._state.set_rate(check_rate("learning_rate", learning_rate))
+
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the coming update; with parameter groups that of all other parameters."""
+        return self._state.rates()[-1]
+
+    def _bind(self) -> Any:
+        """Returns a new binding: everything is written where it is read."""
+        state, model = self._state, self._model
+        binding = self._session.io_binding()
+        for name, (graph_input, output) in model.weights.items():
+            binding.bind_ortvalue_input(graph_input, state.values[name].value)
+            binding.bind_ortvalue_output(output, state.values[name].value)
+        for name, graph_input in model.gradients.items():
+            binding.bind_ortvalue_input(graph_input, state.gradients[name].value)
+        for key, slot in model.state.items():
+            tensor = (state.optimizer or {})[key]
+            binding.bind_ortvalue_input(slot.input, tensor.value)
+            binding.bind_ortvalue_output(slot.output, tensor.value)
+        self._bindings[state.gradient_side] = binding
+        return binding
+
+    def __repr__(self) -> str:
+        return f"Optimizer({self._name}, {self._model.name}, learning_rate={self.get_learning_rate()})"
+
+
+def check_rate(what: str, value: object) -> float:
+    """Returns a learning rate.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is negative or not finite.
+    """
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise TypeError(f"{what} must be a number, but {shown(value)} was given")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{what} must be finite and not negative, but {shown(value)} was given")
+    return float(value)

@@ -1,0 +1,169 @@
+"""The random numbers of a training step: PyTorch's Mersenne Twister, without PyTorch.
+
+A step that draws masks draws one key first, and all masks follow from it, as in the trainer's default; NumPy's
+generator gives the same words as PyTorch's on the CPU, so the masks go on where the trainer's stopped. The other kinds
+are NumPy's own draws from that generator.
+
+``numpy.random`` is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import shown
+from .artifact import RandomTensor
+
+if TYPE_CHECKING:
+    from .checkpoint_file import Array
+
+__all__ = ["RandomNumbers", "draw_mask", "set_seed"]
+
+_KEYS = 2**62
+_WORDS = 624
+# Of a mask, as in ``ort_trainer.runtime.aten.dropout``, which draws the same.
+_BLOCK = 1 << 16
+_LEVELS = 1 << 16
+
+
+class _Seed:
+    """The last call of :func:`set_seed`.
+
+    Attributes:
+        value: Its seed; None before the first.
+        calls: How many there were.
+    """
+
+    value: int | None = None
+    calls = 0
+
+
+def set_seed(seed: int) -> None:
+    """Sets the seed of all random numbers that training draws from now on.
+
+    Every state begins anew with it, one that is loaded already too; the random state of a checkpoint that is loaded
+    later comes from its file. The numbers are those of ``torch.manual_seed(seed)`` in the trainer.
+
+    Args:
+        seed: Any whole number; its lowest 32 bits count.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise TypeError(f"the seed must be an int, but {shown(seed)} was given")
+    _Seed.value = int(seed) & 0xFFFFFFFF
+    _Seed.calls += 1
+
+
+class RandomNumbers:
+    """The generator of a state.
+
+    Args:
+        state: The 624 words and the position, uint32 [625]; None for a new one: from the seed that was set, or from
+            the operating system.
+    """
+
+    def __init__(self, state: Array | None = None) -> None:
+        self._state = state
+        self._calls = _Seed.calls
+        self._bits: Any = None
+        self._generator: Any = None
+
+    def get_state(self) -> Array | None:
+        """Returns the words and the position; None if there are none yet."""
+        self._follow_seed()
+        if self._bits is None:
+            return self._state
+        known = self._bits.state["state"]
+        return np.append(known["key"], known["pos"]).astype(np.uint32)
+
+    def set_state(self, state: Array | None) -> None:
+        """Goes back to what :meth:`get_state` returned."""
+        self._state, self._bits, self._generator = state, None, None
+
+    def draw(self, wanted: Sequence[tuple[RandomTensor, tuple[int, ...]]]) -> list[Array]:
+        """Returns new random numbers for inputs and their shapes."""
+        self._follow_seed()
+        if self._bits is None:
+            self._bits = _bits(self._state)
+            self._generator = np.random.Generator(self._bits)
+        key = self._key() if any(spec.kind == "mask" for spec, _ in wanted) else 0
+        return [self._draw(spec, shape, key) for spec, shape in wanted]
+
+    def _follow_seed(self) -> None:
+        if self._calls != _Seed.calls:
+            self._calls = _Seed.calls
+            self.set_state(None)
+
+    def _key(self) -> int:
+        """The number that ``torch.randint(2**62, ())`` draws."""
+        high, low = self._bits.random_raw(2)
+        return ((int(high) << 32) | int(low)) % _KEYS
+
+    def _draw(self, spec: RandomTensor, shape: tuple[int, ...], key: int) -> Array:
+        if spec.kind == "mask":
+            kept, number = spec.parameters
+            return draw_mask(key, math.prod(shape), int(number), kept).reshape(shape).astype(spec.dtype, copy=False)
+        if spec.kind == "uniform":
+            return _uniform(self._generator, shape, np.dtype(spec.dtype))
+        return np.asarray(_DRAWS[spec.kind](self._generator, shape, *spec.parameters)).astype(spec.dtype, copy=False)
+
+
+def draw_mask(key: int, count: int, number: int, kept: float) -> Array:
+    """Returns a mask: uint8 [count], 1 where an element is kept.
+
+    Args:
+        key: Of the step.
+        count: Elements.
+        number: Of the dropout in the model.
+        kept: Probability that an element is kept.
+    """
+    words = -(-count // 4)
+    blocks = [
+        np.random.SFC64(np.random.SeedSequence((key, number, block))).random_raw(min(words - block, _BLOCK))
+        for block in range(0, words, _BLOCK)
+    ]
+    threshold = round((1.0 - kept) * _LEVELS) - _LEVELS // 2
+    if not blocks or threshold >= _LEVELS // 2:  # which 16 bits can't reach
+        return np.zeros(count, np.uint8)
+    raw = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    passed = (raw.view(np.int16) >= threshold).view(np.uint8)
+    # Each quarter of the tensor has one of the four numbers in a word; the two halves of the words alternate.
+    return np.ascontiguousarray(passed.reshape(2, words, 2).transpose(2, 0, 1)).reshape(-1)[:count]
+
+
+def _bits(state: Array | None) -> Any:
+    if state is None and _Seed.value is not None:
+        # Knuth's seeding, which is PyTorch's too; that of MT19937(seed) is another.
+        return np.random.RandomState(_Seed.value)._bit_generator
+    bits: Any = np.random.MT19937()
+    if state is not None:
+        words = {"key": state[:_WORDS].astype(np.uint32), "pos": int(state[_WORDS])}
+        bits.state = {"bit_generator": "MT19937", "state": words}
+    return bits
+
+
+def _uniform(generator: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Returns numbers in [0, 1) that the type can hold, so that none is rounded to 1."""
+    levels = 2 ** (np.finfo(dtype).nmant + 1)
+    found: Array = (generator.integers(0, levels, shape) / levels).astype(dtype)
+    return found
+
+
+def _bernoulli(generator: Any, shape: tuple[int, ...], probability: float, factor: float = 1.0) -> Array:
+    return np.asarray(generator.random(shape, np.float32) < probability) * np.float64(factor)
+
+
+# Kind of a random input -> how it is drawn from NumPy's generator.
+_DRAWS: Mapping[str, Any] = {
+    "bernoulli": _bernoulli,
+    "normal": lambda generator, shape: generator.standard_normal(shape),
+    "exponential": lambda generator, shape, rate=1.0: generator.standard_exponential(shape) / rate,
+    "integers": lambda generator, shape, low, high: generator.integers(int(low), int(high), shape),
+    "permutation": lambda generator, shape: generator.permutation(shape[0]),
+}

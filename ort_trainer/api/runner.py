@@ -1,0 +1,265 @@
+"""Runs the training or the evaluation model of an export on the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..dims import evaluate, holds, symbols_of
+from ..errors import shown
+from ..interrupts import uninterrupted
+from .artifact import RandomTensor, StepModel, Tensor
+from .engine import Loaded, OrtValue, RunOptions
+from .state import State
+
+__all__ = ["Input", "StepRunner"]
+
+Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
+"""What a step takes and returns."""
+# Shapes of batches whose sizes are remembered.
+_PLANS = 1000
+_SIDES = tuple[bool, int, int]
+_ELEMENT_TYPES = {"float": "float32", "double": "float64"}
+
+
+@dataclass(frozen=True)
+class _Output:
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What runs with inputs of certain shapes need.
+
+    Attributes:
+        outputs: The user's, with their sizes; None where ONNX Runtime finds them out.
+        random: What is drawn, with its sizes.
+    """
+
+    outputs: tuple[_Output, ...]
+    random: tuple[tuple[RandomTensor, tuple[int, ...]], ...]
+
+
+class StepRunner:
+    """A model, bound to the state.
+
+    State and gradients keep their memory, so they are bound once for each set of tensors that a step reads and writes;
+    a step binds its inputs, random numbers and outputs only.
+
+    Args:
+        loaded: The model.
+        state: What it reads and changes.
+    """
+
+    def __init__(self, loaded: Loaded[StepModel], state: State) -> None:
+        self.name = loaded.name
+        self.data = loaded.data
+        self.model = model = loaded.model
+        self.inputs = tuple(spec.name for spec in model.inputs)
+        self.outputs = tuple(spec.name for spec in model.outputs)
+        self._session = loaded.session
+        self._state = state
+        self._training = model.kind == "training"
+        self._dtypes = [np.dtype(spec.dtype) for spec in model.inputs]
+        self._random = bool(model.random)
+        self._plans: dict[tuple[tuple[int, ...], ...], _Plan] = {}
+        self._bindings: dict[_SIDES, Any] = {}
+        self._reset = {flag: np.array([flag]) for flag in (False, True)}
+
+    def run(self, given: Sequence[Input], options: RunOptions | None = None) -> list[Any]:
+        """Runs a step.
+
+        Args:
+            given: The inputs in order.
+            options: Of this run.
+
+        Returns:
+            The outputs in order: arrays if an input is one, otherwise OrtValues.
+
+        Raises:
+            TypeError: If an input is no tensor, or has another dtype.
+            ValueError: If one has a wrong shape.
+            RuntimeError: If the parameters have no values yet.
+        """
+        state = self._state
+        if state.missing:
+            state.require_values()
+        values = self._checked(given)
+        shapes = tuple([_shape(value) for value in values])
+        plan = self._plans.get(shapes) or self._plan(shapes)
+        binding = self._binding()
+        for name, value in zip(self.inputs, values, strict=True):
+            if isinstance(value, np.ndarray):
+                binding.bind_cpu_input(name, value)
+            else:
+                binding.bind_ortvalue_input(name, value)
+        as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
+        results = [self._bind_output(binding, output, as_arrays) for output in plan.outputs]
+        before = state.random.get_state() if self._random else None
+        try:
+            if self._random:
+                for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
+                    binding.bind_cpu_input(spec.name, array)
+            with uninterrupted():
+                self._session.run_with_iobinding(binding, options)
+                if self._training:
+                    state.advance()
+        except BaseException:
+            if self._random:
+                state.random.set_state(before)
+            raise
+        if any(result is None for result in results):
+            self._collect(binding, results, as_arrays)
+        return results
+
+    def _checked(self, given: Sequence[Input]) -> list[Input]:
+        """Returns contiguous inputs of the right types."""
+        if len(given) != len(self.inputs):
+            raise TypeError(
+                f"{len(given)} inputs were given, but {self.name} takes {len(self.inputs)}: {self._listed()}"
+            )
+        values: list[Input] = []
+        for name, dtype, value in zip(self.inputs, self._dtypes, given, strict=True):
+            if isinstance(value, (np.ndarray, np.generic)):
+                array = np.asarray(value, order="C")
+                if array.dtype != dtype:
+                    raise TypeError(_wrong_dtype(name, array.dtype, dtype))
+                values.append(array)
+            elif isinstance(value, OrtValue):
+                found = value.data_type().removeprefix("tensor(").removesuffix(")")
+                if _ELEMENT_TYPES.get(found, found) != dtype.name:
+                    raise TypeError(_wrong_dtype(name, found, dtype))
+                values.append(value)
+            else:
+                raise TypeError(f"input {name!r} must be a numpy array or an OrtValue, but {shown(value)} was given")
+        return values
+
+    def _listed(self) -> str:
+        return ", ".join(f"{spec.name} ({spec.dtype} {list(spec.shape or ())})" for spec in self.model.inputs)
+
+    def _plan(self, shapes: tuple[tuple[int, ...], ...]) -> _Plan:
+        """Returns the plan for new shapes, which are checked."""
+        sizes = self._sizes(shapes)
+        plan = _Plan(
+            tuple(
+                _Output(spec.name, np.dtype(spec.dtype), _evaluated(spec.shape, sizes)) for spec in self.model.outputs
+            ),
+            tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.model.random),
+        )
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
+        self._plans[shapes] = plan
+        return plan
+
+    def _sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+        """Returns the sizes of the named dimensions.
+
+        Raises:
+            ValueError: If the model can't take inputs of these shapes.
+        """
+        sizes: dict[str, int] = {}
+        for spec, shape in zip(self.model.inputs, shapes, strict=True):
+            _check_shape(spec, shape, sizes)
+        for dimension, size in self.model.fixed.items():
+            if sizes.get(dimension, size) != size:
+                raise ValueError(
+                    f"dimension {dimension!r} is {sizes[dimension]}, but {self.name} has it fixed at {size}: give "
+                    f"batches of that size, or export again with a batch whose {dimension!r} is another"
+                )
+        for guard in self.model.guards:
+            if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
+                raise ValueError(
+                    f"{self.name} holds only where {guard}, but the inputs have {_said(sizes)}: export again with a "
+                    "batch of such sizes"
+                )
+        return sizes
+
+    def _binding(self) -> Any:
+        """Returns the binding of what the coming step reads and writes."""
+        state = self._state
+        sides = (
+            (state.reset, state.gradient_side, state.buffer_side) if self._training else (True, 0, state.buffer_side)
+        )
+        known = self._bindings.get(sides)
+        if known is not None:
+            return known
+        binding = self._session.io_binding()
+        for name, graph_input in self.model.state.items():
+            binding.bind_ortvalue_input(graph_input, state.values[name].value)
+        if self._training:
+            for name, (graph_input, _) in self.model.gradients.items():
+                binding.bind_ortvalue_input(graph_input, state.gradients[name].value)
+            if self.model.gradients:
+                binding.bind_cpu_input(self.model.reset, self._reset[state.reset])
+            for output, tensor in state.targets(self.model).items():
+                binding.bind_ortvalue_output(output, tensor.value)
+        self._bindings[sides] = binding
+        return binding
+
+    def _bind_output(self, binding: Any, output: _Output, as_array: bool) -> Input | None:
+        """Binds new memory for an output and returns it, or None where ONNX Runtime allocates it."""
+        device = self._state.device
+        on_device = not as_array and device.type != "cpu"
+        if output.shape is None or on_device:
+            binding.bind_output(output.name, device.type if on_device else "cpu", device.index if on_device else 0)
+            return None
+        array = np.empty(output.shape, output.dtype)
+        if as_array:
+            address = array.__array_interface__["data"][0]
+            binding.bind_output(output.name, "cpu", 0, output.dtype.type, output.shape, address)
+            return array
+        value = OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_output(output.name, value)
+        return value
+
+    def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
+        """Puts what ONNX Runtime has allocated into the places that are None."""
+        # In the order in which they were bound first: the user's outputs last.
+        found = binding.get_outputs()[-len(results) :]
+        for index, value in enumerate(found):
+            if results[index] is None:
+                results[index] = value.numpy() if as_arrays else value
+
+
+def _shape(value: Input) -> tuple[int, ...]:
+    return value.shape if isinstance(value, np.ndarray) else tuple(value.shape())
+
+
+def _evaluated(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    return None if shape is None else tuple(evaluate(size, sizes) for size in shape)
+
+
+def _wrong_dtype(name: str, found: object, expected: np.dtype[Any]) -> str:
+    return f"input {name!r} has dtype {found}, but the model takes {expected}: use .astype(numpy.{expected})"
+
+
+def _check_shape(spec: Tensor, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    described = list(spec.shape or ())
+    if len(shape) != len(described):
+        raise ValueError(
+            f"input {spec.name!r} has {len(shape)} dimensions, shape {list(shape)}, but the model takes "
+            f"{len(described)}: {described}"
+        )
+    for axis, (size, expected) in enumerate(zip(shape, described, strict=True)):
+        if size == 0:
+            raise ValueError(f"input {spec.name!r} is empty: its shape is {list(shape)}. Skip empty batches")
+        if isinstance(expected, int):
+            if size != expected:
+                raise ValueError(
+                    f"input {spec.name!r} has size {size} in dimension {axis}, but the model takes {expected}: "
+                    f"{described}. If it may change, give it a name in the model description, and export again"
+                )
+        elif sizes.setdefault(expected, size) != size:
+            raise ValueError(
+                f"input {spec.name!r} has shape {list(shape)}, so that dimension {expected!r} is {size}, but it is "
+                f"{sizes[expected]} in another input: the model takes {described}"
+            )
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())

@@ -1,0 +1,175 @@
+"""``TrainingSession``: the class of ONNX Runtime's C++ training API in Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import shown
+from .checkpoint_state import CheckpointState
+from .engine import ModelSource, OrtValue, RunOptions, SessionOptions
+from .lr_scheduler import LinearLRScheduler
+from .module import Module
+from .optimizer import Optimizer
+from .runner import Input
+
+__all__ = ["TrainingSession"]
+
+
+class TrainingSession:
+    """A training session in the style of ONNX Runtime's C++ class: one object for everything.
+
+    Args:
+        state: The state that it trains.
+        train_model: The training model: path or bytes.
+        eval_model: The evaluation model, for :meth:`eval_step` and :meth:`export_model_for_inferencing`.
+        optimizer_model: The optimizer model, for :meth:`optimizer_step` and the learning rate.
+        session_options: For ONNX Runtime's sessions.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        FileNotFoundError: If a model is not there.
+        ValueError: If a model is damaged, is none of an export, or of another export than the state.
+    """
+
+    def __init__(
+        self,
+        state: CheckpointState,
+        train_model: ModelSource,
+        eval_model: ModelSource | None = None,
+        optimizer_model: ModelSource | None = None,
+        session_options: SessionOptions | None = None,
+        device: str = "cpu",
+    ) -> None:
+        # C++ takes empty buffers for models that are not given.
+        self._module = Module(train_model, state, _given(eval_model), device, session_options)
+        given = _given(optimizer_model)
+        self._optimizer = None if given is None else Optimizer(given, self._module)
+        self._scheduler: LinearLRScheduler | None = None
+
+    def train_step(
+        self, input_values: Sequence[Input] | Mapping[str, Input], run_options: RunOptions | None = None
+    ) -> list[Any]:
+        """Computes the outputs, and adds to the gradients.
+
+        Args:
+            input_values: Arrays or OrtValues in the order of ``input_names(True)``, or by these names.
+            run_options: Of ONNX Runtime, for this run.
+
+        Returns:
+            The outputs in the order of ``output_names(True)``: arrays if an input is one, otherwise OrtValues.
+
+        Raises:
+            TypeError: If an input is missing, unknown, no tensor, or of another dtype.
+            ValueError: If one has a wrong shape.
+            RuntimeError: If the parameters have no values yet.
+        """
+        return self._run(True, input_values, run_options)
+
+    def eval_step(
+        self, input_values: Sequence[Input] | Mapping[str, Input], run_options: RunOptions | None = None
+    ) -> list[Any]:
+        """Computes the outputs of the evaluation model; arguments and errors as for :meth:`train_step`."""
+        return self._run(False, input_values, run_options)
+
+    def lazy_reset_grad(self) -> None:
+        """Lets the next training step begin a new sum of the gradients; until then they can be read."""
+        self._module.lazy_reset_grad()
+
+    def optimizer_step(self, run_options: RunOptions | None = None) -> None:
+        """Updates the parameters from the gradients."""
+        self._needed_optimizer().step(run_options)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets the learning rate of all parameters, until a scheduler sets another."""
+        self._needed_optimizer().set_learning_rate(learning_rate)
+
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the coming update."""
+        return self._needed_optimizer().get_learning_rate()
+
+    def register_linear_lr_scheduler(self, warmup_step_count: int, total_step_count: int, initial_lr: float) -> None:
+        """Takes a scheduler, and sets its learning rate; see :class:`LinearLRScheduler`.
+
+        Args:
+            warmup_step_count: Updates in which the learning rate goes up to ``initial_lr``.
+            total_step_count: Updates after which it is 0.
+            initial_lr: What the warm-up ends with.
+        """
+        optimizer = self._needed_optimizer()
+        self._scheduler = LinearLRScheduler(optimizer, warmup_step_count, total_step_count, initial_lr)
+
+    def scheduler_step(self) -> None:
+        """Sets the learning rate of the coming update by the scheduler.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if self._scheduler is None:
+            raise RuntimeError("there is no scheduler to step: call register_linear_lr_scheduler() first")
+        self._scheduler.step()
+
+    def export_model_for_inferencing(
+        self, inference_model_path: str | os.PathLike[str], graph_output_names: Sequence[str]
+    ) -> None:
+        """Writes an ONNX model for inference; see :meth:`Module.export_model_for_inferencing`."""
+        self._module.export_model_for_inferencing(inference_model_path, graph_output_names)
+
+    def input_names(self, training: bool) -> list[str]:
+        """Returns what a training step takes, or an evaluation step."""
+        return list(self._module._runner(training).inputs)
+
+    def output_names(self, training: bool) -> list[str]:
+        """Returns what a training step returns, or an evaluation step."""
+        return list(self._module._runner(training).outputs)
+
+    def to_buffer(self, only_trainable: bool) -> OrtValue:
+        """Returns the values of all parameters, or of those that are trained, one after the other, as a copy."""
+        return self._module.get_contiguous_parameters(only_trainable)
+
+    def from_buffer(self, buffer: Input) -> None:
+        """Takes over what :meth:`to_buffer` returned, which completes a nominal checkpoint.
+
+        Args:
+            buffer: All parameters, or those that are trained: its size says which.
+
+        Raises:
+            TypeError: If it is no tensor, or of another dtype.
+            ValueError: If it has neither size.
+        """
+        size = _size(buffer)
+        sizes = {flag: self._module.get_parameters_size(flag) for flag in (False, True)}
+        if size is not None and size not in sizes.values():
+            raise ValueError(
+                f"the buffer has {size} elements, but all parameters have {sizes[False]}, and those that are trained "
+                f"{sizes[True]}"
+            )
+        self._module.copy_buffer_to_parameters(buffer, trainable_only=size != sizes[False])
+
+    def _run(
+        self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
+    ) -> list[Any]:
+        if not isinstance(given, (list, tuple, Mapping)):
+            raise TypeError(f"input_values must be a list of arrays or OrtValues, but {shown(given)} was given")
+        return self._module._run(training, given, options)
+
+    def _needed_optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError("there is no optimizer: give the optimizer model as optimizer_model")
+        return self._optimizer
+
+
+def _given(model: ModelSource | None) -> ModelSource | None:
+    return None if isinstance(model, bytes) and not model else model
+
+
+def _size(buffer: object) -> int | None:
+    """Returns how many elements a buffer has; None if it is none."""
+    if isinstance(buffer, np.ndarray):
+        return buffer.size
+    shape = getattr(buffer, "shape", None)
+    return int(np.prod(shape(), dtype=np.int64)) if callable(shape) else None

@@ -1,0 +1,109 @@
+"""Exports what a training loop does, and its state, as the artifacts of the training API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ..errors import shown
+from ..ownership import shared_groups
+from ..sources import BORROWED
+from ..training.loop import TrainingLoop
+from .files import Described, contents, target_folder, write_files
+from .optimizer_model import optimizer_model
+from .running_state import running_state, schedule_of
+from .step_models import evaluation_model, training_model
+from .updates import found_updates, optimizer_name
+
+__all__ = ["FLAVORS", "check_exportable", "export_artifacts"]
+
+FLAVORS = ("ort_trainer", "onnxruntime-training")
+_WEIGHTS = (torch.float32, torch.float64)
+
+
+def export_artifacts(
+    loop: TrainingLoop,
+    directory: str | os.PathLike[str],
+    *,
+    flavor: str = "ort_trainer",
+    nominal_checkpoint: bool = True,
+    optimizer: bool = True,
+    prefix: str = "",
+) -> None:
+    """Writes artifacts; see ``ORTTrainer.export_artifacts``.
+
+    Args:
+        loop: Has begun.
+        directory: Where to.
+        flavor: One of :data:`FLAVORS`.
+        nominal_checkpoint: Whether to write a checkpoint without values too.
+        optimizer: Whether to write an optimizer model.
+        prefix: What the names of the files begin with.
+    """
+    if flavor not in FLAVORS:
+        raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
+    if not isinstance(nominal_checkpoint, bool):
+        raise TypeError(f"nominal_checkpoint must be a bool, but {shown(nominal_checkpoint)} was given")
+    folder = target_folder(directory)
+    check_exportable(loop)
+    session, window = loop.session, loop.window
+    assert session is not None
+    training = loop.graphs.portable(session, True)
+    evaluation = loop.graphs.portable(session, False)
+    # Each micro-batch brings its share of the mean, so that a sum of a whole window is the mean.
+    count = window.size if window.reduction == "mean" else 1
+    step = training_model(training, 1.0 / count)
+    added = window.micro_batches if window.reduction == "mean" else 1
+    divisor = window.divisor / max(1, added) * count
+    updates = found_updates(loop, list(training.gradients))
+    model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
+    checkpoint = running_state(loop, updates, origins, divisor)
+    models: dict[str, Described] = {"training_model.onnx": step, "eval_model.onnx": evaluation_model(evaluation)}
+    if optimizer:
+        models["optimizer_model.onnx"] = (model, said)
+    else:
+        checkpoint.optimizer = None
+    found = contents(models, checkpoint, nominal_checkpoint)
+
+    def write(temporary: Path) -> None:
+        for name, content in found.items():
+            (temporary / name).write_bytes(content)
+
+    write_files(folder, write, prefix)
+
+
+def check_exportable(loop: TrainingLoop) -> None:
+    """Checks that artifacts can do what a trainer does.
+
+    Raises:
+        ValueError: If they can't.
+    """
+    precision = loop.options.mixed_precision
+    if precision.enabled and precision.dtype == "float16":
+        raise ValueError(
+            "artifacts can't be written in mixed precision of float16, as they have no loss scale that follows the "
+            "gradients: use mixed_precision.dtype 'bfloat16', or leave mixed_precision out"
+        )
+    if loop.window.reduction == "weighted":
+        raise ValueError(
+            "artifacts can't be written with batch.gradient_reduction 'weighted', as their steps take no weight: use "
+            "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ"
+        )
+    with BORROWED:
+        parameters, trained = loop.source.parameters, loop.source.trainable
+        narrow = [f"{name!r} ({value.dtype})" for name, value in parameters.items() if value.dtype not in _WEIGHTS]
+        shared = shared_groups({**parameters, **loop.source.buffers}, trained)
+    if narrow:
+        raise ValueError(
+            f"artifacts hold weights of float32 or float64, as an update on a device works on the weights themselves, "
+            f"but the model has {', '.join(narrow)}: train a copy of it in float32, model.float()"
+        )
+    if shared:
+        raise ValueError(
+            f"{shared[0]} are different parameters in the same memory, which artifacts can't keep together: make them "
+            "one Parameter and compute with a view of it in forward()"
+        )
+    optimizer_name(loop.config)
+    schedule_of(loop)

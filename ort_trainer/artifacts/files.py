@@ -1,0 +1,97 @@
+"""Writes the files of an export: all of them, or none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
+from ..api.checkpoint_file import Checkpoint, to_bytes
+from ..errors import shown
+from ..interrupts import uninterrupted
+
+__all__ = ["CHECKPOINT", "FILES", "NOMINAL_CHECKPOINT", "Described", "contents", "target_folder", "write_files"]
+
+Described = tuple[ir.Model, StepModel | OptimizerModel]
+CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
+FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", CHECKPOINT, NOMINAL_CHECKPOINT)
+
+
+def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: bool) -> dict[str, bytes]:
+    """Returns what each file holds.
+
+    Args:
+        models: Name of the file -> model, and what it says about itself.
+        checkpoint: The state.
+        nominal: Whether there is a file with the shapes of the parameters only.
+    """
+    digest = hashlib.sha256()
+    for name, (model, said) in models.items():
+        model.metadata_props[METADATA] = to_metadata(said)
+        digest.update(name.encode() + _serialized(model))
+    export, found = digest.hexdigest(), {}
+    for name, (model, said) in models.items():
+        model.metadata_props[METADATA] = to_metadata(replace(said, export=export))
+        found[name] = _serialized(model)
+    found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
+    if nominal:
+        found[NOMINAL_CHECKPOINT] = to_bytes(
+            replace(checkpoint, export=export, nominal=True, optimizer=None, gradients={})
+        )
+    return found
+
+
+def _serialized(model: ir.Model) -> bytes:
+    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+
+
+def target_folder(directory: str | os.PathLike[str]) -> Path:
+    """Returns the folder of an export.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If it is empty.
+        FileNotFoundError: If the folder that it is to be in does not exist.
+        NotADirectoryError: If it is a file.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory must be a str or a path, but {shown(directory)} was given")
+    if not os.fspath(directory):
+        raise ValueError("directory must not be empty")
+    folder = Path(directory).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"can't write artifacts to {str(folder)!r}: it is a file")
+    if not folder.exists() and not folder.parent.is_dir():
+        raise FileNotFoundError(
+            f"can't write artifacts to {str(folder)!r}: the folder {str(folder.parent)!r} does not exist"
+        )
+    return folder
+
+
+def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -> None:
+    """Puts files into a folder, in the place of an earlier export's: all of them, or none if writing one fails.
+
+    Args:
+        folder: From :func:`target_folder`; it is made if need be.
+        write: Writes the files into the folder that it is given.
+        prefix: What their names begin with.
+    """
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        write(temporary)
+        with uninterrupted():
+            folder.mkdir(exist_ok=True)
+            written = [path.name for path in temporary.iterdir()]
+            for name in written:
+                (temporary / name).replace(folder / f"{prefix}{name}")
+            for name in set(FILES) - set(written):  # what an earlier export had, and this one has not
+                (folder / f"{prefix}{name}").unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,144 @@
+"""Makes the optimizer model of an export: new weights from old ones, gradients and learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+
+from ..api.artifact import OptimizerModel, Slot
+from ..graph.names import Names
+from ..optim.update_writer import ParameterUpdate, UpdateWriter
+from .step_models import IR_VERSION
+
+__all__ = ["Updated", "optimizer_model"]
+
+_OPSETS = {"": 18}
+_RATES = "learning_rate"
+_COUNT = "Update_Count"
+_STEP = "Step"
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A parameter and its update.
+
+    Attributes:
+        update: How it is updated.
+        weight: Its value.
+        slots: The state tensors that its optimizer keeps, by slot.
+        count: Updates done; None where they are not counted.
+    """
+
+    update: ParameterUpdate
+    weight: torch.Tensor
+    slots: Mapping[str, torch.Tensor]
+    count: int | None
+
+
+def optimizer_model(
+    name: str, parameters: Mapping[str, Updated], rates: int
+) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
+    """Returns a model of the update of all parameters, and what it says about itself.
+
+    Parameters with equal counts share one, so that what follows from it is computed once.
+
+    Args:
+        name: The optimizer's.
+        parameters: The parameters with a gradient.
+        rates: Number of learning rates.
+
+    Returns:
+        The model, its description, and the parameter and slot of every state tensor, where a count has no slot.
+    """
+    return _Builder(parameters, rates).build(name)
+
+
+class _Builder:
+    def __init__(self, parameters: Mapping[str, Updated], rates: int) -> None:
+        self._parameters, self._rates = parameters, rates
+        self._names = Names([])
+        self._writer = UpdateWriter(_OPSETS, self._names)
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._counts: dict[int, tuple[ir.Value, ir.Value]] = {}
+        self._state: dict[str, Slot] = {}
+        self._origins: dict[str, tuple[str, str | None]] = {}
+
+    def build(self, name: str) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
+        writer = self._writer
+        rates = self._input(_RATES, ir.DataType.FLOAT, [self._rates])
+        weights, gradients = {}, {}
+        for parameter, updated in self._parameters.items():
+            dtype = ir.tensor_adapters.from_torch_dtype(updated.weight.dtype)
+            weights[parameter] = self._input(parameter, dtype, updated.weight.shape)
+            gradients[parameter] = self._input(f"{parameter}_grad", dtype, updated.weight.shape)
+        clips = any(math.isfinite(updated.update.limit) for updated in self._parameters.values())
+        norm = writer.norm(gradients.values()) if clips else None
+        results = {}
+        for parameter, updated in self._parameters.items():
+            weight = weights[parameter]
+            slots = {
+                slot: self._input(f"{parameter}.{slot}", weight.dtype, updated.weight.shape) for slot in updated.slots
+            }
+            count = self._count(parameter, updated)
+            new, kept = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
+            results[parameter] = self._output(new, weight)
+            for slot, value in slots.items():
+                self._keep(f"{parameter}.{slot}", parameter, slot, value, self._output(kept[slot], value))
+        model = ir.Model(
+            ir.Graph(self._inputs, self._outputs, nodes=writer.nodes, name="optimizer", opset_imports=_OPSETS),
+            ir_version=IR_VERSION,
+            producer_name="ort_trainer",
+        )
+        said = OptimizerModel(
+            export="",
+            name=name,
+            weights={parameter: (str(weights[parameter].name), results[parameter]) for parameter in results},
+            gradients={parameter: str(value.name) for parameter, value in gradients.items()},
+            state=self._state,
+            rates=self._rates,
+            learning_rate=str(rates.name),
+        )
+        return model, said, self._origins
+
+    def _count(self, parameter: str, updated: Updated) -> ir.Value | None:
+        """Returns the number of the coming update."""
+        done = updated.count
+        if done is None:
+            return None
+        if done not in self._counts:
+            key = _STEP if updated.update.rule.shares_count else _COUNT
+            key = key if not self._counts else f"{parameter}.{key}"
+            count = self._input(key, ir.DataType.INT64, [1])
+            following = self._writer.next(count)
+            # Of the next one, so that nothing reads the old one after the new one is there.
+            coming = self._writer.op("Sub", following, self._writer.constant(1))
+            self._counts[done] = (coming, following)
+            self._keep(key, parameter, None, count, self._output(following, count), initial=1.0)
+        return self._counts[done][0]
+
+    def _keep(
+        self, key: str, parameter: str, slot: str | None, value: ir.Value, output: str, initial: float = 0.0
+    ) -> None:
+        assert value.dtype is not None and value.shape is not None
+        shape = tuple(size for size in value.shape if isinstance(size, int))
+        self._state[key] = Slot(str(value.name), output, value.dtype.numpy().name, shape, initial)
+        self._origins[key] = (parameter, slot)
+
+    def _input(self, name: str, dtype: ir.DataType | None, shape: object) -> ir.Value:
+        assert dtype is not None
+        value = ir.Value(name=self._names.unique(name), type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))  # type: ignore[call-overload]
+        self._inputs.append(value)
+        return value
+
+    def _output(self, value: ir.Value, like: ir.Value) -> str:
+        """Makes the new value of an input an output, itself and not a copy; returns its name."""
+        assert like.dtype is not None
+        value.name = self._names.unique(f"{like.name}.updated")
+        value.type, value.shape = ir.TensorType(like.dtype), like.shape
+        self._outputs.append(value)
+        return value.name

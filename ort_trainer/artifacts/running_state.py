@@ -1,0 +1,93 @@
+"""Collects the state of a trainer as the checkpoint of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..api.checkpoint_file import Checkpoint
+from ..optim import lr_scheduler
+from ..training.loop import TrainingLoop
+from .optimizer_model import Updated
+
+__all__ = ["random_state", "running_state", "schedule_of"]
+
+Array = np.ndarray[Any, Any]
+_WORDS = 624
+
+
+def running_state(
+    loop: TrainingLoop,
+    updates: Mapping[str, Updated],
+    origins: Mapping[str, tuple[str, str | None]],
+    divisor: float,
+) -> Checkpoint:
+    """Returns the state of a trainer.
+
+    Args:
+        loop: Has begun.
+        updates: The updates of the parameters that are trained.
+        origins: Key of a state tensor of the optimizer model -> its parameter and slot; a count has no slot.
+        divisor: What the gradients of the window so far are divided by.
+    """
+    session = loop.session
+    assert session is not None
+    parameters = {name: _array(value) for name, value in session.parameters.items()}
+    buffers = {name: _array(value) for name, value in session.buffers.items()}
+    floats = {name: value for name, value in buffers.items() if np.issubdtype(value.dtype, np.floating)}
+    optimizer = {}
+    for key, (name, slot) in origins.items():
+        done = updates[name].count
+        optimizer[key] = np.array([(done or 0) + 1], np.int64) if slot is None else _array(updates[name].slots[slot])
+    gradients = session.present_gradients()
+    return Checkpoint(
+        export="",
+        parameters={**parameters, **floats},
+        trainable=list(updates),
+        buffers={name: value for name, value in buffers.items() if name not in floats},
+        learning_rates=list(loop.config.learning_rates),
+        schedule=schedule_of(loop),
+        optimizer=optimizer,
+        optimization_step=loop.info.optimization_step,
+        gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
+        random=random_state(session.generator),
+    )
+
+
+def schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
+    """Returns the schedule of the learning rates as plain values.
+
+    Raises:
+        ValueError: If it is one that only Python code knows.
+    """
+    scheduler = loop.rates.scheduler
+    if scheduler is None:
+        return None
+    known = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and hasattr(kind, "schedule")]
+    if type(scheduler) in known:
+        return dict(scheduler.schedule)  # type: ignore[union-attr]
+    name = getattr(scheduler, "__qualname__", type(scheduler).__qualname__)
+    raise ValueError(
+        f"the schedule {name} is Python code, which the artifacts can't keep: train with one of ort_trainer.optim's "
+        "(LinearWarmupLRScheduler, ...), or without the option lr_scheduler and set the rate of each update with "
+        "Optimizer.set_learning_rate() of ort_trainer.api"
+    )
+
+
+def random_state(generator: torch.Generator) -> dict[str, Array]:
+    """Returns the state of PyTorch's Mersenne Twister as NumPy has it; nothing for the generator of another device."""
+    if generator.device.type != "cpu":
+        return {}
+    # Seed; how many numbers are left, and whether it was seeded; the next one's position; the words, 64 bits each.
+    state = generator.get_state().numpy()
+    (left,) = state[8:12].view(np.int32)
+    (position,) = state[16:24].view(np.uint64)
+    words = state[24 : 24 + 8 * _WORDS].view(np.uint64)
+    return {"state": np.array([*words, _WORDS if left == 1 else position], np.uint32)}
+
+
+def _array(value: torch.Tensor) -> Array:
+    return np.array(value.detach().cpu().numpy())

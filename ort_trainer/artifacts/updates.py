@@ -1,0 +1,84 @@
+"""Finds out how the trainer updates each parameter, and what its optimizer has kept so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..optim import OptimizerConfig
+from ..optim.rule import RULES, Rule
+from ..optim.torch_optimizer import TorchOptimizerConfig, equivalent_rule
+from ..optim.update_writer import ParameterUpdate
+from ..training.loop import TrainingLoop
+from .optimizer_model import Updated
+
+__all__ = ["found_updates", "optimizer_name"]
+
+# What PyTorch's optimizers call the tensors that they keep.
+_TORCH_NAMES = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Momentum": "momentum_buffer"}
+
+
+def optimizer_name(config: OptimizerConfig) -> str:
+    """Returns the name of the rule that updates the weights.
+
+    Raises:
+        ValueError: If an optimizer of PyTorch updates them in a way for which there is no rule.
+    """
+    return _translated(config).name if isinstance(config, TorchOptimizerConfig) else config.name
+
+
+def _translated(config: TorchOptimizerConfig) -> Rule:
+    try:
+        return RULES[equivalent_rule(config.optimizer)[0]]
+    except ValueError as error:
+        raise ValueError(
+            f"the update can't be written as an optimizer model: {error}. Train with a config of ort_trainer.optim"
+        ) from None
+
+
+def found_updates(loop: TrainingLoop, names: Iterable[str]) -> dict[str, Updated]:
+    """Returns the updates of some parameters.
+
+    Args:
+        loop: Has begun.
+        names: Parameters that have a gradient.
+
+    Raises:
+        ValueError: If there is no rule for them.
+    """
+    session, config = loop.session, loop.config
+    assert session is not None
+    optimizer = session.optimizer
+    max_value = loop.options.utils.max_grad_value or math.inf
+    wanted, found = set(names), {}
+    for index, hyper, limit, own in optimizer.groups:
+        rule = optimizer.rule
+        if isinstance(config, TorchOptimizerConfig):
+            rule, hyper = _translated(config), equivalent_rule(config.optimizer)[1](hyper)
+        elif config.is_live:
+            hyper = config.hyper_parameters(index)
+        update = ParameterUpdate(rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit, max_value)
+        for name in wanted.intersection(own):
+            weight = session.parameters[name]
+            if isinstance(config, TorchOptimizerConfig):
+                slots, count = _torch_state(config, name, update, weight)
+            else:
+                slots, count = optimizer.slots[name], int(optimizer.counts.get(name, 0))
+            found[name] = Updated(update, weight, slots, count if update.counts else None)
+    return {name: found[name] for name in names if name in found}
+
+
+def _torch_state(
+    config: TorchOptimizerConfig, name: str, update: ParameterUpdate, weight: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Returns what an optimizer of PyTorch has kept of a parameter, and the updates that it has had."""
+    state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
+    slots = {}
+    for slot in update.slots:
+        kept = state.get(_TORCH_NAMES[slot])
+        slots[slot] = torch.zeros_like(weight) if kept is None else kept
+    # SGD counts nothing, and has an average from its first update on.
+    return slots, int(state.get("step", state.get("momentum_buffer") is not None))
