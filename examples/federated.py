@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import matplotlib
@@ -74,38 +71,39 @@ def split_by_digit(train: Data, folder: Path) -> list[tuple[Path, int]]:
     return parts
 
 
+Client = subprocess.Popen[bytes]
+
+
 @contextlib.contextmanager
-def clients(artifacts: Path, files: list[Path]) -> Iterator[list[Connection]]:
-    """Starts a process for every file and gives the connections to them, in the order of the files."""
-    key = secrets.token_hex(16)
-    environment = {**os.environ, "FEDERATED_KEY": key}
+def clients(artifacts: Path, files: list[Path]) -> Iterator[list[Client]]:
+    """Starts a process for every file, and ends them."""
     script = Path(__file__).with_name("federated_client.py")
-    with Listener(("localhost", 0), backlog=len(files), authkey=bytes.fromhex(key)) as listener:
-        port = str(listener.address[1])
-        processes = [
-            subprocess.Popen([sys.executable, script, artifacts, file, port], env=environment) for file in files
-        ]
-        try:
-            found = {}
-            for _ in files:
-                connection = listener.accept()
-                found[connection.recv_bytes().decode()] = connection
-            yield [found[file.stem] for file in files]
-            for connection in found.values():
-                connection.send_bytes(b"")  # no more rounds
-            for process in processes:
-                if process.wait(60):
-                    raise RuntimeError(f"a client ended with the code {process.returncode}")
-        finally:
-            for process in processes:
-                process.kill()
+    command = [sys.executable, str(script), str(artifacts)]
+    started = [subprocess.Popen([*command, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for file in files]
+    try:
+        yield started
+        for client in started:
+            client.stdin.close()  # no more rounds
+        for client in started:
+            if client.wait(60):
+                raise RuntimeError(f"a client ended with the code {client.returncode}")
+    finally:
+        for client in started:
+            client.kill()
 
 
-def train_round(connections: list[Connection], weights: list[np.ndarray]) -> list[np.ndarray]:
+def train_round(started: list[Client], weights: list[np.ndarray]) -> list[np.ndarray]:
     """Lets every client train once from weights of its own, all at the same time, and returns what they make."""
-    for connection, own in zip(connections, weights, strict=True):
-        connection.send_bytes(own.tobytes())
-    return [np.frombuffer(connection.recv_bytes(), np.float32) for connection in connections]
+    for client, own in zip(started, weights, strict=True):
+        client.stdin.write(own.tobytes())
+        client.stdin.flush()
+    returned = []
+    for client, own in zip(started, weights, strict=True):
+        answer = client.stdout.read(own.nbytes)
+        if len(answer) < own.nbytes:
+            raise RuntimeError(f"a client ended with the code {client.wait()} instead of an answer")
+        returned.append(np.frombuffer(answer, np.float32))
+    return returned
 
 
 class Evaluator:
@@ -127,24 +125,24 @@ class Evaluator:
         return float((logits.argmax(1) == self._test[1]).mean())
 
 
-def train_apart(connections: list[Connection], evaluator: Evaluator, rounds: int) -> list[float]:
+def train_apart(started: list[Client], evaluator: Evaluator, rounds: int) -> list[float]:
     """Returns the mean accuracy of clients that go on with their own weights, before and after every round."""
-    weights = [evaluator.weights()] * len(connections)
+    weights = [evaluator.weights()] * len(started)
     curve = [evaluator.accuracy(weights[0])]
     for _ in range(rounds):
-        weights = train_round(connections, weights)
+        weights = train_round(started, weights)
         curve.append(float(np.mean([evaluator.accuracy(own) for own in weights])))
     return curve
 
 
 def train_together(
-    connections: list[Connection], counts: list[int], evaluator: Evaluator, start: np.ndarray, rounds: int
+    started: list[Client], counts: list[int], evaluator: Evaluator, start: np.ndarray, rounds: int
 ) -> list[float]:
     """Returns the accuracy of the averaged weights, before and after every round."""
     mean = start
     curve = [evaluator.accuracy(mean)]
     for number in range(1, rounds + 1):
-        returned = train_round(connections, [mean] * len(connections))
+        returned = train_round(started, [mean] * len(started))
         mean = np.average(returned, axis=0, weights=counts).astype(np.float32)
         curve.append(evaluator.accuracy(mean))
         print(f"round {number:2}: accuracy {curve[-1]:.1%}")
@@ -183,7 +181,7 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/federated"), help="folder of the plot")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
 
@@ -197,15 +195,15 @@ def main() -> None:
         files, counts = [path for path, _ in parts], [count for _, count in parts]
         evaluator = Evaluator(artifacts, test)
         start = evaluator.weights()
-        with clients(artifacts, files) as connections:
-            together = train_together(connections, counts, evaluator, start, arguments.rounds)
+        with clients(artifacts, files) as started:
+            together = train_together(started, counts, evaluator, start, arguments.rounds)
             evaluator.accuracy(start)
-            apart = train_apart(connections, evaluator, arguments.rounds)
+            apart = train_apart(started, evaluator, arguments.rounds)
     alone = train_alone(train, test, arguments.rounds)
     curves = {"one trainer with all data": alone, "clients, averaged": together, "clients, each for itself": apart}
     for label, curve in curves.items():
         print(f"{label}: {curve[-1]:.1%}")
-    plot(curves, arguments.out / "federated.png")
+    plot(curves, arguments.out / "federated.svg")
     print(f"plot: {arguments.out / 'federated.png'}")
 
 

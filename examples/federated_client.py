@@ -1,24 +1,27 @@
 """One participant of federated.py: it trains from the artifacts on data that never leave it, without PyTorch.
 
-The server starts it with the folder of the artifacts, the file with its data, and the server's port; the key of the
-connection is in the environment. What goes over the connection is one flat buffer of weights for each round and way.
+The server starts it with the folder of the artifacts and the file with its data. In each round it reads the weights
+from its standard input, as one flat buffer of float32, and writes those that it has trained to its standard
+output.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Client
 from pathlib import Path
 
 import numpy as np
+
+if __name__ == "__main__":  # as on a device that has no PyTorch: onnxruntime-training would import it where it is there
+    sys.modules["torch"] = None
 from onnxruntime import OrtValue
 
 from ort_trainer.api import CheckpointState, TrainingSession
 
 BATCH = 16
-EPOCHS = 2  # of a round
+EPOCHS = 1  # of a round
 
 
 def batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -29,7 +32,7 @@ def batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[tuple
         yield images[rows], labels[rows]
 
 
-def main(artifacts: Path, data: Path, port: int) -> None:
+def main(artifacts: Path, data: Path) -> None:
     """Trains from the weights of every round until there are no more."""
     with np.load(data) as arrays:
         images, labels = arrays["images"], arrays["labels"]
@@ -38,20 +41,19 @@ def main(artifacts: Path, data: Path, port: int) -> None:
     session = TrainingSession(
         state, artifacts / "training_model.onnx", optimizer_model=artifacts / "optimizer_model.onnx"
     )
-    assert "torch" not in sys.modules
-    with Client(("localhost", port), authkey=bytes.fromhex(os.environ["FEDERATED_KEY"])) as server:
-        server.send_bytes(data.stem.encode())
-        round_number = 0
-        while weights := server.recv_bytes():
-            session.from_buffer(OrtValue.ortvalue_from_numpy(np.frombuffer(weights, np.float32).copy()))
-            for epoch in range(EPOCHS):
-                for batch in batches(images, labels, seed=round_number * EPOCHS + epoch):
-                    session.train_step(*batch)
-                    session.optimizer_step()
-                    session.lazy_reset_grad()
-            round_number += 1
-            server.send_bytes(session.to_buffer(True).numpy().tobytes())
+    size = 4 * sum(math.prod(parameter.shape) for parameter in state.parameters.values())
+    seed = 0
+    while weights := sys.stdin.buffer.read(size):
+        session.from_buffer(OrtValue.ortvalue_from_numpy(np.frombuffer(weights, np.float32).copy()))
+        for _ in range(EPOCHS):
+            for batch in batches(images, labels, seed):
+                session.train_step(batch)
+                session.optimizer_step()
+                session.lazy_reset_grad()
+            seed += 1
+        sys.stdout.buffer.write(session.to_buffer(True).numpy().tobytes())
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

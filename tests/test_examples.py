@@ -46,6 +46,17 @@ def test_digits(tmp_path: Path) -> None:
     assert state["train_step_info"]["step"] == 5 * 23 and user["accuracy"] > 0.93
 
 
+def test_federated(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "federated.py", "--out", str(tmp_path), "--rounds", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^(one trainer|clients, averaged|clients, each).*: ([\d.]+)%$", done.stdout, re.MULTILINE))
+    scores = {name: float(score) for name, score in found.items()}
+    # Each client knows two digits of ten; what they know together they know only on average.
+    assert scores["one trainer"] > 90 and scores["clients, averaged"] > 60 and scores["clients, each"] < 25
+    assert (tmp_path / "federated.svg").stat().st_size
+
+
 def test_text_data() -> None:
     text_data = example("text_data")
     data, again = text_data.load_text_data(300), text_data.load_text_data(300)
