@@ -58,9 +58,19 @@ def test_what_the_browser_trains_from(tmp_path: Path) -> None:
     assert (tmp_path / "digits.bin").stat().st_size == rows * (64 + 1)
     assert all(sorted(order) == list(range(plan["train_rows"])) for order in plan["orders"])
     assert len(plan["losses"]) == 3 * 23 and plan["losses"][-1] < 0.5 * plan["losses"][0]
-    assert (
-        "://" not in (browser / "package-lock.json").read_text()
-    )  # packages come from whichever registry npm is set to
+    # Packages come from whichever registry npm is set to.
+    assert "://" not in (browser / "package-lock.json").read_text()
+
+
+def test_federated(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "federated.py", "--out", str(tmp_path), "--rounds", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^(one trainer|clients, averaged|clients, each).*: ([\d.]+)%$", done.stdout, re.MULTILINE))
+    scores = {name: float(score) for name, score in found.items()}
+    # Each client knows two digits of ten; what they know together they know only on average.
+    assert scores["one trainer"] > 90 and scores["clients, averaged"] > 60 and scores["clients, each"] < 25
+    assert (tmp_path / "federated.svg").stat().st_size
 
 
 def test_text_data() -> None:

@@ -208,11 +208,7 @@ class _Fit:
 
     def label(self, batch: Any) -> Any:
         """Returns what metrics compare outputs with."""
-        name = self.label_name()
-        if isinstance(batch, Mapping):
-            return batch[name]
-        place = self.trainer.model_desc.input_names.index(name)
-        return (batch if isinstance(batch, (list, tuple)) else [batch])[place]
+        return self.trainer.loop.graphs.bind((batch,), {})[self.label_name()]
 
     def call(self, moment: str, *more: Any) -> None:
         """Tells all callbacks."""

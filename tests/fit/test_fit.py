@@ -358,3 +358,28 @@ def test_fetches_without_the_loss_are_refused() -> None:
     assert MLP_DESC["outputs"][0][0] == "loss"  # so the order is another one
     history = trainer.fit(mlp_batches(1), mlp_batches(1), metrics=accuracy, progress=False).history
     assert 0 < history[0]["loss"] < 3 and 0 <= history[0]["eval_accuracy"] <= 1
+
+
+class _Stateful(torch.nn.Module):
+    """Takes a state of two parts before what it classifies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, state: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + state[0] * state[1])
+
+
+def test_metrics_find_the_label_behind_an_argument_of_several_parts() -> None:
+    label = torch.arange(6) % 3
+    batches = [(((torch.randn(6, 4), torch.randn(6, 4))), torch.randn(6, 4), label)]
+    seen = []
+
+    def metric(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+        seen.append(labels)
+        return 0.0
+
+    trainer = ORTTrainer(_Stateful(), "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    trainer.fit(batches, batches, metrics=metric, progress=False)
+    torch.testing.assert_close(seen, [label])
