@@ -14,7 +14,7 @@ from ..graph import TrainingGraph
 from ..ownership import shared_groups
 from ..sources import BORROWED
 from ..training.loop import TrainingLoop
-from .files import NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, Described, contents, target_folder, write_files
+from .files import OPTIMIZER_MODEL, Described, contents, target_folder, write_files
 from .optimizer_model import optimizer_model
 from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
@@ -70,6 +70,8 @@ def export_artifacts(
     updates = found_updates(loop, list(training.gradients))
     model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
     checkpoint = running_state(loop, updates, origins, divisor)
+    if not optimizer:
+        checkpoint.optimizer = None
     if flavor != FLAVORS[0]:
         from .upstream.write import write_upstream_artifacts
 
@@ -86,10 +88,8 @@ def export_artifacts(
                 buffers,
                 gradient_weight=1.0 / count,
                 fixed_learning_rate=fixed_learning_rate,
+                nominal_checkpoint=nominal_checkpoint,
             )
-            for name, is_wanted in {NOMINAL_CHECKPOINT: nominal_checkpoint, OPTIMIZER_MODEL: optimizer}.items():
-                if not is_wanted:
-                    (temporary / name).unlink()
 
         write_files(folder, write_upstream, prefix)
         return
@@ -99,8 +99,6 @@ def export_artifacts(
     }
     if optimizer:
         models[OPTIMIZER_MODEL] = (model, said)
-    else:
-        checkpoint.optimizer = None
     found = contents(models, checkpoint, nominal_checkpoint)
 
     def write(temporary: Path) -> None:

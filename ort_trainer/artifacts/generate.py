@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import shown
-from ..optim import AdamWConfig, OptimizerConfig, SGDConfig
+from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import ORTTrainerOptions
 from ..sources import loss_function
 from .export import FLAVORS, export_artifacts
@@ -208,7 +209,9 @@ def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
     if optimizer is None or name == OptimType.SGD.name:
         return SGDConfig(lr=1e-3)
     if name == OptimType.AdamW.name:
-        return AdamWConfig(lr=1e-3, eps=1e-6, weight_decay=0.0)
+        # The form that Transformers had, in which epsilon is added before the second moment is corrected.
+        after = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
+        return AdamConfig(lr=1e-3, epsilon=1e-6, max_norm_clip=math.inf, weight_decay_mode=after)
     if isinstance(optimizer, (OptimizerConfig, torch.optim.Optimizer)):
         return optimizer
     raise TypeError(

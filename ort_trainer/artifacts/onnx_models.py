@@ -11,13 +11,11 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ..graph.names import Names
 from ..sources.onnx import OnnxModel, describe_onnx, infer_shapes, load_onnx_model
 from ..sources.torch import LossFunction
 
 __all__ = ["Prepared", "is_onnx", "prepared"]
 
-_LOSS = "loss"
 _CROSS_ENTROPY = "CrossEntropyLoss"
 
 
@@ -86,10 +84,7 @@ def prepared(
         batch = _blank_batch(loaded, prediction, kind, name)
     else:
         batch = _given_batch(loaded, sample_batch, name)
-    described = describe_onnx(loaded, loss_fn, batch).to_dict()
-    taken = ir.convenience.create_value_mapping(loaded.model.graph)
-    described["outputs"][0] = (Names(taken).unique(_LOSS), [], True)
-    return Prepared(loaded, described, batch, parameters, additional or ())
+    return Prepared(loaded, describe_onnx(loaded, loss_fn, batch).to_dict(), batch, parameters, additional or ())
 
 
 def _add_outputs(loaded: OnnxModel, names: Sequence[str]) -> None:

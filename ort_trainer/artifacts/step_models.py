@@ -53,6 +53,8 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
     model.graph.inputs.extend([*buffers.values(), reset])
     kept = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
+    for name, value in zip(graph.buffer_updates, updates, strict=True):
+        value.shape = inputs[graph.state[name]].shape if name in graph.state else value.shape
     model.graph.outputs.clear()
     model.graph.outputs.extend([*kept, *results.values(), *updates])
     common_passes.RemoveUnusedNodesPass()(model)

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from ort_trainer import CheckpointError, optim
+from ort_trainer.api import CheckpointState
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
-from ort_trainer.artifacts.convert import convert_checkpoint, main, trainer_state_dict
+from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
+from ort_trainer.artifacts.convert import main
 from ort_trainer.artifacts.upstream import (
     OptimizerGroup,
     UpstreamCheckpoint,
@@ -344,5 +346,16 @@ def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
 
 def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:
     write_upstream_checkpoint(tmp_path / "theirs", sample())
-    with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
-        read_checkpoint(tmp_path / "theirs")
+    for load in (read_checkpoint, CheckpointState.load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"training API .*convert_checkpoint\(source, target, like=...\)"):
+            load(tmp_path / "theirs")
+
+
+def test_what_does_not_fit_into_a_flatbuffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments can't go into a second file."""
+    monkeypatch.setattr("ort_trainer.artifacts.upstream.write_checkpoint._LARGEST", 40)
+    with pytest.raises(ValueError, match="leave out the optimizer's state"):
+        write_upstream_checkpoint(tmp_path / "checkpoint", sample(), limit=40)
+    with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
+        write_upstream_checkpoint(tmp_path / "none" / "checkpoint", UpstreamCheckpoint())
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,7 @@
-"""Artifacts of a trainer for onnxruntime-training's own runtime, and training with both."""
+"""Trainers whose artifacts onnxruntime-training's own runtime takes, and training with that."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions
-from ort_trainer.api.checkpoint_file import Checkpoint
-from ort_trainer.artifacts.upstream.write import write_upstream_artifacts
-from ort_trainer.optim.update_writer import ParameterUpdate
 
 from ..helpers import MLP, MLP_DESC
 
 Batch = tuple[torch.Tensor, ...]
+FLAVOR = "onnxruntime-training"
+# So that the graphs that the trainer computes with are those that are exported, and there is one export.
 STANDARD = {"utils": {"kernels": "onnxruntime"}}
 STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
 
@@ -31,57 +27,10 @@ def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, 
     return ORTTrainer(model, desc, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(settings))
 
 
-def checkpoint_of(trainer: ORTTrainer) -> Checkpoint:
-    """The state of a trainer as the checkpoint of an export has it."""
-    session, loop = trainer.loop.session, trainer.loop
-    assert session is not None
-    buffers = {name: value.numpy().copy() for name, value in session.buffers.items()}
-    floats = {name: value for name, value in buffers.items() if value.dtype.kind == "f"}
-    optimizer = {
-        f"{name}.{slot}": value.numpy().copy()
-        for name, slots in session.optimizer.slots.items()
-        for slot, value in slots.items()
-    }
-    optimizer |= {
-        f"{name}.Update_Count": np.array([int(count) + 1], np.int64) for name, count in session.optimizer.counts.items()
-    }
-    return Checkpoint(
-        export="",
-        parameters={name: value.numpy().copy() for name, value in session.parameters.items()} | floats,
-        trainable=list(loop.layout.trainable),
-        buffers={name: value for name, value in buffers.items() if name not in floats},
-        learning_rates=list(loop.config.learning_rates),
-        optimizer=optimizer,
-        optimization_step=loop.info.optimization_step,
-    )
-
-
-def write(
-    trainer: ORTTrainer, directory: Path, batch: Batch, state: Mapping[str, Any] | None = None, **arguments: Any
-) -> None:
-    """What ``trainer.export_artifacts(directory, flavor="onnxruntime-training")`` is to do."""
-    loop, session = trainer.loop, trainer.loop.session
-    if session is None or not session.graphs(True):
+def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) -> None:
+    if trainer.loop.session is None:
         trainer.prepare(batch)
-    trainer.eval_step(*batch)
-    session, rule = trainer.loop.session, loop.config.rule
-    assert session is not None
-    updates = {
-        name: ParameterUpdate(
-            rule,
-            rule.slots_for(hyper),
-            rule.keeps_count(hyper),
-            index,
-            hyper,
-            limit,
-            loop.options.utils.max_grad_value or math.inf,
-        )
-        for index, hyper, limit, names in session.optimizer.groups
-        for name in names
-    }
-    (training,), (evaluation,) = session.graphs(True), session.graphs(False)
-    checkpoint = dataclasses.replace(checkpoint_of(trainer), **(state or {}))
-    write_upstream_artifacts(directory, training, evaluation, updates, checkpoint, list(session.buffers), **arguments)
+    trainer.export_artifacts(directory, flavor=FLAVOR, **arguments)
 
 
 class Upstream:

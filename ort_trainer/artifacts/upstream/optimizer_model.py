@@ -72,7 +72,8 @@ def optimizer_model(
                 for name in (_WEIGHTS, _GRADIENTS, *moments)
             ),
         ],
-        [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, [1])],
+        # Of any shape: SGD's operator gives a scalar, where upstream's own models say [1] and the runtime warns.
+        [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, None)],
         constants,
     )
     imports = [make.make_opsetid("", opset), make.make_opsetid(_MICROSOFT, 1)]

@@ -99,8 +99,8 @@ def _check(graph: TrainingGraph) -> None:
     model = graph.model
     if graph.programs:
         raise ValueError(
-            "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: build the trainer with "
-            "utils.kernels='onnxruntime'"
+            "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: take one that was exported "
+            "with utils.kernels='onnxruntime'"
         )
     foreign = {node.domain for node in model.graph.all_nodes()} - {"", "ai.onnx"}
     if foreign or model.functions:

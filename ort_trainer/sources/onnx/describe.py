@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ...graph.names import Names
 from ...options import ModelDescription
 from ..torch import LossFunction
 from .load import OnnxModel
@@ -78,7 +79,8 @@ def describe_onnx(
         if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
             sizes[0] = first
         inputs.append((labels[0], sizes))
-        outputs = [("loss", [], True), *((name, shape(name)) for name in model.outputs)]
+        name = Names(ir.convenience.create_value_mapping(graph)).unique("loss")
+        outputs = [(name, [], True), *((name, shape(name)) for name in model.outputs)]
         return ModelDescription({"inputs": inputs, "outputs": outputs})
     scalars = [name for name in model.outputs if not shape(name) or shape(name) == [1]]
     if loss and loss not in model.outputs:
