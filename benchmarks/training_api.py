@@ -105,10 +105,11 @@ def import_times(repeat: int) -> dict[str, float]:
     for _ in range(repeat + 1):
         for name, statement in IMPORTS.items():
             command = [sys.executable, "-c", TIMED.format(statement)]
-            variables = {**os.environ, **environment(stock=True)}
+            # With compiled files, as an installed package has them; the first import writes them.
+            variables = {**os.environ, **environment(stock=True), "PYTHONDONTWRITEBYTECODE": ""}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
             found[name].append(float(done.stdout))
-    return {name: statistics.median(times[1:]) for name, times in found.items()}  # the first reads files
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
 def step_table(steps: int, rounds: int, threads: int) -> list[str]:
