@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["atomic_path", "check_target"]
 
@@ -40,7 +43,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
     try:
         with uninterrupted():  # or nobody would know the name of the file
             handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-            temporary = Path(name)
+            temporary = type(target)(name)
         os.close(handle)
         # mkstemp makes files that only their owner may read; a checkpoint gets the permissions of any new file.
         mask = os.umask(0)

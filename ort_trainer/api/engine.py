@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -214,6 +213,8 @@ def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
         return bytes(source), f"the model given as {argument}"
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"{argument} must be a path or the bytes of a model, but {shown(source)} was given")
+    from pathlib import Path
+
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"there is no model {str(path)!r} ({argument})")
