@@ -1,7 +1,6 @@
 """Train PyTorch models on ONNX Runtime behind the interface of the legacy ``ORTTrainer``."""
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,8 +50,9 @@ Without it there is only ort_trainer.api, which trains from exported artifacts."
 
 def __getattr__(name: str) -> Any:
     """Imports a public name or a submodule when it is asked for first."""
-    # Only a public name can be a module: `from ort_trainer import name` asks here before it looks for one.
-    if name not in _PLACES and (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None):
+    from importlib.util import find_spec  # which ort_trainer.api need not wait for
+
+    if name not in _PLACES and (name.startswith("_") or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         found = importlib.import_module(f".{_PLACES.get(name, name)}", __name__)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["atomic_path", "check_target"]
 
@@ -34,12 +36,14 @@ def atomic_path(target: Path) -> Iterator[Path]:
         FileNotFoundError: If the folder does not exist.
         IsADirectoryError: If the target is a folder.
     """
+    import tempfile  # takes as long as a fiftieth of ONNX Runtime, which a mere reader need not wait for
+
     check_target(target)
     temporary = None
     try:
         with uninterrupted():  # or nobody would know the name of the file
             handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-            temporary = Path(name)
+            temporary = type(target)(name)
         os.close(handle)
         # mkstemp makes files that only their owner may read; a checkpoint gets the permissions of any new file.
         mask = os.umask(0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 __all__ = ["CheckpointError", "ExportError", "IdleOptionError", "shown", "warn"]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = __file__.removesuffix("errors.py")
 
 
 class ExportError(RuntimeError):

@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+from ort_trainer import ORTTrainer, optim
 
 from .helpers import MLP, assert_close, mlp_batches
 
@@ -70,6 +74,24 @@ def test_both_sides_of_the_diff_train_the_same() -> None:
         states[side] = scope["model"].state_dict()
     for name, value in states["-"].items():
         assert_close(states["+"][name], value, 1e-5, name)
+
+
+def test_the_readme_trains_on_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    description = {
+        "inputs": [("x", ["batch", 8]), ("label", ["batch"])],
+        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
+    }
+    trainer = ORTTrainer(MLP(), description, optim.AdamConfig(lr=1e-3), loss_fn=F.cross_entropy)
+    batches = mlp_batches(4)
+    trainer.train_step(*batches[0])
+    scope: dict[str, Any] = {"trainer": trainer, "batches": [[part.numpy() for part in batch] for batch in batches]}
+    exec(compile(block, "README.md", "exec"), scope)
+    for batch in batches:
+        loss, _ = trainer.train_step(*batch)
+    assert_close(torch.from_numpy(scope["loss"]), loss, 1e-5, "the last loss")
+    assert (tmp_path / "checkpoint").is_file()
 
 
 def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

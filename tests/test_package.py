@@ -49,6 +49,23 @@ def test_contents_of_the_wheel(wheel: Path) -> None:
     assert modules <= set(names)
 
 
+def test_only_the_extras_of_the_trainer_need_torch(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+    required = [Requirement(text) for text in re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)]
+
+    def names(extra: str) -> set[str]:
+        asked = [r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})]
+        nested = [name for r in asked if canonicalize_name(r.name) == "ort-trainer" for name in r.extras]
+        own = {canonicalize_name(r.name) for r in asked} - {"ort-trainer"}
+        return own.union(*(names(name) for name in nested))
+
+    assert names("") == {"numpy", "safetensors"} and names("api") == {"numpy", "safetensors", "onnxruntime"}
+    engines = {"cpu": "onnxruntime-training-cpu", "cuda": "onnxruntime-training", "stock": "onnxruntime"}
+    for extra, engine in engines.items():
+        assert names(extra) == names("") | {engine, "torch", "onnx", "onnxscript", "cerberus", "networkx"}
+
+
 def test_the_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import onnxruntime
@@ -46,20 +44,19 @@ _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """Where state and outputs are.
 
     Attributes:
         type: ``cpu`` or ``cuda``, as ONNX Runtime says it.
-        index: Which of them.
+        number: Which of them.
     """
 
     type: str
-    index: int = 0
+    number: int = 0
 
     def __str__(self) -> str:
-        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+        return self.type if self.type == "cpu" else f"{self.type}:{self.number}"
 
 
 CPU = Device("cpu")
@@ -127,7 +124,7 @@ class StateTensor:
         if device.type == "cpu":
             self._array = array = np.require(array, requirements=["C", "W", "O"])
         # On the CPU it has the array's memory, elsewhere a copy of it.
-        self.value = OrtValue.ortvalue_from_numpy(array, device.type, device.index)
+        self.value = OrtValue.ortvalue_from_numpy(array, device.type, device.number)
 
     def view(self) -> Array:
         """Returns the values: on the CPU the memory itself, elsewhere a copy."""
@@ -148,13 +145,12 @@ class StateTensor:
 def to_ort_value(array: Array, device: Device) -> OrtValue:
     """Returns an OrtValue with a copy of an array in memory of its own, which lives as long as views of it."""
     if not array.size:  # of which ONNX Runtime can't make any
-        return OrtValue.ortvalue_from_numpy(array, device.type, device.index)
-    value = OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device.type, device.index)
+        return OrtValue.ortvalue_from_numpy(array, device.type, device.number)
+    value = OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device.type, device.number)
     value.update_inplace(array)
     return value
 
 
-@dataclass(frozen=True)
 class Loaded(Generic[Model]):
     """A model of an export, ready to run.
 
@@ -165,10 +161,11 @@ class Loaded(Generic[Model]):
         data: Its bytes.
     """
 
-    session: InferenceSession
-    model: Model
-    name: str
-    data: bytes
+    def __init__(self, session: InferenceSession, model: Model, name: str, data: bytes) -> None:
+        self.session = session
+        self.model: Model = model
+        self.name = name
+        self.data = data
 
 
 def load_model(
@@ -208,7 +205,7 @@ def load_model(
     model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
     if model.kind != kind:
         raise ValueError(f"{name} is the {model.kind} model of an export, where the {kind} model belongs")
-    return Loaded(session, model, name, data)
+    return Loaded[Model](session, model, name, data)
 
 
 def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
@@ -216,6 +213,8 @@ def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
         return bytes(source), f"the model given as {argument}"
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"{argument} must be a path or the bytes of a model, but {shown(source)} was given")
+    from pathlib import Path
+
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"there is no model {str(path)!r} ({argument})")
@@ -225,7 +224,7 @@ def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
 def _providers(device: Device) -> list[Any]:
     names: list[Any] = [_PROVIDERS["cpu"]]
     if device.type != "cpu":
-        names.insert(0, (_PROVIDERS[device.type], {"device_id": str(device.index)}))
+        names.insert(0, (_PROVIDERS[device.type], {"device_id": str(device.number)}))
     return names
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +179,8 @@ class Module:
             RuntimeError: If there is no evaluation model, or the parameters have no values yet.
             ValueError: If the model has no such value.
         """
+        from pathlib import Path
+
         from .onnx_bytes import inference_model
 
         runner = self._runner(False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,15 +25,13 @@ _SIDES = tuple[bool, int, int]
 _ELEMENT_TYPES = {"float": "float32", "double": "float64"}
 
 
-@dataclass(frozen=True)
-class _Output:
+class _Output(NamedTuple):
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What runs with inputs of certain shapes need.
 
     Attributes:
@@ -204,7 +201,7 @@ class StepRunner:
             return array
         # An OrtValue must have memory of its own: one over an array's gives views that outlive that memory.
         device = CPU if as_array else self._state.device
-        binding.bind_output(output.name, device.type, device.index)
+        binding.bind_output(output.name, device.type, device.number)
         return None
 
     def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
