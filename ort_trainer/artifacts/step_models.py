@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ IR_VERSION = 10
 _MAXIMUM_OPSET = 21
 _STANDARD = ("", "ai.onnx")
 _RESET = "lazy_reset_grad"
+# Elements of a gradient from which on a copy takes longer than a condition.
+_WORTH_MOVING = 1 << 15
 
 
 def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepModel]:
@@ -49,7 +52,13 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
         out = ir.Value(name=names.unique(f"{name}_grad.accumulation.out"), type=kind, shape=shape)
         buffers[name], results[name] = buffer, out
     gradients = {name: outputs[output] for name, output in graph.gradients.items()}
-    model.graph.append(_accumulation(reset, gradients, buffers, results, names))
+    large = [name for name, gradient in gradients.items() if _makers(gradient, results[name])]
+    small = [name for name in gradients if name not in large]
+    for part in (*([name] for name in large), small):
+        if part:
+            chosen = {name: gradients[name] for name in part}
+            outs = {name: results[name] for name in part}
+            model.graph.append(_accumulation(reset, chosen, buffers, outs, names))
     model.graph.inputs.extend([*buffers.values(), reset])
     kept = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
@@ -143,20 +152,54 @@ def _accumulation(
     results: Mapping[str, ir.Value],
     names: Names,
 ) -> ir.Node:
-    """Returns the node that begins the gradient buffers anew, or adds to them.
+    """Returns a node that begins gradient buffers anew, or adds to them.
 
-    One condition over all of them: a choice by arithmetic would cost a pass over each, and a NaN would stay.
+    It is a condition: a choice by arithmetic would cost a pass over each, and a NaN would stay. What makes a gradient
+    is in it where nothing else uses that, so that it need not be copied.
     """
+    moved = {name: _makers(gradient, results[name]) for name, gradient in gradients.items()}
     branches = {}
-    for branch, op_type in (("then_branch", "Identity"), ("else_branch", "Add")):
-        nodes = []
+    for branch, adds in (("then_branch", False), ("else_branch", True)):
+        nodes: list[ir.Node] = []
+        outputs = []
         for name, gradient in gradients.items():
-            operands = [gradient] if op_type == "Identity" else [buffers[name], gradient]
             out = results[name]
-            value = ir.Value(name=names.unique(f"{out.name}.{branch}"), type=out.type, shape=out.shape)
-            nodes.append(ir.node(op_type, operands, outputs=[value]))
-        branches[branch] = ir.Graph([], [node.outputs[0] for node in nodes], nodes=nodes, name=branch)
-    return ir.node("If", [reset], branches, outputs=list(results.values()), name="accumulate_gradients")
+            inner: dict[ir.Value | None, ir.Value] = {}
+            for node in moved[name]:
+                values = [inner.get(value, value) for value in node.inputs]
+                made = ir.Value(name=names.unique(f"{node.outputs[0].name}.{branch}"), type=node.outputs[0].type)
+                inner[node.outputs[0]] = made
+                nodes.append(
+                    ir.node(node.op_type, values, dict(node.attributes), outputs=[made])  # type: ignore[arg-type]
+                )
+            value = inner[moved[name][-1].outputs[0]] if moved[name] else gradient
+            if adds or not moved[name]:
+                made = ir.Value(name=names.unique(f"{out.name}.{branch}"))
+                operands = [buffers[name], value] if adds else [value]
+                nodes.append(ir.node("Add" if adds else "Identity", operands, outputs=[made]))
+                value = made
+            value.type, value.shape = out.type, out.shape
+            outputs.append(value)
+        branches[branch] = ir.Graph([], outputs, nodes=nodes, name=branch)
+    return ir.node("If", [reset], branches, outputs=list(results.values()))
+
+
+def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
+    """Returns the nodes that make a gradient and nothing else, in order; none for a small one."""
+    size = math.prod(size for size in result.shape or () if isinstance(size, int))
+    if size < _WORTH_MOVING or gradient.uses():
+        return []
+    node, found = gradient.producer(), list[ir.Node]()
+    while node is not None and node.op_type == "Identity":
+        source = node.inputs[0]
+        node = source.producer() if source is not None and len(source.uses()) == 1 else None
+    if node is None or node.op_type not in ("Gemm", "MatMul"):
+        return []
+    for value in node.inputs:  # which ONNX Runtime makes one with the product
+        before = None if value is None or len(value.uses()) > 1 else value.producer()
+        if before is not None and before.op_type == "Transpose":
+            found.append(before)
+    return [*found, node]
 
 
 def _tensors(specs: tuple[TensorSpec, ...], values: Mapping[Any, ir.Value], described: bool) -> tuple[Tensor, ...]:

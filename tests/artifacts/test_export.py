@@ -387,3 +387,17 @@ def test_the_update_of_a_parameter_that_came_later(tmp_path: Path) -> None:
     counts = {key: int(value[0]) for key, value in optimizer.items() if key.endswith("Update_Count")}
     assert counts["fc1.weight.Update_Count"] == 3 and counts["fc1.bias.Update_Count"] == 4
     assert_steps_alike(trainer, artifacts, batches[2:])
+
+
+def test_large_gradients_are_made_where_they_are_kept(tmp_path: Path) -> None:
+    """What makes them is in the branches, so that they are not copied."""
+    more = {**OWN, "batch": {"gradient_accumulation_steps": 2}}
+    trainer = mlp_trainer(more, optim.AdamWConfig(lr=0.01), MLP(hidden=1 << 13))
+    batches = mlp_batches(6)
+    for batch in batches[:3]:
+        trainer.train_step(*batch)
+    artifacts = exported(trainer, tmp_path / "artifacts")
+    nodes = onnx.load(tmp_path / "artifacts" / "training_model.onnx").graph.node
+    moved = [[node.op_type for node in entry.attribute[0].g.node] for entry in nodes if entry.op_type == "If"]
+    assert [kinds[-1] for kinds in moved] == ["MatMul", "Identity"] and "MatMul" not in moved[1]
+    assert_steps_alike(trainer, artifacts, batches[3:])
