@@ -61,7 +61,8 @@ ALLOWED = {
     "integrations": LEAVES | {"optim", "options", "trainer"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES
-    | {"amp", "api", "checkpoint", "optim", "options", "runtime", "sources", "training", "training_session"},
+    | {"amp", "api", "artifacts", "checkpoint", "optim", "options", "runtime", "sources", "training"}
+    | {"training_session"},
     "__init__": {"amp", "checkpoint", "errors", "optim", "options", "sources", "trainer", "training_session"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -15,14 +15,14 @@ from ..ownership import shared_groups
 from ..sources import BORROWED
 from ..training.loop import TrainingLoop
 from .files import OPTIMIZER_MODEL, Described, contents, target_folder, write_files
+from .kinds import FLAVORS
 from .optimizer_model import optimizer_model
 from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
 from .updates import found_updates, optimizer_name
 
-__all__ = ["FLAVORS", "check_exportable", "export_artifacts"]
+__all__ = ["check_exportable", "export_artifacts"]
 
-FLAVORS = ("ort_trainer", "onnxruntime-training")
 _WEIGHTS = (torch.float32, torch.float64)
 
 

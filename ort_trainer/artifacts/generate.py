@@ -17,26 +17,9 @@ from ..errors import shown
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import ORTTrainerOptions
 from ..sources import loss_function
-from .export import FLAVORS, export_artifacts
-from .onnx_models import Prepared, is_onnx, prepared
+from .kinds import FLAVORS, LossType, OptimType
 
-__all__ = ["LossType", "OptimType", "generate_artifacts"]
-
-
-class LossType(Enum):
-    """Losses that :func:`generate_artifacts` adds, each the mean over the batch."""
-
-    MSELoss = 1
-    CrossEntropyLoss = 2
-    BCEWithLogitsLoss = 3
-    L1Loss = 4
-
-
-class OptimType(Enum):
-    """Optimizers of :func:`generate_artifacts`, with the hyper-parameters that onnxruntime-training gives them."""
-
-    AdamW = 1
-    SGD = 2
+__all__ = ["generate_artifacts"]
 
 
 _LOSSES = {
@@ -109,6 +92,9 @@ def generate_artifacts(
         ...     "model.onnx", loss=LossType.CrossEntropyLoss, optimizer=OptimType.AdamW, artifact_directory="artifacts"
         ... )
     """
+    from .export import export_artifacts  # with what writes ONNX, which the enumerations of this package need not
+    from .onnx_models import Prepared, is_onnx, prepared
+
     _check_flags(ort_format, custom_op_library, prefix)
     if flavor not in FLAVORS:
         raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")

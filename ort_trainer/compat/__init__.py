@@ -14,10 +14,10 @@ def install() -> None:
 
     Registers ``onnxruntime.training`` with its submodules ``amp``, ``optim``, ``checkpoint``, ``orttrainer``,
     ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``,
-    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, and as ``onnxruntime.training.api`` the classes of
-    ``ort_trainer.api``; where torch is not installed, the last alone. An installed onnxruntime-training keeps whatever
-    else it has in these modules (ORTModule, ``artifacts``, ``FusedAdam``, ...). Call it before the first of the old
-    imports; a second call does nothing.
+    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, ``onnxruntime.training.artifacts``, and as
+    ``onnxruntime.training.api`` the classes of ``ort_trainer.api``; where torch is not installed, the last alone. An
+    installed onnxruntime-training keeps whatever else it has in these modules (ORTModule, ``FusedAdam``, ...). Call it
+    before the first of the old imports; a second call does nothing.
 
     Example:
         >>> import ort_trainer.compat

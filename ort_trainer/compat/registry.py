@@ -94,7 +94,7 @@ def install_all() -> None:
         return
     engine()  # the first to import ONNX Runtime, which the others do without care
     try:
-        for module_name, names in {**_with_sessions(), **training_api_names()}.items():
+        for module_name, names in {**_with_sessions(), **training_api_names(), **_artifacts_names()}.items():
             module = module_named(module_name)
             missing = {n: v for n, v in _MISSING.get(module_name, {}).items() if not hasattr(module, n)}
             for name, value in {**names, **missing}.items():
@@ -112,6 +112,13 @@ def uninstall_all() -> None:
     if MissingParts in sys.meta_path:
         sys.meta_path.remove(MissingParts)
     restore()
+
+
+def _artifacts_names() -> dict[str, dict[str, Any]]:
+    from .. import artifacts  # with ort_trainer.api, and so with ONNX Runtime
+
+    names = ("LossType", "OptimType", "generate_artifacts")
+    return {"onnxruntime.training.artifacts": {name: getattr(artifacts, name) for name in names}}
 
 
 def _with_sessions() -> dict[str, dict[str, Any]]:

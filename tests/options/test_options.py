@@ -292,3 +292,14 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(options.utils.max_grad_norm) is float and options.utils.max_grad_norm == 0.5
     with pytest.raises(ValueError, match="gradient_accumulation_steps: must be of integer type"):
         ORTTrainerOptions({"batch": {"gradient_accumulation_steps": np.float32(3)}})
+
+
+def test_changed_options_keep_what_was_given() -> None:
+    before = ORTTrainerOptions({"utils": {"frozen_weights": ["a"], "grad_norm_clip": False}, "device": {"id": "cpu"}})
+    after = before.changed({"utils": {"frozen_weights": ["a", "b"]}, "batch": {"gradient_accumulation_steps": 2}})
+    assert after.utils.frozen_weights == ("a", "b") and after.utils.grad_norm_clip is False
+    assert after.batch.gradient_accumulation_steps == 2 and after.device.id == "cpu"
+    assert (
+        after.is_given("device.id") and after.is_given("utils.grad_norm_clip") and not after.is_given("utils.kernels")
+    )
+    assert before.utils.frozen_weights == ("a",) and type(after) is type(before)
