@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -144,3 +146,33 @@ def test_a_run_that_fails_changes_nothing(artifacts: Artifacts) -> None:
     session.lazy_reset_grad()
     session.train_step([x, target])
     np.testing.assert_allclose(gradient, 2 * state.parameters["w"].grad, rtol=1e-6)
+
+
+class Interrupted:
+    """A session of ONNX Runtime, in whose runs somebody presses Ctrl-C."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, *args: Any) -> None:
+        self._session.run_with_iobinding(*args)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_finds_a_step_done(artifacts: Artifacts) -> None:
+    expected, session = session_of(artifacts)
+    state, interrupted = session_of(artifacts)
+    for runner in (interrupted._module._train, interrupted._optimizer):
+        runner._session = Interrupted(runner._session)  # type: ignore[union-attr]
+    for x, target in batches(3):  # the second and third add to the gradients
+        session.train_step([x, target])
+        session.optimizer_step()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.train_step([x, target])
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.optimizer_step()
+        saved = [CheckpointState.save_checkpoint_to_buffer(s, include_optimizer_state=True) for s in (state, expected)]
+        assert saved[0] == saved[1]
