@@ -181,4 +181,5 @@ def test_language_model(tmp_path: Path) -> None:
 
 def test_every_example_has_a_test() -> None:
     tested = re.findall(r"def test_(\w+)", Path(__file__).read_text())
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} <= set(tested)
+    # federated.py runs the client.
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} - {"federated_client"} <= set(tested)
