@@ -54,9 +54,9 @@ class Optimizer:
         state = self._state
         if state.missing:
             state.require_values()
-        binding = self._bindings.get(state.gradient_side) or self._bind()
-        binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
-        with uninterrupted():
+        with state.lock, uninterrupted():
+            binding = self._bindings.get(state.gradient_side) or self._bind()
+            binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
             self._session.run_with_iobinding(binding, run_options)
             state.optimization_step += 1
 

@@ -53,7 +53,7 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
         found[NOMINAL_CHECKPOINT] = to_bytes(
-            replace(checkpoint, export=export, nominal=True, optimizer=None, gradients={})
+            replace(checkpoint, export=export, nominal=True, optimizer=None, optimization_step=0, gradients={})
         )
     return found
 
@@ -93,7 +93,9 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
         write: Writes the files into the folder that it is given.
         prefix: What their names begin with.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
+    around = folder if folder.is_dir() else folder.parent
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
     try:
         write(temporary)
         with uninterrupted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,26 @@ def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, mo
                 trainer.export_artifacts(target)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
+
+
+def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    real = tempfile.mkdtemp
+
+    def only_there(*args: Any, **kwargs: Any) -> str:
+        assert Path(kwargs["dir"]) == folder, "the folder around it may be read-only, or another file system"
+        return real(*args, **kwargs)
+
+    trainer = mlp_trainer(OWN)
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", only_there)
+        trainer.export_artifacts(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
+    nominal = read_checkpoint(folder / "nominal_checkpoint")
+    assert nominal.optimization_step == 0 and nominal.optimizer is None, "training begins anew"
 
 
 def test_what_can_not_be_exported(tmp_path: Path) -> None:
