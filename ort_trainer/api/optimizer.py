@@ -102,6 +102,6 @@ def check_rate(what: str, value: object) -> float:
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < math.inf:
         raise ValueError(f"{what} must be finite and not negative, but {shown(value)} was given")
     return float(value)

@@ -98,9 +98,15 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
     try:
         write(temporary)
+        written = [path.name for path in temporary.iterdir()]
+        for name in {*FILES, *written}:
+            if (folder / f"{prefix}{name}").is_dir():
+                raise IsADirectoryError(
+                    f"can't write {str(folder / f'{prefix}{name}')!r}: it is a folder. Take another directory, or "
+                    "remove that"
+                )
         with uninterrupted():
             folder.mkdir(exist_ok=True)
-            written = [path.name for path in temporary.iterdir()]
             for name in written:
                 (temporary / name).replace(folder / f"{prefix}{name}")
             for name in set(FILES) - set(written):  # what an earlier export had, and this one has not

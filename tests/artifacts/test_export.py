@@ -323,6 +323,11 @@ def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, mo
                 trainer.export_artifacts(target)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
+    (folder / "nominal_checkpoint").mkdir()
+    with pytest.raises(IsADirectoryError, match="can't write '.*nominal_checkpoint': it is a folder"):
+        trainer.export_artifacts(folder)
+    (folder / "nominal_checkpoint").rmdir()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

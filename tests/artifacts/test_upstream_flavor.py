@@ -162,6 +162,14 @@ def test_a_trained_trainer_goes_on_in_upstream(tmp_path: Path) -> None:
         assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
 
 
+def test_a_step_does_not_warn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(make_trainer(optim.SGDConfig(lr=0.1)), tmp_path, mlp_batches(1)[0])
+    upstream = Upstream(tmp_path)
+    capfd.readouterr()
+    upstream.train(mlp_batches(1)[0])
+    assert "Expected shape" not in capfd.readouterr().err
+
+
 def test_a_rate_in_the_model(tmp_path: Path) -> None:
     """For a runtime that can't set one."""
     trainer = make_trainer(optim.SGDConfig(lr=0.1))
