@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -296,58 +295,6 @@ def assert_updates_can_be_in_place(folder: Path) -> None:
         readers = [node for node in graph.node if old in node.input]
         assert readers and all(set(node.output) <= ancestors for node in readers), (old, new)
         assert producer[new].op_type in elementwise
-
-
-def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "artifacts"
-    trainer = mlp_trainer(OWN, optim.AdamWConfig(lr=0.01))
-    trainer.train_step(*mlp_batches(1)[0])
-    trainer.export_artifacts(folder)
-    (folder / "mine.txt").write_text("kept")
-    trainer.train_step(*mlp_batches(1)[0])
-    trainer.export_artifacts(folder, nominal_checkpoint=False)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "mine.txt"])
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    real = Path.write_bytes
-
-    def fails(path: Path, data: bytes) -> int:
-        if path.name == "checkpoint":
-            raise OSError("no space left on device")
-        return real(path, data)
-
-    trainer.train_step(*mlp_batches(1)[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fails)
-        for target in (folder, tmp_path / "other"):
-            with pytest.raises(OSError, match="no space"):
-                trainer.export_artifacts(target)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
-    (folder / "nominal_checkpoint").mkdir()
-    with pytest.raises(IsADirectoryError, match="can't write '.*nominal_checkpoint': it is a folder"):
-        trainer.export_artifacts(folder)
-    (folder / "nominal_checkpoint").rmdir()
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    real = tempfile.mkdtemp
-
-    def only_there(*args: Any, **kwargs: Any) -> str:
-        assert Path(kwargs["dir"]) == folder, "the folder around it may be read-only, or another file system"
-        return real(*args, **kwargs)
-
-    trainer = mlp_trainer(OWN)
-    for batch in mlp_batches(3):
-        trainer.train_step(*batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "mkdtemp", only_there)
-        trainer.export_artifacts(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
-    nominal = read_checkpoint(folder / "nominal_checkpoint")
-    assert nominal.optimization_step == 0 and nominal.optimizer is None, "training begins anew"
 
 
 def test_what_can_not_be_exported(tmp_path: Path) -> None:
