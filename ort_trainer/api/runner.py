@@ -101,7 +101,6 @@ class StepRunner:
                 binding.bind_ortvalue_input(name, value)
         as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
         results = [self._bind_output(binding, output, as_arrays) for output in plan.outputs]
-        drawn_from = state.random.get_state() if plan.random else None
         with uninterrupted():
             try:
                 if plan.random:
@@ -110,7 +109,7 @@ class StepRunner:
                 self._session.run_with_iobinding(binding, options)
             except BaseException:
                 if plan.random:
-                    state.random.set_state(drawn_from)
+                    state.random.undo()
                 raise
             if self._training:
                 state.advance()

@@ -335,6 +335,20 @@ def test_a_mask_of_any_size(count: int, kept: float) -> None:
     assert np.array_equal(draw_mask(2**61 + 7, count, 4, kept), expected)
 
 
+@pytest.mark.parametrize("kinds", [("mask",), ("normal",), ("mask", "uniform")])
+def test_a_draw_can_be_undone(kinds: tuple[str, ...]) -> None:
+    numbers = RandomNumbers()
+    parameters = {"mask": (0.5, 1.0)}
+    wanted = [(RandomTensor("r", kind, "float32", (700,), parameters.get(kind, ())), (700,)) for kind in kinds]
+    for _ in range(400):  # the generator makes its words anew within these
+        numbers.draw(wanted)
+    before = numbers.get_state()
+    drawn = numbers.draw(wanted)
+    numbers.undo()
+    np.testing.assert_array_equal(numbers.get_state(), before)
+    np.testing.assert_array_equal(numbers.draw(wanted), drawn)
+
+
 def test_random_numbers_go_on_from_a_state() -> None:
     spec = (RandomTensor("mask", "mask", "uint8", (100,), (0.5, 1)), (100,))
     torch.manual_seed(11)
