@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
     """Imports a public name or a submodule when it is asked for first."""
     from importlib.util import find_spec  # which ort_trainer.api need not wait for
 
-    if name not in _PLACES and (name.startswith("_") or find_spec(f"{__name__}.{name}") is None):
+    if name not in _PLACES and (not name.isidentifier() or name[0] == "_" or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         found = importlib.import_module(f".{_PLACES.get(name, name)}", __name__)

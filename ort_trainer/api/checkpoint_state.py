@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
 
+# Of an int: Python turns no text of more than 4300 digits into one.
+_BITS = 8192
+
 
 class Parameter:
     """A parameter of the model; ``state.parameters[name]`` gives it."""
@@ -42,7 +45,8 @@ class Parameter:
         """
         if self._name in self._state.missing:
             self._state.require_values()
-        return self._tensor.read()
+        with self._state.lock:
+            return self._tensor.read()
 
     @data.setter
     def data(self, value: Array | OrtValue) -> None:
@@ -57,7 +61,8 @@ class Parameter:
                 f"parameter {self._name!r} has shape {list(self.shape)}, but an array of shape {list(array.shape)} was "
                 "given"
             )
-        self._tensor.write(array)
+        with self._state.lock:
+            self._tensor.write(array)
         self._state.missing.discard(self._name)
 
     @property
@@ -67,7 +72,8 @@ class Parameter:
         Zeros before the first step; None if it is not trained, or there is no module yet.
         """
         tensor = self._state.gradients.get(self._name)
-        return None if tensor is None else tensor.read()
+        with self._state.lock:
+            return None if tensor is None else tensor.read()
 
     @property
     def requires_grad(self) -> bool:
@@ -145,6 +151,8 @@ class Properties(MutableMapping[str, Value]):
             value = str(value)
         elif isinstance(value, (int, np.integer, np.bool_)):
             value = int(value)
+            if value.bit_length() > _BITS:
+                raise ValueError(f"property {name!r} must be an int of at most {_BITS} bits: give a str")
         elif isinstance(value, (float, np.floating)):
             value = float(value)
         else:
@@ -236,15 +244,18 @@ class CheckpointState:
             FileNotFoundError: If the folder does not exist.
             RuntimeError: If it is a nominal checkpoint of which only a part was filled.
         """
-        checkpoint = state_of(state).to_checkpoint(include_optimizer_state)
+        inner = state_of(state)
         if not isinstance(checkpoint_uri, (str, os.PathLike)):
             raise TypeError(f"the checkpoint must be given as a path, but {shown(checkpoint_uri)} was given")
-        write_checkpoint(checkpoint_uri, checkpoint)
+        with inner.lock:
+            write_checkpoint(checkpoint_uri, inner.to_checkpoint(include_optimizer_state))
 
     @classmethod
     def save_checkpoint_to_buffer(cls, state: CheckpointState, include_optimizer_state: bool = False) -> bytes:
         """Returns the bytes that :meth:`save_checkpoint` writes."""
-        return to_bytes(state_of(state).to_checkpoint(include_optimizer_state))
+        inner = state_of(state)
+        with inner.lock:
+            return to_bytes(inner.to_checkpoint(include_optimizer_state))
 
     @property
     def parameters(self) -> Parameters:

@@ -141,7 +141,8 @@ class Module:
             ValueError: If they have several dtypes.
         """
         self._state.require_values()
-        return to_ort_value(self._state.flat(trainable_only), self._state.device)
+        with self._state.lock:
+            return to_ort_value(self._state.flat(trainable_only), self._state.device)
 
     def copy_buffer_to_parameters(self, buffer: Input, trainable_only: bool = True) -> None:
         """Takes over the values of all parameters, which completes a nominal checkpoint.
@@ -163,7 +164,8 @@ class Module:
                 f"the buffer has {flat.size} elements, but the parameters have {size} with "
                 f"trainable_only={trainable_only}{hint}"
             )
-        self._state.fill(flat, trainable_only)
+        with self._state.lock:
+            self._state.fill(flat, trainable_only)
 
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
@@ -186,10 +188,11 @@ class Module:
         runner = self._runner(False)
         self._state.require_values()
         names = graph_output_names
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"graph_output_names must be a list of str, but {shown(names)} was given")
-        values = {graph: self._state.values[name].view() for name, graph in runner.model.state.items()}
-        model = inference_model(runner.data, values, list(names))
+        with self._state.lock:
+            values = {graph: self._state.values[name].view() for name, graph in runner.model.state.items()}
+            model = inference_model(runner.data, values, list(names))
         with atomic_path(Path(inference_model_uri)) as temporary:
             temporary.write_bytes(model)
 

@@ -54,9 +54,9 @@ class Optimizer:
         state = self._state
         if state.missing:
             state.require_values()
-        binding = self._bindings.get(state.gradient_side) or self._bind()
-        binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
-        with uninterrupted():
+        with state.lock, uninterrupted():
+            binding = self._bindings.get(state.gradient_side) or self._bind()
+            binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
             self._session.run_with_iobinding(binding, run_options)
             state.optimization_step += 1
 
@@ -102,6 +102,6 @@ def check_rate(what: str, value: object) -> float:
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < math.inf:
         raise ValueError(f"{what} must be finite and not negative, but {shown(value)} was given")
     return float(value)

@@ -73,6 +73,9 @@ class RandomNumbers:
         self._calls = _Seed.calls
         self._bits: Any = None
         self._generator: Any = None
+        # A state, and the words that masks have taken since: NumPy needs a tenth of a small step to tell its state.
+        self._anchor: Any = None
+        self._words = self._words_before = 0
 
     def get_state(self) -> Array | None:
         """Returns the words and the position; None if there are none yet."""
@@ -84,7 +87,7 @@ class RandomNumbers:
 
     def set_state(self, state: Array | None) -> None:
         """Goes back to what :meth:`get_state` returned."""
-        self._state, self._bits, self._generator = state, None, None
+        self._state, self._bits, self._generator, self._anchor = state, None, None, None
 
     def draw(self, wanted: Sequence[tuple[RandomTensor, tuple[int, ...]]]) -> list[Array]:
         """Returns new random numbers for inputs and their shapes."""
@@ -92,8 +95,19 @@ class RandomNumbers:
         if self._bits is None:
             self._bits = _bits(self._state)
             self._generator = np.random.Generator(self._bits)
-        key = self._key() if any(spec.kind == "mask" for spec, _ in wanted) else 0
+        kinds = {spec.kind for spec, _ in wanted}
+        if self._anchor is None or kinds != {"mask"}:
+            self._anchor, self._words = self._bits.state, 0
+        self._words_before = self._words
+        key = self._key() if "mask" in kinds else 0
         return [self._draw(spec, shape, key) for spec, shape in wanted]
+
+    def undo(self) -> None:
+        """Goes back to before the last :meth:`draw`."""
+        if self._anchor is not None:
+            self._bits.state = self._anchor
+            self._bits.random_raw(self._words_before, output=False)
+            self._words = self._words_before
 
     def _follow_seed(self) -> None:
         if self._calls != _Seed.calls:
@@ -102,6 +116,7 @@ class RandomNumbers:
 
     def _key(self) -> int:
         """The number that ``torch.randint(2**62, ())`` draws."""
+        self._words += 2
         high, low = self._bits.random_raw(2)
         return ((int(high) << 32) | int(low)) % _KEYS
 

@@ -83,10 +83,14 @@ class StepRunner:
             ValueError: If one has a wrong shape.
             RuntimeError: If the parameters have no values yet.
         """
-        state = self._state
-        if state.missing:
-            state.require_values()
+        if self._state.missing:
+            self._state.require_values()
         values = self._checked(given)
+        with self._state.lock:
+            return self._run(values, options)
+
+    def _run(self, values: Sequence[Input], options: RunOptions | None) -> list[Any]:
+        state = self._state
         shapes = tuple([_shape(value) for value in values])
         plan = self._plans.get(shapes) or self._plan(shapes)
         binding = self._binding()
@@ -97,11 +101,16 @@ class StepRunner:
                 binding.bind_ortvalue_input(name, value)
         as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
         results = [self._bind_output(binding, output, as_arrays) for output in plan.outputs]
-        if plan.random:
-            for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
-                binding.bind_cpu_input(spec.name, array)
         with uninterrupted():
-            self._session.run_with_iobinding(binding, options)
+            try:
+                if plan.random:
+                    for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
+                        binding.bind_cpu_input(spec.name, array)
+                self._session.run_with_iobinding(binding, options)
+            except BaseException:
+                if plan.random:
+                    state.random.undo()
+                raise
             if self._training:
                 state.advance()
         if any(result is None for result in results):

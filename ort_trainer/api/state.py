@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,8 @@ class State:
         schedule: What they follow; None if they are constant.
         random: Draws the random numbers.
         properties: The user's own values.
+        lock: Held by what reads or changes the tensors: a run releases Python's own lock, and what it is bound to must
+            stay that.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -72,6 +75,7 @@ class State:
         self.random = RandomNumbers(checkpoint.random.get("state"))
         self.properties: dict[str, Value] = dict(checkpoint.properties)
         self._in_use = False
+        self.lock = threading.RLock()  # a handler of a signal may come back to the state
 
     def use(self, device: Device) -> None:
         """Moves the state to the device of a module.

@@ -53,7 +53,7 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
         found[NOMINAL_CHECKPOINT] = to_bytes(
-            replace(checkpoint, export=export, nominal=True, optimizer=None, gradients={})
+            replace(checkpoint, export=export, nominal=True, optimizer=None, optimization_step=0, gradients={})
         )
     return found
 
@@ -93,12 +93,20 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
         write: Writes the files into the folder that it is given.
         prefix: What their names begin with.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
+    around = folder if folder.is_dir() else folder.parent
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
     try:
         write(temporary)
+        written = [path.name for path in temporary.iterdir()]
+        for name in {*FILES, *written}:
+            if (folder / f"{prefix}{name}").is_dir():
+                raise IsADirectoryError(
+                    f"can't write {str(folder / f'{prefix}{name}')!r}: it is a folder. Take another directory, or "
+                    "remove that"
+                )
         with uninterrupted():
             folder.mkdir(exist_ok=True)
-            written = [path.name for path in temporary.iterdir()]
             for name in written:
                 (temporary / name).replace(folder / f"{prefix}{name}")
             for name in set(FILES) - set(written):  # what an earlier export had, and this one has not

@@ -90,6 +90,8 @@ def test_wrong_properties(state: CheckpointState) -> None:
         state.properties["list"] = [1]  # type: ignore[assignment]
     with pytest.raises(TypeError, match="the name of a property must be a str, but 3 was given"):
         state.properties[3] = 1  # type: ignore[index]
+    with pytest.raises(ValueError, match="property 'large' must be an int of at most 8192 bits: give a str"):
+        state.properties["large"] = 10**5000  # which no checkpoint could be read with
     state.properties["epochs"] = 1
     with pytest.raises(KeyError, match=r"no property 'epoch': did you mean 'epochs'\?"):
         state.properties["epoch"]

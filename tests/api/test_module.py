@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 
-from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, set_seed
+from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
 from ort_trainer.api.artifact import RandomTensor
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
 from ort_trainer.runtime.aten import dropout
@@ -197,6 +199,32 @@ def test_modules_share_a_state(artifacts: Artifacts) -> None:
     close(state.parameters["w"].data, reference.w)
 
 
+def test_threads_take_turns(artifacts: Artifacts) -> None:
+    _, module, _ = load(artifacts)
+    module.eval()
+    given = batches(4, rows=50)
+    expected = [module(*batch)[1] for batch in given]
+
+    def same(number: int) -> bool:
+        return all(np.array_equal(module(*given[number])[1], expected[number]) for _ in range(100))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(same, range(4)))
+
+
+def test_a_run_that_fails_draws_nothing(with_dropout: Artifacts) -> None:
+    state, module, _ = load(with_dropout)
+    session = TrainingSession(state, with_dropout.training)
+    ((x, target),) = batches(1)
+    module(x, target)
+    before = CheckpointState.save_checkpoint_to_buffer(state, include_optimizer_state=True)
+    stopped = onnxruntime.RunOptions()
+    stopped.terminate = True
+    with pytest.raises(Exception, match="terminate"):
+        session.train_step([x, target], stopped)
+    assert CheckpointState.save_checkpoint_to_buffer(state, include_optimizer_state=True) == before
+
+
 def test_training_goes_on_from_a_checkpoint(artifacts: Artifacts) -> None:
     data = batches(12)
 
@@ -305,6 +333,20 @@ def difference_of(state: CheckpointState, x: np.ndarray, target: np.ndarray) -> 
 def test_a_mask_of_any_size(count: int, kept: float) -> None:
     expected = dropout.unpacked(dropout.draw_mask(torch.tensor(2**61 + 7), count, 4, kept), (count,)).numpy()
     assert np.array_equal(draw_mask(2**61 + 7, count, 4, kept), expected)
+
+
+@pytest.mark.parametrize("kinds", [("mask",), ("normal",), ("mask", "uniform")])
+def test_a_draw_can_be_undone(kinds: tuple[str, ...]) -> None:
+    numbers = RandomNumbers()
+    parameters = {"mask": (0.5, 1.0)}
+    wanted = [(RandomTensor("r", kind, "float32", (700,), parameters.get(kind, ())), (700,)) for kind in kinds]
+    for _ in range(400):  # the generator makes its words anew within these
+        numbers.draw(wanted)
+    before = numbers.get_state()
+    drawn = numbers.draw(wanted)
+    numbers.undo()
+    np.testing.assert_array_equal(numbers.get_state(), before)
+    np.testing.assert_array_equal(numbers.draw(wanted), drawn)
 
 
 def test_random_numbers_go_on_from_a_state() -> None:

@@ -297,33 +297,6 @@ def assert_updates_can_be_in_place(folder: Path) -> None:
         assert producer[new].op_type in elementwise
 
 
-def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "artifacts"
-    trainer = mlp_trainer(OWN, optim.AdamWConfig(lr=0.01))
-    trainer.train_step(*mlp_batches(1)[0])
-    trainer.export_artifacts(folder)
-    (folder / "mine.txt").write_text("kept")
-    trainer.train_step(*mlp_batches(1)[0])
-    trainer.export_artifacts(folder, nominal_checkpoint=False)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "mine.txt"])
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    real = Path.write_bytes
-
-    def fails(path: Path, data: bytes) -> int:
-        if path.name == "checkpoint":
-            raise OSError("no space left on device")
-        return real(path, data)
-
-    trainer.train_step(*mlp_batches(1)[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fails)
-        for target in (folder, tmp_path / "other"):
-            with pytest.raises(OSError, match="no space"):
-                trainer.export_artifacts(target)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
-
-
 def test_what_can_not_be_exported(tmp_path: Path) -> None:
     batch = mlp_batches(1)[0]
 

@@ -52,7 +52,7 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path) -> None:
+def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(CONFIGS[kind])
     batches = mlp_batches(20)
     write(trainer, tmp_path, batches[0])
@@ -60,6 +60,7 @@ def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path) -> None:
     assert upstream.module.input_names() == ["x", "label"]
     assert upstream.module.output_names() == ["loss", "logits"]
     assert_trains_alike(trainer, upstream, batches)
+    assert "Expected shape" not in capfd.readouterr().err, "a warning in every step"
 
 
 class ConvNet(nn.Module):

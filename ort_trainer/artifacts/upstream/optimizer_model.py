@@ -72,8 +72,9 @@ def optimizer_model(
                 for name in (_WEIGHTS, _GRADIENTS, *moments)
             ),
         ],
-        # Of any shape: SGD's operator gives a scalar, where upstream's own models say [1] and the runtime warns.
-        [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, None)],
+        # What the operators give. That of SGD says it gives a scalar: the runtime warns once, when the model is loaded,
+        # as of upstream's own models, and without the shape in every step.
+        [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, [1])],
         constants,
     )
     imports = [make.make_opsetid("", opset), make.make_opsetid(_MICROSOFT, 1)]

@@ -1,0 +1,69 @@
+"""The files of an export appear in their folder together, or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ort_trainer import optim
+from ort_trainer.api.checkpoint_file import read_checkpoint
+
+from ..helpers import mlp_batches, mlp_trainer
+
+OWN: dict[str, Any] = {"utils": {"kernels": "onnxruntime"}}
+MODELS = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx")
+
+
+def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "artifacts"
+    trainer = mlp_trainer(OWN, optim.AdamWConfig(lr=0.01))
+    trainer.train_step(*mlp_batches(1)[0])
+    trainer.export_artifacts(folder)
+    (folder / "mine.txt").write_text("kept")
+    trainer.train_step(*mlp_batches(1)[0])
+    trainer.export_artifacts(folder, nominal_checkpoint=False)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "mine.txt"])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    real = Path.write_bytes
+
+    def fails(path: Path, data: bytes) -> int:
+        if path.name == "checkpoint":
+            raise OSError("no space left on device")
+        return real(path, data)
+
+    trainer.train_step(*mlp_batches(1)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fails)
+        for target in (folder, tmp_path / "other"):
+            with pytest.raises(OSError, match="no space"):
+                trainer.export_artifacts(target)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
+    (folder / "nominal_checkpoint").mkdir()
+    with pytest.raises(IsADirectoryError, match="can't write '.*nominal_checkpoint': it is a folder"):
+        trainer.export_artifacts(folder)
+    (folder / "nominal_checkpoint").rmdir()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    real = tempfile.mkdtemp
+
+    def only_there(*args: Any, **kwargs: Any) -> str:
+        assert Path(kwargs["dir"]) == folder, "the folder around it may be read-only, or another file system"
+        return real(*args, **kwargs)
+
+    trainer = mlp_trainer(OWN)
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", only_there)
+        trainer.export_artifacts(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
+    nominal = read_checkpoint(folder / "nominal_checkpoint")
+    assert nominal.optimization_step == 0 and nominal.optimizer is None, "training begins anew"
