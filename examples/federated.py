@@ -203,8 +203,9 @@ def main() -> None:
     curves = {"one trainer with all data": alone, "clients, averaged": together, "clients, each for itself": apart}
     for label, curve in curves.items():
         print(f"{label}: {curve[-1]:.1%}")
-    plot(curves, arguments.out / "federated.svg")
-    print(f"plot: {arguments.out / 'federated.png'}")
+    path = arguments.out / "federated.svg"
+    plot(curves, path)
+    print(f"plot: {path}")
 
 
 if __name__ == "__main__":
