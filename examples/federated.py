@@ -15,7 +15,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -178,11 +178,11 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/federated"), help="folder of the plot")
     parser.add_argument("--rounds", type=int, default=60)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     train, test = digits()
@@ -203,8 +203,9 @@ def main() -> None:
     curves = {"one trainer with all data": alone, "clients, averaged": together, "clients, each for itself": apart}
     for label, curve in curves.items():
         print(f"{label}: {curve[-1]:.1%}")
-    plot(curves, arguments.out / "federated.svg")
-    print(f"plot: {arguments.out / 'federated.png'}")
+    path = arguments.out / "federated.svg"
+    plot(curves, path)
+    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

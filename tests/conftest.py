@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -24,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if "ORT_TRAINER_CACHE" not in os.environ:
     os.environ["ORT_TRAINER_CACHE"] = tempfile.mkdtemp(prefix="ort_trainer_exports_")
     atexit.register(shutil.rmtree, os.environ["ORT_TRAINER_CACHE"], ignore_errors=True)
+
+# Some tests interrupt a step, which raises nothing in what a shell runs in the background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Exports run in forked children: what is imported and built here, none of them has to do again.
 decomposition_table()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,3 +118,18 @@ def assert_same_training(
             optimizer.zero_grad()
     assert_same_weights(trainer, reference, relative)
     return trainer
+
+
+def resolve(name: str) -> Any:
+    """Returns what a dotted name stands for; ``f(x)`` is the parameter x of f."""
+    name, _, parameter = name.rstrip(")").partition("(")
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for count, part in enumerate(parts[1:], start=2):
+        # Fields whose default is made, and attributes that are set in __init__, are no attributes of the class.
+        if part in getattr(found, "__dataclass_fields__", ()):
+            return found.__dataclass_fields__[part]
+        if part in getattr(found, "__annotations__", ()) and not hasattr(found, part):
+            return found.__annotations__[part]
+        found = sys.modules.get(".".join(parts[:count])) or getattr(found, part)
+    return inspect.signature(found).parameters[parameter] if parameter else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -301,9 +301,10 @@ def _to_array(value: object, what: str) -> Array:
     return np.asarray(value)
 
 
-def _unknown(kind: str, name: object, known: Iterable[str]) -> KeyError:
+def _unknown(kind: str, name: object, known: Collection[str]) -> KeyError:
     import difflib  # takes two milliseconds, which only an error should
 
     close = difflib.get_close_matches(name, known, cutoff=0.5) if isinstance(name, str) else []
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {shown(list(known))}"
+    there = f"there are {shown(list(known))}" if known else "there are none"
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else there
     return KeyError(f"there is no {kind} {name!r}: {hint}")

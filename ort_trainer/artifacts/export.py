@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..api.checkpoint_file import Checkpoint
 from ..errors import shown
 from ..graph import TrainingGraph
 from ..ownership import shared_groups
@@ -16,7 +17,7 @@ from ..sources import BORROWED
 from ..training.loop import TrainingLoop
 from .files import OPTIMIZER_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
-from .optimizer_model import optimizer_model
+from .optimizer_model import Updated, optimizer_model
 from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
 from .updates import found_updates, optimizer_name
@@ -60,6 +61,38 @@ def export_artifacts(
         )
     folder = target_folder(directory)
     check_exportable(loop)
+    made = _made(loop, optimizer, outputs)
+    if flavor == FLAVORS[0]:
+        write = _our_writer(made, nominal_checkpoint)
+    else:
+        write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
+    write_files(folder, write, prefix)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What is written, in either flavor.
+
+    Attributes:
+        training: The graph of a training step.
+        evaluation: The graph of an evaluation step.
+        weight: Of a micro-batch: what its loss is multiplied by.
+        updates: The updates of the trained parameters.
+        optimizer: The optimizer model and what it says about itself; None for none.
+        checkpoint: The state.
+        buffers: Which of the checkpoint's parameters are buffers of the model.
+    """
+
+    training: TrainingGraph
+    evaluation: TrainingGraph
+    weight: float
+    updates: Mapping[str, Updated]
+    optimizer: Described | None
+    checkpoint: Checkpoint
+    buffers: Sequence[str]
+
+
+def _made(loop: TrainingLoop, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
     session, window = loop.session, loop.window
     assert session is not None
     training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
@@ -72,40 +105,48 @@ def export_artifacts(
     checkpoint = running_state(loop, updates, origins, divisor)
     if not optimizer:
         checkpoint.optimizer = None
-    if flavor != FLAVORS[0]:
-        from .upstream.write import write_upstream_artifacts
+    buffers = [name for name in checkpoint.parameters if name in session.buffers]
+    described = (model, said) if optimizer else None
+    return _Made(training, evaluation, 1.0 / count, updates, described, checkpoint, buffers)
 
-        buffers = [name for name in checkpoint.parameters if name in session.buffers]
-        rules = {name: updated.update for name, updated in updates.items()}
 
-        def write_upstream(temporary: Path) -> None:
-            write_upstream_artifacts(
-                temporary,
-                training,
-                evaluation,
-                rules,
-                checkpoint,
-                buffers,
-                gradient_weight=1.0 / count,
-                fixed_learning_rate=fixed_learning_rate,
-                nominal_checkpoint=nominal_checkpoint,
-            )
-
-        write_files(folder, write_upstream, prefix)
-        return
+def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
+    """Returns what writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
-        "training_model.onnx": training_model(training, 1.0 / count),
-        "eval_model.onnx": evaluation_model(evaluation),
+        "training_model.onnx": training_model(made.training, made.weight),
+        "eval_model.onnx": evaluation_model(made.evaluation),
     }
-    if optimizer:
-        models[OPTIMIZER_MODEL] = (model, said)
-    found = contents(models, checkpoint, nominal_checkpoint)
+    if made.optimizer is not None:
+        models[OPTIMIZER_MODEL] = made.optimizer
+    found = contents(models, made.checkpoint, nominal)
 
-    def write(temporary: Path) -> None:
+    def write(folder: Path) -> None:
         for name, content in found.items():
-            (temporary / name).write_bytes(content)
+            (folder / name).write_bytes(content)
 
-    write_files(folder, write, prefix)
+    return write
+
+
+def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> Callable[[Path], None]:
+    """Returns what writes the files for onnxruntime-training."""
+    from .upstream.write import write_upstream_artifacts
+
+    rules = {name: updated.update for name, updated in made.updates.items()}
+
+    def write(folder: Path) -> None:
+        write_upstream_artifacts(
+            folder,
+            made.training,
+            made.evaluation,
+            rules,
+            made.checkpoint,
+            made.buffers,
+            gradient_weight=made.weight,
+            fixed_learning_rate=fixed_learning_rate,
+            nominal_checkpoint=nominal,
+        )
+
+    return write
 
 
 def _with_outputs(graph: TrainingGraph, names: Sequence[str] | None) -> TrainingGraph:

@@ -6,12 +6,14 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from ..undisturbed import process_undisturbed
+from .missing import MissingParts
 
-__all__ = ["is_changed", "module_named", "restore", "set_name"]
+__all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]
 
 _ABSENT = object()
 # What to do backwards: (module, name, what it was), and the modules that were made.
@@ -53,8 +55,27 @@ def set_name(module: ModuleType, name: str, value: Any) -> None:
         module.__all__ = [*exported, name]  # type: ignore[attr-defined]
 
 
+def put_in_place(
+    names: Mapping[str, Mapping[str, Any]], if_missing: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Sets names on modules, and lets an import of what is still missing say why.
+
+    Args:
+        names: Module -> its names.
+        if_missing: The same for names that are set only where the module does not have them.
+    """
+    for module_name, values in names.items():
+        module = module_named(module_name)
+        lacking = {n: v for n, v in (if_missing or {}).get(module_name, {}).items() if not hasattr(module, n)}
+        for name, value in {**values, **lacking}.items():
+            set_name(module, name, value)
+    sys.meta_path.append(MissingParts)
+
+
 def restore() -> None:
     """Undoes everything: modules that were made are gone, names that were set are what they were."""
+    if MissingParts in sys.meta_path:
+        sys.meta_path.remove(MissingParts)
     while _changed:
         module, name, before = _changed.pop()
         if before is _ABSENT:

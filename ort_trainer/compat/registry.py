@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import IntEnum
 from typing import Any
 
@@ -13,8 +12,7 @@ from ..optim import lr_scheduler
 from ..options import ModelDescription
 from ..runtime.engine import engine, training_bindings
 from . import checkpoint, older_api
-from .missing import MissingParts
-from .modules import is_changed, module_named, restore, set_name
+from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ORTTrainerOptions, set_cuda_mem_limit
 from .session import TrainingSession
 from .trainer import ORTTrainer
@@ -108,13 +106,8 @@ def install_all() -> None:
         return
     engine()  # the first to import ONNX Runtime, which the others do without care
     try:
-        for module_name, names in {**_NAMES, **training_api_names(), **_artifacts_names()}.items():
-            module = module_named(module_name)
-            missing = {n: v for n, v in _MISSING.get(module_name, {}).items() if not hasattr(module, n)}
-            for name, value in {**names, **missing}.items():
-                set_name(module, name, value)
+        put_in_place({**_NAMES, **training_api_names(), **_artifacts_names()}, _MISSING)
         set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))
-        sys.meta_path.append(MissingParts)
     except BaseException:
         uninstall_all()
         raise
@@ -123,8 +116,6 @@ def install_all() -> None:
 def uninstall_all() -> None:
     """Undoes :func:`install_all`."""
     set_cuda_mem_limit(0)
-    if MissingParts in sys.meta_path:
-        sys.meta_path.remove(MissingParts)
     restore()
 
 

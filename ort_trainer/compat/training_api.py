@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .modules import is_changed, module_named, restore, set_name
+from .modules import is_changed, module_named, put_in_place, restore
 
 __all__ = ["install_alone", "training_api_names"]
 
@@ -32,10 +32,7 @@ def install_alone() -> None:
         return
     module_named("onnxruntime")
     try:
-        for module_name, names in training_api_names().items():
-            module = module_named(module_name)
-            for name, value in names.items():
-                set_name(module, name, value)
+        put_in_place(training_api_names())
     except BaseException:
         restore()
         raise

@@ -48,6 +48,8 @@ again = CheckpointState.load_checkpoint(f"{artifacts}/alone")
 models = [open(f"{artifacts}/{kind}_model.onnx", "rb").read() for kind in ("training", "eval", "optimizer")]
 session = TrainingSession(again, *models)
 resumed = float(session.eval_step(batches[0])[0])
+from ort_trainer.artifacts import trainer_state_dict  # what converts checkpoints needs no torch either
+assert trainer_state_dict(f"{artifacts}/alone")["model"]["full_precision"].keys() >= set(again.parameters)
 loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names - {"__main__", "__mp_main__"}
 print(json.dumps({"losses": losses, "evaluated": evaluated, "resumed": resumed, "loaded": sorted(loaded)}))
 """
@@ -110,6 +112,12 @@ def test_an_unchanged_script_without_torch(environment: Path, exported: Exported
         compat.install()
         compat.install()
         runpy.run_path({str(script)!r}, run_name='__main__')
+        for name in ('ORTTrainer', 'artifacts'):
+            try:
+                exec('from onnxruntime.training import ' + name)
+                raise AssertionError
+            except ImportError as error:
+                assert f'onnxruntime.training.{{name}} ' in str(error) and 'torch is not installed' in str(error)
         compat.uninstall()
         assert not [name for name in sys.modules if name.startswith('onnxruntime.training')]
         assert 'torch' not in sys.modules

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ort_trainer import api, compat
 
+from ..helpers import resolve
 from . import session_checks, state_checks  # noqa: F401 - they fill CHECKS
 from .exported import Exported, export
 from .world import CHECKS, PYTHON, World
@@ -40,27 +38,6 @@ def _installed() -> Iterator[None]:
     compat.install()
     yield
     compat.uninstall()
-
-
-def resolve(name: str) -> Any:
-    """Returns what a dotted name stands for; ``f(x)`` is the parameter x of f."""
-    name, _, parameter = name.rstrip(")").partition("(")
-    parts = name.split(".")
-    count = next(n for n in range(len(parts), 0, -1) if _is_module(".".join(parts[:n])))
-    found: Any = importlib.import_module(".".join(parts[:count]))
-    for part in parts[count:]:
-        if part in getattr(found, "__annotations__", ()) and not hasattr(found, part):
-            return found.__annotations__[part]
-        found = getattr(found, part)
-    return inspect.signature(found).parameters[parameter].name if parameter else found
-
-
-def _is_module(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def test_every_documented_name_has_one_row() -> None:

@@ -314,7 +314,8 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "ours", ours())
     command = [sys.executable, "-m", "ort_trainer.artifacts.convert", str(tmp_path / "ours"), str(tmp_path / "theirs")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout == ""
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout + done.stderr == ""
     assert main([str(tmp_path / "theirs"), str(tmp_path / "again"), "--like", str(tmp_path / "ours")]) == 0
     assert_same_checkpoint(read_checkpoint(tmp_path / "again"), ours())
     assert main([str(tmp_path / "again"), str(tmp_path / "weights"), "--no-optimizer-state"]) == 0

@@ -101,9 +101,17 @@ def assert_same_state(trainer: ORTTrainer, checkpoint: Checkpoint, relative: flo
 
 
 def assert_steps_alike(
-    trainer: ORTTrainer, artifacts: Artifacts, batches: Sequence[Batch], relative: float = 1e-6
+    trainer: ORTTrainer,
+    artifacts: Artifacts,
+    batches: Sequence[Batch],
+    relative: float = 1e-6,
+    *,
+    evaluates: bool = True,
 ) -> None:
-    """Trains both on the same batches, which end with a whole window, and compares outputs, rates and the state."""
+    """Trains both on the same batches, which end with a whole window, and compares outputs, rates and the state.
+
+    An evaluation in the end costs the trainer one more export.
+    """
     for number, batch in enumerate(batches):
         before = trainer.train_step_info.optimization_step
         ours, theirs = _listed(_tuple(trainer.train_step(*batch))), artifacts.train(batch)
@@ -115,10 +123,10 @@ def assert_steps_alike(
             assert abs(rate - (trainer.train_step_info.learning_rates or [0.0])[-1]) <= 1e-6 * rate
             artifacts.update()
     assert_same_state(trainer, artifacts.checkpoint(), relative)
-    for mine, other in zip(
-        _listed(_tuple(trainer.eval_step(*batches[0]))), artifacts.evaluate(batches[0]), strict=True
-    ):
-        assert_near(other, mine.numpy(), relative, "evaluation")
+    if evaluates:
+        ours = _listed(_tuple(trainer.eval_step(*batches[0])))
+        for mine, other in zip(ours, artifacts.evaluate(batches[0]), strict=True):
+            assert_near(other, mine.numpy(), relative, "evaluation")
 
 
 def _tuple(outputs: Any) -> Any:

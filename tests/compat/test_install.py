@@ -159,10 +159,10 @@ def test_a_second_call_does_nothing_and_uninstall_undoes_all() -> None:
 
 
 def test_a_failing_install_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ort_trainer.compat import registry
+    from ort_trainer.compat import modules, registry
 
     monkeypatch.setitem(registry._NAMES, "onnxruntime.capi.ort_trainer.none", {"x": 1})
-    monkeypatch.setattr(registry, "set_name", _fail_on_x(registry.set_name))
+    monkeypatch.setattr(modules, "set_name", _fail_on_x(modules.set_name))
     with pytest.raises(RuntimeError, match="stop"):
         compat.install()
     assert "onnxruntime.training.orttrainer" not in sys.modules

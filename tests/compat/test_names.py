@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ import pytest
 from ort_trainer import ORTTrainerOptions, compat
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.options.schema import load_schema
+
+from ..helpers import resolve
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parent.parent / "docs" / "names.md").read_text()
@@ -35,18 +35,6 @@ def _installed() -> Iterator[None]:
     compat.install()
     yield
     compat.uninstall()
-
-
-def resolve(name: str) -> Any:
-    """Returns what a dotted name stands for; ``f(x)`` is the parameter x of f."""
-    name, _, parameter = name.rstrip(")").partition("(")
-    parts = name.split(".")
-    found: Any = importlib.import_module(parts[0])
-    for count, part in enumerate(parts[1:], start=2):
-        if part in getattr(found, "__dataclass_fields__", ()):  # a field has no class attribute if its default is made
-            return found.__dataclass_fields__[part]
-        found = sys.modules.get(".".join(parts[:count])) or getattr(found, part)
-    return inspect.signature(found).parameters[parameter] if parameter else found
 
 
 def leaves(schema: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from ...api.checkpoint_file import Checkpoint
-from ...atomic import atomic_path
 from ...graph import TrainingGraph
 from .conversion import to_upstream
 from .optimizer_model import optimizer_model
@@ -24,7 +22,7 @@ __all__ = ["write_upstream_artifacts"]
 
 
 def write_upstream_artifacts(
-    directory: str | os.PathLike[str],
+    folder: Path,
     training: TrainingGraph,
     evaluation: TrainingGraph,
     updates: Mapping[str, ParameterUpdate],
@@ -38,7 +36,7 @@ def write_upstream_artifacts(
     """Writes training, evaluation and optimizer model, checkpoint and nominal checkpoint.
 
     Args:
-        directory: Where to; it is made if it does not exist, and files in it are replaced.
+        folder: Where to, an empty one.
         training: The graph of a training step, of standard operators.
         evaluation: The graph of an evaluation step.
         updates: Name of a parameter -> its update.
@@ -67,11 +65,8 @@ def write_upstream_artifacts(
             fixed_learning_rate,
         )
     found, _ = to_upstream(checkpoint, models.trained)
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, proto in files.items():
-        with atomic_path(folder / name) as temporary:
-            temporary.write_bytes(proto.SerializeToString())
+        (folder / name).write_bytes(proto.SerializeToString())
     write_upstream_checkpoint(folder / "checkpoint", found)
     if nominal_checkpoint:
         found.nominal, found.groups = True, {}
