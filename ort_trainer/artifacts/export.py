@@ -180,6 +180,13 @@ def check_exportable(loop: TrainingLoop) -> None:
             "artifacts can't be written with batch.gradient_reduction 'weighted', as their steps take no weight: use "
             "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ"
         )
+    window = loop.window
+    if window.reduction == "mean" and window.micro_batches > window.size:
+        raise ValueError(
+            f"artifacts can't be written after {window.micro_batches} micro-batches of a window of {window.size}: in "
+            "them each counts by the size of the window, so that their mean would be another. Call optimizer_step() or "
+            "lazy_reset_grad() before"
+        )
     with BORROWED:
         parameters, trained = loop.source.parameters, loop.source.trainable
         narrow = [f"{name!r} ({value.dtype})" for name, value in parameters.items() if value.dtype not in _WEIGHTS]

@@ -324,6 +324,12 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="before the first batch: call prepare"):
         trainer.export_artifacts(tmp_path / "artifacts")
     trainer.prepare(batch)
+    assert trainer.session is not None
+    for _ in range(2):  # of a window of one, whose mean the steps of artifacts could not tell
+        trainer.session.train_step(batch)
+    with pytest.raises(ValueError, match="after 2 micro-batches of a window of 1.*optimizer_step"):
+        trainer.export_artifacts(tmp_path / "artifacts")
+    trainer.lazy_reset_grad()
     file = tmp_path / "file"
     file.write_text("")
     for target, error in ((tmp_path / "no" / "no", FileNotFoundError), (file, NotADirectoryError), ("", ValueError)):
