@@ -612,7 +612,6 @@ def test_symbolic_shape_inference_knows_reductions_of_older_models(size: int | s
 
 
 @needs_builder
-@needs_builder
 def test_symbolic_shape_inference_of_a_file_with_its_loss(tmp_path: Path) -> None:
     """A sum over all elements has a list of axes that is empty, which it takes for none."""
     model = MLP()
@@ -631,6 +630,7 @@ def test_symbolic_shape_inference_of_a_file_with_its_loss(tmp_path: Path) -> Non
     assert_same_weights(trainer, model, 1e-4)
 
 
+@needs_builder
 def test_a_failure_of_symbolic_shape_inference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: onnx.ModelProto) -> None:
         raise TypeError("object of type 'NoneType' has no len()")
