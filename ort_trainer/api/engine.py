@@ -11,6 +11,7 @@ import onnxruntime
 from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 
 from ..errors import shown
+from ..sessions import new_session
 from .artifact import METADATA, OptimizerModel, StepModel, from_metadata
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ ModelSource = str | os.PathLike[str] | bytes
 Model = TypeVar("Model", StepModel, OptimizerModel)
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# ONNX Runtime makes operators of these for whose types it then may have no kernel, such as doubles.
-_FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 # Operators that only upstream's own runtime has.
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
 
@@ -229,13 +228,9 @@ def _providers(device: Device) -> list[Any]:
 
 
 def _make_session(data: bytes, name: str, options: SessionOptions, providers: Sequence[Any]) -> InferenceSession:
-    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
-
     try:
-        try:
-            return InferenceSession(data, options, providers)
-        except NoKernel:
-            return InferenceSession(data, options, providers, disabled_optimizers=list(_FUSIONS))
+        session: InferenceSession = new_session(onnxruntime, data, options, providers)
+        return session
     except Exception as error:  # ONNX Runtime's errors have no common class
         raise ValueError(
             f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}; it is damaged, cut short, or no ONNX "

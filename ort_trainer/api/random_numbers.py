@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import shown
+from ..masks import KEYS, NEVER, draw_words, threshold, words_for
 from .artifact import RandomTensor
 
 if TYPE_CHECKING:
@@ -23,11 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RandomNumbers", "draw_mask", "set_seed"]
 
-_KEYS = 2**62
 _WORDS = 624
-# Of a mask, as in ``ort_trainer.runtime.aten.dropout``, which draws the same.
-_BLOCK = 1 << 16
-_LEVELS = 1 << 16
 
 
 class _Seed:
@@ -118,7 +115,7 @@ class RandomNumbers:
         """The number that ``torch.randint(2**62, ())`` draws."""
         self._words += 2
         high, low = self._bits.random_raw(2)
-        return ((int(high) << 32) | int(low)) % _KEYS
+        return ((int(high) << 32) | int(low)) % KEYS
 
     def _draw(self, spec: RandomTensor, shape: tuple[int, ...], key: int) -> Array:
         if spec.kind == "mask":
@@ -138,16 +135,10 @@ def draw_mask(key: int, count: int, number: int, kept: float) -> Array:
         number: Of the dropout in the model.
         kept: Probability that an element is kept.
     """
-    words = -(-count // 4)
-    blocks = [
-        np.random.SFC64(np.random.SeedSequence((key, number, block))).random_raw(min(words - block, _BLOCK))
-        for block in range(0, words, _BLOCK)
-    ]
-    threshold = round((1.0 - kept) * _LEVELS) - _LEVELS // 2
-    if not blocks or threshold >= _LEVELS // 2:  # which 16 bits can't reach
+    words, lowest = words_for(count), threshold(kept)
+    if lowest >= NEVER:
         return np.zeros(count, np.uint8)
-    raw = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-    passed = (raw.view(np.int16) >= threshold).view(np.uint8)
+    passed = (draw_words(key, number, words).view(np.int16) >= lowest).view(np.uint8)
     # Each quarter of the tensor has one of the four numbers in a word; the two halves of the words alternate.
     return np.ascontiguousarray(passed.reshape(2, words, 2).transpose(2, 0, 1)).reshape(-1)[:count]
 

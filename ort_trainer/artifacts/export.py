@@ -15,7 +15,7 @@ from ..graph import TrainingGraph
 from ..ownership import shared_groups
 from ..sources import BORROWED
 from ..training.loop import TrainingLoop
-from .files import OPTIMIZER_MODEL, Described, contents, target_folder, write_files
+from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
 from .running_state import running_state, schedule_of
@@ -113,8 +113,8 @@ def _made(loop: TrainingLoop, optimizer: bool, outputs: Sequence[str] | None) ->
 def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
     """Returns what writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
-        "training_model.onnx": training_model(made.training, made.weight),
-        "eval_model.onnx": evaluation_model(made.evaluation),
+        TRAINING_MODEL: training_model(made.training, made.weight),
+        EVALUATION_MODEL: evaluation_model(made.evaluation),
     }
     if made.optimizer is not None:
         models[OPTIMIZER_MODEL] = made.optimizer

@@ -19,9 +19,11 @@ from ..interrupts import uninterrupted
 
 __all__ = [
     "CHECKPOINT",
+    "EVALUATION_MODEL",
     "FILES",
     "NOMINAL_CHECKPOINT",
     "OPTIMIZER_MODEL",
+    "TRAINING_MODEL",
     "Described",
     "contents",
     "target_folder",
@@ -30,8 +32,8 @@ __all__ = [
 
 Described = tuple[ir.Model, StepModel | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
-OPTIMIZER_MODEL = "optimizer_model.onnx"
-FILES = ("training_model.onnx", "eval_model.onnx", OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)
+TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
+FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)
 
 
 def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: bool) -> dict[str, bytes]:

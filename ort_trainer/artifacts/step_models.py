@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,17 @@ from ..api.artifact import RandomTensor, StepModel, Tensor
 from ..graph import RandomInput, TensorSpec, TrainingGraph
 from ..graph.names import Names
 
-__all__ = ["IR_VERSION", "evaluation_model", "training_model"]
+__all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 
 IR_VERSION = 10
 """Of all models: the highest that onnxruntime 1.18 and 1.19 read."""
 _MAXIMUM_OPSET = 21
+Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
-_RESET = "lazy_reset_grad"
+RESET = "lazy_reset_grad"
+BUFFER = "{}_grad.accumulation.buffer"
+ACCUMULATED = "{}_grad.accumulation.out"
+"""What onnxruntime-training calls the inputs and outputs of gradients, of a parameter's name."""
 # Elements of a gradient from which on a copy takes longer than a condition.
 _WORTH_MOVING = 1 << 15
 
@@ -42,14 +47,14 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
     names = Names(ir.convenience.create_value_mapping(model.graph))
     if graph.loss_scale is not None:
         _fix(model.graph, inputs[graph.loss_scale.name], graph.loss_scale, factor)
-    reset = ir.Value(name=names.unique(_RESET), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+    reset = ir.Value(name=names.unique(RESET), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
     buffers, results = {}, {}
     for name, output in graph.gradients.items():
         gradient = outputs[output]
         weight = inputs.get(graph.state.get(name, ""), gradient)
         kind, shape = ir.TensorType(weight.dtype or ir.DataType.FLOAT), weight.shape or gradient.shape
-        buffer = ir.Value(name=names.unique(f"{name}_grad.accumulation.buffer"), type=kind, shape=shape)
-        out = ir.Value(name=names.unique(f"{name}_grad.accumulation.out"), type=kind, shape=shape)
+        buffer = ir.Value(name=names.unique(BUFFER.format(name)), type=kind, shape=shape)
+        out = ir.Value(name=names.unique(ACCUMULATED.format(name)), type=kind, shape=shape)
         buffers[name], results[name] = buffer, out
     gradients = {name: outputs[output] for name, output in graph.gradients.items()}
     large = [name for name, gradient in gradients.items() if _makers(gradient, results[name])]
@@ -67,19 +72,12 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
     model.graph.outputs.clear()
     model.graph.outputs.extend([*kept, *results.values(), *updates])
     common_passes.RemoveUnusedNodesPass()(model)
-    said = StepModel(
-        kind="training",
-        export="",
-        inputs=_tensors(graph.inputs, inputs, True),
-        outputs=_tensors(graph.outputs, outputs, False),
-        loss=graph.loss,
-        state=dict(graph.state),
+    said = replace(
+        _described(graph, inputs, outputs),
         gradients={name: (str(buffers[name].name), str(results[name].name)) for name in results},
         buffer_updates=dict(graph.buffer_updates),
         reset=str(reset.name),
         random=tuple(_random(spec, inputs[spec.name]) for spec in graph.random),
-        guards=graph.guards,
-        fixed=dict(graph.fixed),
     )
     return model, said
 
@@ -97,8 +95,13 @@ def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
     model.graph.outputs.clear()
     model.graph.outputs.extend(kept)
     common_passes.RemoveUnusedNodesPass()(model)
-    said = StepModel(
-        kind="evaluation",
+    return model, _described(graph, inputs, outputs)
+
+
+def _described(graph: TrainingGraph, inputs: Values, outputs: Values) -> StepModel:
+    """Returns what both models say about themselves."""
+    return StepModel(
+        kind="training" if graph.training else "evaluation",
         export="",
         inputs=_tensors(graph.inputs, inputs, True),
         outputs=_tensors(graph.outputs, outputs, False),
@@ -107,12 +110,26 @@ def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
         guards=graph.guards,
         fixed=dict(graph.fixed),
     )
-    return model, said
 
 
 def _portable(graph: TrainingGraph) -> ir.Model:
     """Returns a copy of the model of a graph that the oldest supported engine reads."""
+    check_portable(graph)
     model = graph.model.clone()
+    for domain in [domain for domain in model.opset_imports if domain not in _STANDARD]:
+        del model.opset_imports[domain]
+    model.ir_version = IR_VERSION
+    model.metadata_props.clear()
+    return model
+
+
+def check_portable(graph: TrainingGraph) -> None:
+    """Checks that every supported ONNX Runtime can run a graph.
+
+    Raises:
+        ValueError: If it has operators, or an operator set, that not every one has.
+    """
+    model = graph.model
     kind = "training" if graph.training else "evaluation"
     found = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
     if found:
@@ -126,11 +143,6 @@ def _portable(graph: TrainingGraph) -> ir.Model:
             f"the {kind} graph has the operator set {opset}, but ONNX Runtime 1.18 reads no later one than "
             f"{_MAXIMUM_OPSET}: set _internal_use.onnx_opset_version to at most that, or leave it out"
         )
-    for domain in [domain for domain in model.opset_imports if domain not in _STANDARD]:
-        del model.opset_imports[domain]
-    model.ir_version = IR_VERSION
-    model.metadata_props.clear()
-    return model
 
 
 def _fix(graph: ir.Graph, value: ir.Value, spec: TensorSpec, number: float) -> None:
@@ -202,7 +214,7 @@ def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
     return [*found, node]
 
 
-def _tensors(specs: tuple[TensorSpec, ...], values: Mapping[Any, ir.Value], described: bool) -> tuple[Tensor, ...]:
+def _tensors(specs: tuple[TensorSpec, ...], values: Values, described: bool) -> tuple[Tensor, ...]:
     return tuple(
         Tensor(spec.name, _dtype(values[spec.name], spec.dtype), spec.described if described else spec.shape)
         for spec in specs

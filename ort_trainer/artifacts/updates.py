@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ def optimizer_name(config: OptimizerConfig) -> str:
     Raises:
         ValueError: If an optimizer of PyTorch updates them in a way for which there is no rule.
     """
-    return _translated(config).name if isinstance(config, TorchOptimizerConfig) else config.name
+    return _translated(config)[0].name if isinstance(config, TorchOptimizerConfig) else config.name
 
 
-def _translated(config: TorchOptimizerConfig) -> Rule:
+def _translated(config: TorchOptimizerConfig) -> tuple[Rule, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+    """Returns the rule that updates as an optimizer of PyTorch does, and what makes its hyper-parameters of theirs."""
     try:
-        return RULES[equivalent_rule(config.optimizer)[0]]
+        name, translate = equivalent_rule(config.optimizer)
+        return RULES[name], translate
     except ValueError as error:
         raise ValueError(
             f"the update can't be written as an optimizer model: {error}. Train with a config of ort_trainer.optim"
@@ -54,13 +56,13 @@ def found_updates(loop: TrainingLoop, names: Iterable[str]) -> dict[str, Updated
     optimizer = session.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
     wanted, found = set(names), {}
+    rule, translate = _translated(config) if isinstance(config, TorchOptimizerConfig) else (optimizer.rule, None)
     for index, hyper, limit, own in optimizer.groups:
-        rule = optimizer.rule
-        if isinstance(config, TorchOptimizerConfig):
-            rule, hyper = _translated(config), equivalent_rule(config.optimizer)[1](hyper)
+        if translate is not None:
+            hyper = translate(hyper)
         elif config.is_live:
             hyper = config.hyper_parameters(index)
-        update = ParameterUpdate(rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit, max_value)
+        update = ParameterUpdate(rule, index, hyper, limit, max_value)
         for name in wanted.intersection(own):
             weight = session.parameters[name]
             if isinstance(config, TorchOptimizerConfig):

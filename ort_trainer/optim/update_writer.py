@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,6 @@ class ParameterUpdate:
 
     Attributes:
         rule: Writes the update.
-        slots: Names of the state tensors that the parameter has.
-        counts: Whether its updates are counted.
         group: Index of its learning rate.
         hyper: The hyper-parameters of its group, as the optimizer config has them.
         limit: What the global gradient norm is clipped to; infinite for not at all.
@@ -32,12 +30,20 @@ class ParameterUpdate:
     """
 
     rule: Rule
-    slots: Sequence[str]
-    counts: bool
     group: int
     hyper: Mapping[str, Any]
     limit: float
     max_value: float = math.inf
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state tensors that the parameter has."""
+        return self.rule.slots_for(self.hyper)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its updates are counted."""
+        return self.rule.keeps_count(self.hyper)
 
 
 class UpdateWriter(Emitter):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..sessions import new_session
 from ..undisturbed import process_undisturbed
 from .installed import require_engine
 
@@ -40,7 +41,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
-_FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -245,18 +245,9 @@ def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
 def make_session(
     model: bytes, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]] | str]
 ) -> InferenceSession:
-    """Returns a session of a model.
-
-    ONNX Runtime's optimizer makes operators for whose types it then has no kernel: of a transposition and a product of
-    doubles, for one. Such a model gets a session without these fusions.
-    """
-    onnxruntime = engine()
-    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
-
-    try:
-        return onnxruntime.InferenceSession(model, options, list(providers))
-    except NoKernel:
-        return onnxruntime.InferenceSession(model, options, list(providers), disabled_optimizers=list(_FUSIONS))
+    """Returns a session of a model."""
+    session: InferenceSession = new_session(engine(), model, options, providers)
+    return session
 
 
 @functools.lru_cache(maxsize=4096)

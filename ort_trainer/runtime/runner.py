@@ -12,6 +12,7 @@ import torch
 
 from ..dims import evaluate
 from ..graph import Dim, RandomInput, TrainingGraph
+from ..masks import KEYS
 from .aten.dropout import draw_mask, unpacked
 from .engine import make_session
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from .engine import InferenceSession, SessionOptions
 
 __all__ = ["GraphRunner", "Plan", "load", "sample"]
-
-# Keys of masks are below it.
-_KEYS = 2**62
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -253,7 +251,7 @@ def sample(
     """Returns new random numbers for inputs and their shapes, contiguous and of types that can be bound."""
     # All masks of a run are drawn from one number, and before it nothing else is.
     with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
-    key = torch.randint(_KEYS, (), generator=generator, device=device).cpu() if with_key else None
+    key = torch.randint(KEYS, (), generator=generator, device=device).cpu() if with_key else None
     return [_sample(spec, shape, device, generator, key) for spec, shape in wanted]
 
 

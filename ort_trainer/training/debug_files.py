@@ -63,7 +63,6 @@ def save_graphs(
     from ..optim.onnx_update import with_optimizer
     from ..optim.update_writer import ParameterUpdate
 
-    rule = config.rule
     writers: dict[str, Any] = {
         # The forward pass with the loss, after all passes over the joint graph.
         "model_after_graph_transforms_path": lambda to: _write(
@@ -74,9 +73,7 @@ def save_graphs(
             with_optimizer(
                 graph,
                 {
-                    name: ParameterUpdate(
-                        rule, rule.slots_for(hyper), rule.keeps_count(hyper), index, hyper, limit, max_value
-                    )
+                    name: ParameterUpdate(config.rule, index, hyper, limit, max_value)
                     for index, hyper, limit, names in session.optimizer.groups
                     for name in names
                 },

@@ -197,7 +197,7 @@ def updates_of(config: Any, max_value: float = math.inf) -> dict[str, ParameterU
     """The updates of two parameters."""
     groups = {name: config.group_of(name) for name in ("a", "b")}
     return {
-        name: ParameterUpdate(config.rule, (), True, group, config.hyper_parameters(group), math.inf, max_value)
+        name: ParameterUpdate(config.rule, group, config.hyper_parameters(group), math.inf, max_value)
         for name, group in groups.items()
     }
 

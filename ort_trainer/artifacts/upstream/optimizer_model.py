@@ -12,6 +12,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from ...errors import shown
+from ..step_models import IR_VERSION
 
 if TYPE_CHECKING:
     from ...optim.update_writer import ParameterUpdate
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["optimizer_model"]
 
 _MICROSOFT = "com.microsoft"
-_IR_VERSION = 10
 _RATE, _STEP, _WEIGHTS, _GRADIENTS = "learning_rate", "step", "params", "gradients"
 _MOMENTS = ("first_order_moments", "second_order_moments")
 _WAY_OUT = "use the default flavor, which has all of the trainer's optimizers"
@@ -78,7 +78,7 @@ def optimizer_model(
         constants,
     )
     imports = [make.make_opsetid("", opset), make.make_opsetid(_MICROSOFT, 1)]
-    return make.make_model(graph, opset_imports=imports, ir_version=_IR_VERSION, producer_name="ort_trainer")
+    return make.make_model(graph, opset_imports=imports, ir_version=IR_VERSION, producer_name="ort_trainer")
 
 
 def _adam(hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,17 +15,13 @@ from ...graph import TrainingGraph
 from ...graph.emitter import Emitter
 from ...graph.names import Names
 from ...graph.prune import RemoveUnusedPass
+from ..step_models import ACCUMULATED, BUFFER, IR_VERSION, RESET, check_portable
 from .checkpoint import Array
 from .random_nodes import RandomNodes
 
 __all__ = ["StepModels", "step_models"]
 
-RESET = "lazy_reset_grad"
-BUFFER = "{}_grad.accumulation.buffer"
-ACCUMULATED = "{}_grad.accumulation.out"
 _MICROSOFT = "com.microsoft"
-_OPSET = 21
-_IR_VERSION = 10
 _WAY_OUT = "use the default flavor, which any onnxruntime trains"
 
 
@@ -69,7 +65,12 @@ def step_models(
         ValueError: If onnxruntime-training can't train the model; the message says why.
     """
     for graph in (training, evaluation):
-        _check(graph)
+        if graph.programs:
+            raise ValueError(
+                "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: take one that was "
+                "exported with utils.kernels='onnxruntime'"
+            )
+        check_portable(graph)
     changed = [name for name in training.buffer_updates if state[name].dtype == np.float32]
     kept = [name for name in training.state if state[name].dtype == np.float32 and name not in buffers]
     trained = [name for name in kept if name in training.gradients]
@@ -93,23 +94,6 @@ def step_models(
         first.overwrite(name)
     inputs = {spec.name: first.inputs[spec.name] for spec in training.inputs}
     return StepModels(first.finish(inputs), second.finish(inputs), trained, training.model.opset_imports[""])
-
-
-def _check(graph: TrainingGraph) -> None:
-    model = graph.model
-    if graph.programs:
-        raise ValueError(
-            "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: take one that was exported "
-            "with utils.kernels='onnxruntime'"
-        )
-    foreign = {node.domain for node in model.graph.all_nodes()} - {"", "ai.onnx"}
-    if foreign or model.functions:
-        raise ValueError(f"the graph has operators of {sorted(foreign)}, where standard operators only are expected")
-    if model.opset_imports[""] > _OPSET:
-        raise ValueError(
-            f"the graph has opset {model.opset_imports['']}, and onnxruntime-training 1.19.2 ends with {_OPSET}: "
-            f"{_WAY_OUT}"
-        )
 
 
 class _Writer:
@@ -202,7 +186,7 @@ class _Writer:
         self._graph.extend(self._after.nodes)
         names = [str(value.name) for value in self._graph.inputs]
         RemoveUnusedPass(names)(self._model)
-        self._model.ir_version = min(self._model.ir_version or _IR_VERSION, _IR_VERSION)
+        self._model.ir_version = min(self._model.ir_version or IR_VERSION, IR_VERSION)
         return self._model
 
     def _kept_input(self, name: str) -> ir.Value:

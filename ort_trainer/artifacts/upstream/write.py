@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ...api.checkpoint_file import Checkpoint
 from ...graph import TrainingGraph
+from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from .conversion import to_upstream
 from .optimizer_model import optimizer_model
 from .step_models import step_models
@@ -54,11 +55,11 @@ def write_upstream_artifacts(
     state = {**checkpoint.parameters, **checkpoint.buffers}
     models = step_models(training, evaluation, state, {*buffers, *checkpoint.buffers}, gradient_weight)
     files = {
-        "training_model.onnx": ir.to_proto(models.training),
-        "eval_model.onnx": ir.to_proto(models.evaluation),
+        TRAINING_MODEL: ir.to_proto(models.training),
+        EVALUATION_MODEL: ir.to_proto(models.evaluation),
     }
     if checkpoint.optimizer is not None:
-        files["optimizer_model.onnx"] = optimizer_model(
+        files[OPTIMIZER_MODEL] = optimizer_model(
             {name: updates[name] for name in models.trained},
             checkpoint.learning_rates,
             models.opset,
@@ -67,10 +68,10 @@ def write_upstream_artifacts(
     found, _ = to_upstream(checkpoint, models.trained)
     for name, proto in files.items():
         (folder / name).write_bytes(proto.SerializeToString())
-    write_upstream_checkpoint(folder / "checkpoint", found)
+    write_upstream_checkpoint(folder / CHECKPOINT, found)
     if nominal_checkpoint:
         found.nominal, found.groups = True, {}
-        write_upstream_checkpoint(folder / "nominal_checkpoint", found)
+        write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, found)
 
 
 def _check(checkpoint: Checkpoint) -> None:

@@ -20,18 +20,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...masks import NEVER, draw_words, threshold, words_for
+
 __all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked", "words_for"]
 
-# Elements of a mask that one stream draws: large enough for its seeding (ten microseconds) not to count.
-_BLOCK = 1 << 18
-_LEVELS = 1 << 16
 # What moves the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
-
-
-def words_for(count: int) -> int:
-    """Returns how many words the packed mask of so many elements has."""
-    return -(-count // 4)
 
 
 def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
@@ -43,19 +37,12 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
         number: Of the dropout in the model.
         kept: Probability that an element is kept.
     """
-    words, seed = words_for(count), int(key)
-    blocks = range(0, words, _BLOCK // 4)
-
-    def drawn(block: int) -> torch.Tensor:
-        numbers = np.random.SFC64(np.random.SeedSequence((seed, number, block)))
-        return torch.from_numpy(numbers.random_raw(min(words - block, _BLOCK // 4)).view(np.int64))
-
-    raw = drawn(0) if len(blocks) == 1 else torch.cat([*map(drawn, blocks)] or [torch.empty(0, dtype=torch.int64)])
-    # From 64-bit numbers to words: comparing in place keeps two bytes an element, and half of the words move aside.
-    threshold = round((1.0 - kept) * _LEVELS) - _LEVELS // 2
-    if threshold >= _LEVELS // 2:  # which 16 bits can't reach
+    words, lowest = words_for(count), threshold(kept)
+    if lowest >= NEVER:
         return torch.zeros(words, dtype=torch.int32)
-    halves = raw.view(torch.int16).ge_(threshold).view(torch.int32)
+    # From 64-bit numbers to words: comparing in place keeps two bytes an element, and half of the words move aside.
+    raw = torch.from_numpy(draw_words(int(key), number, words).view(np.int64))
+    halves = raw.view(torch.int16).ge_(lowest).view(torch.int32)
     return halves[words:].bitwise_left_shift(8).bitwise_or_(halves[:words])
 
 
