@@ -38,7 +38,7 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
         kept: Probability that an element is kept.
     """
     words, lowest = words_for(count), threshold(kept)
-    if lowest >= NEVER:
+    if lowest >= NEVER or not words:  # PyTorch can't view an empty array of NumPy as smaller numbers
         return torch.zeros(words, dtype=torch.int32)
     # From 64-bit numbers to words: comparing in place keeps two bytes an element, and half of the words move aside.
     raw = torch.from_numpy(draw_words(int(key), number, words).view(np.int64))
