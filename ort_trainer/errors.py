@@ -7,7 +7,7 @@ import sys
 import warnings
 from typing import Any
 
-__all__ = ["CheckpointError", "ExportError", "IdleOptionError", "shown", "warn"]
+__all__ = ["CheckpointError", "DistributedError", "ExportError", "IdleOptionError", "shown", "warn"]
 
 _PACKAGE = __file__.removesuffix("errors.py")
 
@@ -22,6 +22,10 @@ class IdleOptionError(ExportError):
 
 class CheckpointError(ValueError):
     """A checkpoint file is damaged, is no checkpoint of this package, or does not fit the trainer."""
+
+
+class DistributedError(RuntimeError):
+    """The processes that train one model do not do the same, or one of them is missing."""
 
 
 class _Short(reprlib.Repr):

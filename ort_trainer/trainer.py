@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .amp import LossScaler
+from .distributed import choose_strategy
 from .errors import shown
 from .exporting import Exporting
 from .fitting import Fitting
@@ -107,10 +108,11 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
             )
         self.options, self.optim_config, self.loss_fn = options, optim_config, loss_fn
         device = resolve_device(options.device.id, options.is_given("device.id"))
+        strategy = choose_strategy(options, device)
         optim_config.bind(model)
         with BORROWED:
             source = model_source(model, loss_fn, optim_config, options)
-        self._loop = TrainingLoop(source, model_desc, optim_config, options, device)
+        self._loop = TrainingLoop(source, model_desc, optim_config, options, device, strategy)
 
     @property
     def loop(self) -> TrainingLoop:

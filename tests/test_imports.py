@@ -37,6 +37,7 @@ ALLOWED = {
     "api": {"atomic", "dims", "errors", "foreign", "interrupts", "schedules", "masks", "sessions"},
     "sources": LEAVES | {"graph", "optim", "options", "runtime"},
     "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
+    "distributed": LEAVES | {"optim", "options", "training"},
     "trainer_state": LEAVES | {"checkpoint", "training"},
     "own_steps": LEAVES | {"training"},
     # The trainer imports it when it is asked to export.
@@ -49,6 +50,7 @@ ALLOWED = {
     | {
         "amp",
         "checkpoint",
+        "distributed",
         "exporting",
         "fitting",
         "graph",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+
+from .parts import Parts
 
 __all__ = ["RULES", "Nodes", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
 
@@ -30,6 +32,7 @@ class ParameterBatch:
         divisor: What the gradients are to be divided by: a number, or a scalar tensor where they are clipped.
         hyper: The hyper-parameters, without the learning rate.
         counter: The memory of all counts, where they lie in one tensor that holds no others.
+        parts: What of the parameters these tensors are; it knows the norms of the whole ones.
     """
 
     weights: list[torch.Tensor]
@@ -40,6 +43,7 @@ class ParameterBatch:
     divisor: float | torch.Tensor
     hyper: Mapping[str, Any]
     counter: torch.Tensor | None = None
+    parts: Parts = field(default_factory=Parts)
 
     def slot(self, name: str) -> list[torch.Tensor]:
         """Returns one state tensor of every parameter."""
@@ -71,7 +75,7 @@ class ParameterBatch:
         weights, gradients, slots, counts = (
             [values[index] for index in chosen] for values in (self.weights, self.gradients, self.slots, self.counts)
         )
-        return ParameterBatch(weights, gradients, slots, counts, self.lr, self.divisor, self.hyper)  # type: ignore[arg-type]
+        return ParameterBatch(weights, gradients, slots, counts, self.lr, self.divisor, self.hyper, None, self.parts)  # type: ignore[arg-type]
 
     def split(self, keys: Iterable[Key]) -> list[tuple[Key, ParameterBatch]]:
         """Returns the parameters of each key, with one key for each parameter given; mostly all have the same."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .parts import global_norm
 from .torch_optimizer import TorchOptimizerConfig
-from .update import Again, OptimizerUpdate, global_norm
+from .update import Again, OptimizerUpdate
 
 __all__ = ["TorchUpdate"]
 

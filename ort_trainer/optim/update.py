@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,22 +11,13 @@ import torch
 
 from ..ownership import shared_groups
 from .config import OptimizerConfig
+from .parts import Parts
 from .rule import ParameterBatch
 
-__all__ = ["Again", "OptimizerUpdate", "global_norm"]
+__all__ = ["Again", "OptimizerUpdate"]
 
 Again = Callable[[], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """Runs forward and backward pass once more; returns the loss, and the gradients by parameter name."""
-
-
-def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the Euclidean norm of all gradients taken together, a scalar; not finite if any element is not.
-
-    ``torch.nn.utils.get_total_norm`` rounds the norm of all halves to a half.
-    """
-    norms = torch._foreach_norm(list(gradients))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
-    return total
 
 
 @dataclass
@@ -50,6 +41,7 @@ class OptimizerUpdate:
         clip: Whether gradients are clipped to ``max_norm_clip``.
         max_norm: A limit of the gradient norm instead of the config's, for every optimizer; None for the config's.
         max_value: A limit of the absolute value of each element of a gradient; None for none.
+        parts: What of each parameter this process updates; None for all of it. Gradients are those of the parts.
 
     Attributes:
         rule: How weights are updated.
@@ -67,11 +59,13 @@ class OptimizerUpdate:
         clip: bool = True,
         max_norm: float | None = None,
         max_value: float | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.norm: torch.Tensor | None = None
         self._max_value = max_value
         self.rule, self._config = config.rule, config
-        self._parameters = dict(parameters)
+        self.parts = Parts() if parts is None else parts
+        self._parameters = self.parts.of(parameters)
         self.slots: dict[str, dict[str, torch.Tensor]] = {}
         self.counts: dict[str, torch.Tensor] = {}
         found: dict[int, _Group] = {}
@@ -91,7 +85,7 @@ class OptimizerUpdate:
                 group.counter = torch.zeros(len(group.names), dtype=torch.float32, device=device)
                 self.counts |= zip(group.names, group.counter.unbind(), strict=True)
         # Weights with memory in common are updated one after the other, as PyTorch does.
-        self._one_by_one = bool(shared_groups(self._parameters, self._parameters))
+        self._one_by_one = bool(shared_groups(parameters, parameters))
         self._clips = any(math.isfinite(group.limit) for group in self._groups)
 
     @property
@@ -121,7 +115,8 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True where that was not checked.
         """
-        self.norm = global_norm(gradients.values()) / divisor if self.asks_norm(check_finite) and gradients else None
+        asked = self.asks_norm(check_finite) and bool(gradients)
+        self.norm = self.parts.total_norm(gradients.values()) / divisor if asked else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
@@ -130,7 +125,8 @@ class OptimizerUpdate:
 
     def rebind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Updates other tensors from now on, of the parameters among those that are given by name."""
-        self._parameters |= {name: value for name, value in parameters.items() if name in self._parameters}
+        known = {name: value for name, value in parameters.items() if name in self._parameters}
+        self._parameters |= self.parts.of(known)
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
         """Is told that gradients which it has used are needed no longer."""
@@ -156,6 +152,7 @@ class OptimizerUpdate:
                         divisor=divided,
                         hyper=self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper,
                         counter=group.counter if len(names) == len(group.names) else None,
+                        parts=self.parts,
                     )
                 )
 

@@ -18,15 +18,22 @@ class Gradients:
     Args:
         parameters: All parameters by name.
         device: Where everything is.
+        memory: Where gradients are to lie, by parameter name; those that are not in it may lie anywhere.
 
     Attributes:
         tensors: The memory of each; what is in it counts only for those that :meth:`present` returns.
         stays: Whether a run writes into memory that was bound before, so that the tensors must stay where they are.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        device: torch.device,
+        memory: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._parameters, self._device = parameters, device
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._memory = {} if memory is None else memory
+        self.tensors: dict[str, torch.Tensor] = dict(self._memory)
         self.stays = False
         self._present: set[str] = set()
         self._scratch: dict[str, torch.Tensor] = {}
@@ -58,12 +65,17 @@ class Gradients:
         """Gives up what an update has used: its memory is better spent on the coming run."""
         self._used = False
         if not self.stays:
-            self.tensors |= dict.fromkeys(self.tensors, torch.empty(0, device=self._device))
+            self.tensors |= dict.fromkeys(
+                self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
+            )
 
     def take(self, written: Mapping[str, torch.Tensor], fresh: bool) -> None:
         """Takes what a run has written, into :meth:`destinations` or new memory: starts anew with it, or adds it."""
         if fresh:
-            self.tensors |= written
+            copied = [name for name in written if name in self._memory and written[name] is not self._memory[name]]
+            if copied:
+                torch._foreach_copy_([self._memory[name] for name in copied], [written[name] for name in copied])
+            self.tensors |= {**written, **{name: self._memory[name] for name in copied}} if copied else written
             self._present = set(written)
         else:
             known = [name for name in written if name in self._present]
@@ -92,6 +104,12 @@ class Gradients:
             raise RuntimeError("there are no gradients to apply: call train_step before optimizer_step")
         self._used = True
         return self.present()
+
+    def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Takes what an update uses instead of what is present; empty if what is here means nothing any more."""
+        self.tensors |= gradients
+        self._present = set(gradients)
+        self._reset, self._used = False, True
 
     def used(self) -> dict[str, torch.Tensor]:
         """Returns what the last update has used, divided and clipped, until the next run; then nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 
 from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
+from ..optim.parts import Parts, global_norm
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..optim.torch_update import TorchUpdate
-from ..optim.update import Again, OptimizerUpdate, global_norm
+from ..optim.update import Again, OptimizerUpdate
 from .aten.runner import KernelRunner, calls_pytorch
 from .engine import providers_for, session_options
 from .gradients import Gradients
@@ -48,6 +49,8 @@ class StepSession:
         provider_options: Execution provider -> its options.
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit.
         seed: Seed of the random numbers of training (dropout).
+        gradient_memory: Where gradients are to lie, by parameter name; None if that may be anywhere.
+        parts: What of each parameter this process updates; None for all of it.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class StepSession:
         provider_options: Mapping[str, Mapping[str, object]] | None = None,
         mem_limit: int = 0,
         seed: int = 0,
+        gradient_memory: Mapping[str, torch.Tensor] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._given_options, self._deterministic = given_options, deterministic
@@ -74,7 +79,7 @@ class StepSession:
         self._providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
-        self._gradients = Gradients(self.parameters, self._device)
+        self._gradients = Gradients(self.parameters, self._device, gradient_memory)
         self.generator = torch.Generator(self._device).manual_seed(seed)
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
@@ -91,6 +96,7 @@ class StepSession:
             clip=clip,
             max_norm=max_norm,
             max_value=max_value,
+            parts=parts,
         )
 
     @functools.cached_property
@@ -305,6 +311,15 @@ class StepSession:
     def present_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset, by parameter name; empty right after one."""
         return self._gradients.present()
+
+    @property
+    def changed_buffers(self) -> Collection[str]:
+        """Names of the buffers that training changes."""
+        return self._updated.keys()
+
+    def hold_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Takes what an update uses, of all processes, instead of the gradients here; empty for nothing to look at."""
+        self._gradients.hold(gradients)
 
     def used_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of the last update, divided and clipped, until the next run; then nothing."""

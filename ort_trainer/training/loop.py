@@ -17,7 +17,7 @@ from ..graph import TrainingGraph
 from ..interrupts import uninterrupted
 from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
-from ..optim.update import Again, global_norm
+from ..optim.update import Again
 from ..options import ORTTrainerOptions
 from ..profiling import Profile, Profiler
 from ..runtime import Plan, StepSession
@@ -31,6 +31,8 @@ from .precision import choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
 from .strategy import SingleProcess, Strategy
+from .traits import traits_of
+from .update import follow, update
 from .user_objects import claim
 from .window import AccumulationWindow
 
@@ -58,6 +60,7 @@ class TrainingLoop:
         rates: The learning rates.
         strategy: Where gradients of several processes meet.
         info: The counters.
+        profiler: Measures the steps, where that was asked for.
         layout: What the state consists of.
         holds_gradients: Whether the model's parameters hold gradients that were made for an update.
     """
@@ -81,18 +84,20 @@ class TrainingLoop:
         self.strategy = SingleProcess() if strategy is None else strategy
         self.info = TrainStepInfo(config)
         self.layout = Layout.of(source, config, device)
-        self._seed = torch.initial_seed()
-        self._profiler: Profiler | None = None
+        self.profiler: Profiler | None = None
         self.holds_gradients = False
         self._pending: Restored | None = None
         self.pending_dict: Mapping[str, Any] = {}
-        # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
-        self._session = make_session(source, config, options, device, self._seed) if source.fixed else None
         if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
                 f"with batch.gradient_reduction 'weighted' train_step takes {GRADIENT_WEIGHT!r} for itself, but the "
                 "model has an input of that name: rename the input"
             )
+        with BORROWED:
+            tensors = {**source.parameters, **source.buffers}
+            self._seed = self.strategy.begin(tensors, traits_of(self), torch.initial_seed())
+        # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
+        self._session = self._make_session() if source.fixed else None
         # Last, so that a trainer that could not be made uses nothing.
         for thing, option in (
             (self.precision.scaler, "mixed_precision.loss_scaler"),
@@ -158,12 +163,12 @@ class TrainingLoop:
         Returns:
             The outputs that ``info.fetches`` asks for.
         """
-        profiler = self._profiler
+        profiler = self.profiler
         if profiler is None:
             return self._train(args, kwargs)
         outputs = profiler.step(lambda: self._train(args, kwargs))
         if profiler.finished:
-            self._profiler = None  # before anything else, so that whatever happens no later step is measured
+            self.profiler = None  # before anything else, so that whatever happens no later step is measured
             profiler.report()
         return outputs
 
@@ -174,13 +179,13 @@ class TrainingLoop:
             RuntimeError: If steps are being measured already.
             TypeError, ValueError, OSError: If an argument is none that can be.
         """
-        if self._profiler is not None:
+        if self.profiler is not None:
             raise RuntimeError(
-                f"a profile of {self._profiler.profile.steps} steps is under way, and {self._profiler.profile.left} of "
+                f"a profile of {self.profiler.profile.steps} steps is under way, and {self.profiler.profile.left} of "
                 "them are left: call train_step that often, then profile() again"
             )
-        self._profiler = Profiler(steps, trace, self._device)
-        return self._profiler.profile
+        self.profiler = Profiler(steps, trace, self._device)
+        return self.profiler.profile
 
     def step(
         self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
@@ -258,9 +263,9 @@ class TrainingLoop:
             Whether all gradients were finite. If not, the weights are what they were; True where that was not checked.
 
         Raises:
-            RuntimeError: If the window has no micro-batch.
+            RuntimeError: If the window has no micro-batch. (Of several processes, some may have none.)
         """
-        if self._session is None or not self.window.micro_batches:
+        if self.strategy.world_size == 1 and (self._session is None or not self.window.micro_batches):
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass before")
         return self.update(None, rates, again)
 
@@ -280,42 +285,12 @@ class TrainingLoop:
         Returns:
             As :meth:`optimizer_step`.
         """
-        session, info = self._session if gradients is None else self.session, self.info
-        assert session is not None
-        self.config.check()
-        rates = self.rates.upcoming(info, info.step) if rates is None else rates
-        session.set_learning_rate(*rates)
-        self.config.set_rates(rates)
-        self.strategy.reduce_gradients(session.present_gradients() if gradients is None else gradients)
-        update = session.optimizer_step
-        if self._profiler is not None:
-            update = functools.partial(self._profiler.update, update)
-        # Of gradients that the user may change it is computed at once.
-        asked = session.optimizer.asks_norm(self.precision.checks_finite)
-        norm = global_norm(gradients.values()) if gradients and not asked else None
-        try:
-            info.all_finite = update(
-                divisor=self.window.divisor if gradients is None else 1.0,
-                check_finite=self.precision.checks_finite,
-                gradients=gradients,
-                again=again,
-            )
-        finally:  # they are divided, whatever has become of the update
-            self.discard_gradients()
-        norm = session.optimizer.norm if norm is None else norm
-        if self.layout.torch_config is None:
-            self.source.publish(session.parameters)
-        else:  # it has changed the model itself
-            self.graphs.refresh(session)
-        self.holds_gradients = False
-        info.note_update(rates, session.norm_of_used if norm is None else norm)
-        try:
-            self.precision.update(info)
-        finally:
-            info.optimization_step += int(info.all_finite)
-        if info.all_finite:
-            self.rates.updated()
-        return info.all_finite
+        return update(self, gradients, rates, again)
+
+    def follow(self) -> None:
+        """Takes part in what the other processes do next, with no data left."""
+        with uninterrupted():
+            follow(self)
 
     def discard_gradients(self) -> None:
         """Ends the window without an update."""
@@ -355,10 +330,13 @@ class TrainingLoop:
         weight, kwargs = self.take_weight(kwargs)
         batch = self.graphs.bind(args, kwargs)
         plan = self.prepare(batch, True, self.graphs.fetches(self.info.fetches))
-        if self._profiler is not None:
-            plan = self._profiler.plan(plan)
+        if self.profiler is not None:
+            plan = self.profiler.plan(plan)
         with uninterrupted():
             return self.step(plan, batch, weight)
+
+    def _make_session(self) -> StepSession:
+        return make_session(self.source, self.config, self.options, self._device, self._seed, self.strategy)
 
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns loss and gradients of a batch with the weights of now."""
@@ -372,18 +350,28 @@ class TrainingLoop:
         missing = [name for name in self.graphs.description.input_names if name not in batch]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
-        session = self._session or make_session(self.source, self.config, self.options, self._device, self._seed)
+        session = self._session or self._make_session()
         if self.options.debug.check_model_export and not self.source.fixed:
             self.graphs.check_export(session, batch)
         plan = self.graphs.plan(session, batch, training, names, backward)
         with uninterrupted():
-            if self._pending is not None:
-                apply_to_session(self._pending, session)
-                self.source.publish({*session.parameters, *session.buffers})
-                self._pending, self.pending_dict = None, {}
+            self._take_session(session)
             self.graphs.started(batch)
-            self._session = session
         return plan
+
+    def start_session(self) -> StepSession:
+        """Returns the session; makes it where there was no batch yet."""
+        if self._session is None:
+            self._take_session(self._make_session())
+        assert self._session is not None
+        return self._session
+
+    def _take_session(self, session: StepSession) -> None:
+        if self._pending is not None:
+            apply_to_session(self._pending, session)
+            self.source.publish({*session.parameters, *session.buffers})
+            self._pending, self.pending_dict = None, {}
+        self._session = session
 
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""

@@ -8,12 +8,18 @@ from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from ..runtime import StepSession
 from ..sources import BORROWED, ModelSource
+from .strategy import Strategy
 
 __all__ = ["make_session"]
 
 
 def make_session(
-    source: ModelSource, config: OptimizerConfig, options: ORTTrainerOptions, device: torch.device, seed: int
+    source: ModelSource,
+    config: OptimizerConfig,
+    options: ORTTrainerOptions,
+    device: torch.device,
+    seed: int,
+    strategy: Strategy,
 ) -> StepSession:
     """Returns a session for a model.
 
@@ -23,14 +29,17 @@ def make_session(
         options: All settings.
         device: Where training runs.
         seed: Of the random numbers of training.
+        strategy: How several processes work together.
     """
     with BORROWED:  # an export puts others into the model for a while
         parameters, buffers = source.parameters, source.buffers
         tensors = source.adopt(device)
+    trainable = source.names_of_trainable()
+    memory, parts = strategy.lay_out({name: tensors[name] for name in trainable})
     return StepSession(
         {name: tensors[name] for name in parameters},
         {name: tensors[name] for name in buffers},
-        source.names_of_trainable(),
+        trainable,
         config,
         clip=options.utils.grad_norm_clip,
         max_norm=options.utils.max_grad_norm,
@@ -41,4 +50,6 @@ def make_session(
         provider_options=options.provider_options,
         mem_limit=options.memory_limit(device),
         seed=seed,
+        gradient_memory=memory,
+        parts=parts,
     )

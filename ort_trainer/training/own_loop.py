@@ -10,6 +10,7 @@ import torch
 from ..interrupts import uninterrupted
 from ..sources import BORROWED
 from .loop import TrainingLoop
+from .window import Share
 
 __all__ = ["forward", "forward_backward", "lazy_reset_grad", "optimizer_step"]
 
@@ -26,6 +27,12 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
     plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches))
     with uninterrupted():
         outputs, gradients = loop.gradients_of(plan, batch)
+        session, strategy = loop.start_session(), loop.strategy
+        if strategy.world_size > 1:
+            meeting = strategy.meet("pass", Share(1.0), (), gradients, session.changed_buffers)
+            gradients = strategy.average(meeting, gradients)
+            strategy.spread(meeting, {}, session.buffers)
+            loop.source.publish(session.buffers)
         with BORROWED:
             loop.source.add_gradients(gradients)
         loop.holds_gradients = True
@@ -45,10 +52,11 @@ def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def optimizer_step(loop: TrainingLoop) -> bool:
     """Updates the weights with what there is; see ``ORTTrainer.optimizer_step``."""
-    in_window = bool(loop.window.micro_batches)
+    # Where others may have micro-batches, all go through the update.
+    in_window = bool(loop.window.micro_batches) or (loop.strategy.world_size > 1 and not loop.holds_gradients)
     if not in_window and not loop.holds_gradients:
         return False
-    if loop.session is None:
+    if loop.session is None and loop.pending is not None:
         raise RuntimeError(
             "the accumulation window that was loaded waits for training to begin: call prepare() before "
             "optimizer_step()"

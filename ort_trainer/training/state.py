@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ from ..interrupts import uninterrupted
 from ..optim import torch_state
 from ..runtime import StepSession
 from .layout import SHARED, STEP, UPDATE_COUNT, Layout
-from .loop import TrainingLoop
 from .read_state import apply_to_session, read
+from .strategy import Meeting
+
+if TYPE_CHECKING:
+    from .loop import TrainingLoop
 
 __all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "to_pytorch"]
 
@@ -42,6 +45,16 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         include_optimizer: Whether to put in the optimizer's state and the accumulated gradients.
         copy: Whether arrays are copies; if not, they are the trainer's own memory.
     """
+    loop.strategy.meet("state" if include_optimizer else "model", loop.window.share(loop.precision.loss_scale))
+    return _collect(loop, include_optimizer, copy)
+
+
+def take_part(loop: TrainingLoop, meeting: Meeting) -> None:
+    """Does what :func:`collect` needs of this process, where others collect the state."""
+    _collect(loop, meeting.kind == "state", copy=False)
+
+
+def _collect(loop: TrainingLoop, include_optimizer: bool, copy: bool) -> StateDict:
     session, layout = loop.session, loop.layout
     assert session is not None
 

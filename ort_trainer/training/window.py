@@ -5,11 +5,27 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import shown
 
-__all__ = ["AccumulationWindow"]
+__all__ = ["AccumulationWindow", "Share"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process brings to an update.
+
+    Attributes:
+        weight: What its micro-batches count, added up; 0 where it has none.
+        unit: The weight by which its gradients were not multiplied.
+        scale: The loss scale in them.
+    """
+
+    weight: float
+    unit: float = 1.0
+    scale: float = 1.0
 
 
 class AccumulationWindow:
@@ -109,11 +125,18 @@ class AccumulationWindow:
         """Whether the weights are to be updated."""
         return self.micro_batches >= self._size
 
+    def share(self, scale: float) -> Share:
+        """Returns what the micro-batches so far bring to an update; without any, nothing, with a given loss scale."""
+        return Share(self._weight, self._unit, self._scale) if self.micro_batches else Share(0.0, scale=scale)
+
+    def divisor_of(self, share: Share) -> float:
+        """Returns what gradients are divided by in which micro-batches count so much, the loss scale in it."""
+        return share.scale * (1.0 if self.reduction == "sum" else share.weight / share.unit)
+
     @property
     def divisor(self) -> float:
         """What the gradients so far are divided by, the loss scale in it."""
-        count = {"mean": self.micro_batches, "sum": 1, "weighted": self._weight / self._unit}[self.reduction]
-        return self._scale * count
+        return self.divisor_of(Share(self._weight, self._unit, self._scale))
 
     def reset(self) -> None:
         """Begins a new window."""

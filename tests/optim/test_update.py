@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ort_trainer.optim import AdamConfig, LambConfig, LionConfig, SGDConfig
-from ort_trainer.optim.update import OptimizerUpdate, global_norm
+from ort_trainer.optim.parts import global_norm
+from ort_trainer.optim.update import OptimizerUpdate
 
 SHAPES = {"a": (5, 7), "b": (3,), "c": (), "d": (1, 1)}
 
