@@ -82,10 +82,10 @@ def test_a_strategy_stands_between_the_gradients_and_the_update() -> None:
     class Doubling(SingleProcess):
         seen = 0
 
-        def reduce_gradients(self, gradients: Any) -> None:
+        def reduce(self, meeting: Any, gradients: Any) -> Any:
             Doubling.seen += 1
-            for value in gradients.values():
-                value.mul_(2)
+            torch._foreach_mul_(list(gradients.values()), 2)
+            return super().reduce(meeting, gradients)
 
     model = MLP()
     reference = copy.deepcopy(model)
