@@ -23,9 +23,10 @@ ROOT = HERE.parent
 HEAD = """# Options
 
 All keys of `ORTTrainerOptions`, written by `make docs` from `schemas/trainer_options.json`. A key with the state
-*one process only* is checked, and refused beyond its default, as several processes are not supported yet; one with
-*only the default* is refused with any other value. None is ignored. After `ort_trainer.compat.install()`, what has no
-effect and does no harm is a warning: [names.md](names.md#options) says which.
+*data parallel only* is checked, and refused beyond its default, as each process trains the whole model
+([distributed.md](distributed.md#what-is-not-there)); one with *only the default* is refused with any other value. None
+is ignored. After `ort_trainer.compat.install()`, what has no effect and does no harm is a warning:
+[names.md](names.md#options) says which.
 
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
@@ -69,7 +70,7 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
             differs = f"{refused}, after `install()` a warning; {meta['only_default']}"
         elif "state" in meta:
             lenient = ", after `install()` a warning" if meta.get("idle") else ""
-            differs = f"{refused}{lenient}; training runs in one process"
+            differs = f"{refused}{lenient}; each process trains the whole model"
         else:
             differs = meta.get("differs", "")
         states[path] = f"works, differs: {differs}" if differs else "works"

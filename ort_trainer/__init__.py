@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import amp, optim
     from .checkpoint import read_user_dict
-    from .errors import CheckpointError, ExportError
+    from .errors import CheckpointError, DistributedError, ExportError
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
     from .sources.torch import register_operator
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "DistributedError",
     "ExportError",
     "ORTTrainer",
     "ORTTrainerOptions",
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 # is no torch, and what only ONNX models need takes as long to import as all the rest.
 _PLACES = {
     "CheckpointError": "errors",
+    "DistributedError": "errors",
     "ExportError": "errors",
     "ORTTrainer": "trainer",
     "ORTTrainerOptions": "options",

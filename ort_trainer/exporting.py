@@ -31,8 +31,9 @@ class Exporting:
         them as it would in the trainer: with its weights, moments, counts, schedule, gradients of an accumulation
         window that is under way, and random numbers (docs/training_api.md). The trainer is left as it is.
 
-        The first step exports the model if need be; with ``model_desc`` "auto", and for a PyTorch model, call
-        :meth:`prepare` or a step before.
+        All of several processes call it, and one of them writes; artifacts train in one process, with the random
+        numbers of that one. The first step exports the model if need be; with ``model_desc`` "auto", and for a PyTorch
+        model, call :meth:`prepare` or a step before.
 
         Args:
             directory: A folder, which is made if it does not exist. Artifacts in it are replaced: all of them, or, if

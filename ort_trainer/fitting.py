@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .options import ORTTrainerOptions
-from .runtime.engine import resolve_device
+from .training.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from .fit import Callback, Checkpoints, FitState
@@ -18,7 +17,7 @@ __all__ = ["Fitting"]
 class Fitting:
     """``fit`` of :class:`~ort_trainer.ORTTrainer`."""
 
-    options: ORTTrainerOptions
+    _loop: TrainingLoop
 
     def fit(
         self,
@@ -35,7 +34,8 @@ class Fitting:
     ) -> FitState:
         """Trains for some epochs, evaluating after each (docs/fit.md).
 
-        Ctrl-C ends it after the step that runs, with the status ``interrupted``, and the last checkpoint is saved.
+        Ctrl-C ends it after the step that runs, with the status ``interrupted``, and the last checkpoint is saved. Of
+        several processes each calls it with a loader of its part of the data; the history has the means over all.
 
         Args:
             train_loader: Gives the batches of an epoch each time it is gone through: a DataLoader, a list. Batches are
@@ -69,7 +69,7 @@ class Fitting:
 
         return fit(
             self,  # type: ignore[arg-type]
-            resolve_device(self.options.device.id, self.options.is_given("device.id")),
+            self._loop.layout.device,
             train_loader,
             eval_loader,
             epochs,

@@ -10,11 +10,18 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["uninterrupted"]
+__all__ = ["insisted", "uninterrupted"]
 
 # Those that people give handlers which raise: Ctrl-C, time limits, and what a scheduler of jobs sends before it kills.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNALS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
+# The signals that are held back now.
+_held: list[int] = []
+
+
+def insisted() -> bool:
+    """Returns whether a signal that is held back has come twice: the user does not want to wait."""
+    return len(set(_held)) < len(_held)
 
 
 class uninterrupted:
@@ -49,6 +56,7 @@ class uninterrupted:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._holding:
             self._waiting.append((number, frame))
+            _held.append(number)
         else:  # it came while handlers were put back
             self._handlers[number](number, frame)
 
@@ -66,6 +74,7 @@ class uninterrupted:
             if raised is not None:
                 raise raised
         finally:
+            _held.clear()
             _deliver(self._waiting, self._handlers)
 
 

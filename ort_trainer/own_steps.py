@@ -27,6 +27,9 @@ class OwnSteps:
         are those of the loss, whatever the loss scale of mixed precision; where they have overflowed they are not
         finite, which :meth:`optimizer_step` notices.
 
+        Several processes run it together, and all get the mean of their gradients, as with PyTorch's
+        ``DistributedDataParallel``; what is done to ``p.grad`` afterwards must be the same in all of them.
+
         Args:
             *args: As for ``train_step``.
             **kwargs: As for ``train_step``.
@@ -35,8 +38,9 @@ class OwnSteps:
             As ``train_step``.
 
         Raises:
-            RuntimeError: In the middle of an accumulation window of ``train_step``; and if the trainer works on copies
-                of the weights (``utils.share_weights=False``, ONNX models).
+            RuntimeError: In the middle of an accumulation window of ``train_step``; in ``trainer.join()`` of several
+                processes; and if the trainer works on copies of the weights (``utils.share_weights=False``, ONNX
+                models).
             TypeError, ValueError: If the batch does not fit the description.
         """
         return bare(own_loop.forward_backward(self._loop, args, kwargs))
@@ -47,7 +51,7 @@ class OwnSteps:
 
         That is the accumulation window so far, which need not be complete (as at the end of an epoch), or else what
         :meth:`forward_backward` has put into ``p.grad``, which then stays there. Loss scale, clipping and schedule are
-        those of ``train_step``.
+        those of ``train_step``. Several processes call it together; some of them may have no micro-batch.
 
         Returns:
             Whether the weights were updated: not if there were no gradients, or if they were not finite in mixed

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from .amp import LossScaler
-from .distributed import choose_strategy
+from .distributed import choose_strategy, find_place
 from .errors import shown
 from .exporting import Exporting
 from .fitting import Fitting
+from .joint_work import JointWork
 from .optim import OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
 from .optim.torch_optimizer import TorchOptimizerConfig
@@ -45,7 +46,7 @@ _NO_COPY = (
 )
 
 
-class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
+class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
@@ -106,13 +107,19 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
             raise TypeError(
                 f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
             )
+        place = find_place(options)
+        device = resolve_device(options.device.id, options.is_given("device.id"), place.local_rank)
+        strategy = choose_strategy(options, device, place)
+        options = place.shown_in(options)
         self.options, self.optim_config, self.loss_fn = options, optim_config, loss_fn
-        device = resolve_device(options.device.id, options.is_given("device.id"))
-        strategy = choose_strategy(options, device)
-        optim_config.bind(model)
-        with BORROWED:
-            source = model_source(model, loss_fn, optim_config, options)
-        self._loop = TrainingLoop(source, model_desc, optim_config, options, device, strategy)
+        try:
+            optim_config.bind(model)
+            with BORROWED:
+                source = model_source(model, loss_fn, optim_config, options)
+            self._loop = TrainingLoop(source, model_desc, optim_config, options, device, strategy)
+        except BaseException as error:
+            strategy.failed(error)
+            raise
 
     @property
     def loop(self) -> TrainingLoop:
@@ -240,7 +247,8 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
 
         Args:
             steps: How many calls.
-            trace: Path of the trace, in a folder that exists; a file that is there is replaced. None for no trace.
+            trace: Path of the trace, in a folder that exists; a file that is there is replaced. None for no trace. Of
+                several processes, those of rank 1 and more write to ``name.<rank>.json``, and print nothing.
 
         Returns:
             The profile, which has its figures when the steps are done.
@@ -255,7 +263,8 @@ class ORTTrainer(Exporting, Fitting, OwnSteps, TrainerState):
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
         Dropout and batch norm are in their inference form. Inputs, outputs and dynamic dimensions have the names of the
-        model description; weights have their PyTorch names. A file that is there is replaced.
+        model description; weights have their PyTorch names. A file that is there is replaced. Several processes would
+        write the same: it is enough that one calls it.
 
         Args:
             path: Where to write. Weights beyond what one protobuf file holds go into ``<path>.data`` beside it.

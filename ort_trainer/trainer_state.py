@@ -36,6 +36,8 @@ class TrainerState:
     def set_parameter(self, name: str, value: Any) -> None:
         """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
 
+        Of several processes, all must set the same, as each changes its own weights only.
+
         Raises:
             RuntimeError: Before the first step: change the model itself then, or call :meth:`prepare` first.
             TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
@@ -49,7 +51,8 @@ class TrainerState:
         It is what an update right now would use, before clipping: without the loss scale, and reduced as
         ``batch.gradient_reduction`` says. Right after an update it is what that has used, after clipping. None where
         there is none: before the first step, and for parameters that are not trained or that the loss does not depend
-        on.
+        on. Of several processes, each sees what its own micro-batches give, and after an update what that has used;
+        with ZeRO nothing then, as no process has it whole.
 
         Raises:
             ValueError: If the model has no such parameter.
@@ -59,6 +62,8 @@ class TrainerState:
     @outside_inference_mode
     def set_gradient(self, name: str, value: Any) -> None:
         """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
+
+        Of several processes, it replaces that of this one only.
 
         Raises:
             RuntimeError: If no micro-batch of a window has been run, so that the next one would overwrite it.
@@ -80,7 +85,8 @@ class TrainerState:
 
         Returns:
             The state. Before the first step there is none: a warning is given, and the state that was loaded and waits
-            for the first step is returned, or an empty dict.
+            for the first step is returned, or an empty dict. Of several processes all call this, and each gets the
+            whole, also with ZeRO; ``random_states`` has the random states of all.
         """
         if self._loop.session is None:
             warn(state.NOT_INITIALIZED)
@@ -91,7 +97,8 @@ class TrainerState:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restores what :meth:`state_dict` returned, in either format; also before the first step.
 
-        Everything is checked first: if anything does not fit, nothing has changed.
+        Everything is checked first: if anything does not fit, nothing has changed. Of several processes all call this,
+        with the same state, which any number of them may have saved.
 
         Args:
             state_dict: The state, or the state dict of a PyTorch model, which restores weights and buffers only.
@@ -100,8 +107,9 @@ class TrainerState:
         Raises:
             RuntimeError: If names do not match and ``strict`` is True, or none does.
             TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
+            DistributedError: If this fails in another process, or that was given another state.
         """
-        state.load(self._loop, state_dict, strict)
+        state.load(self._loop, lambda: state_dict, strict)
 
     def save_checkpoint(
         self,
@@ -111,6 +119,8 @@ class TrainerState:
         overwrite: bool = False,
     ) -> None:
         """Writes the whole state to one safetensors file, atomically.
+
+        Of several processes all call this; one writes, rank 0 unless it has no data left, and the others wait.
 
         Args:
             path: A path, or an open binary file.
@@ -124,10 +134,13 @@ class TrainerState:
             FileExistsError: If the path exists and ``overwrite`` is False.
             FileNotFoundError: If the folder does not exist.
             TypeError: If ``user_dict`` holds something else.
+            DistributedError: If another process could not write the file.
         """
         state.check_started(self._loop, "save_checkpoint")
-        found = state.collect(self._loop, include_optimizer=include_optimizer_states, copy=False)
-        save_checkpoint_file(path, found, {} if user_dict is None else user_dict, overwrite)
+        user_dict = {} if user_dict is None else user_dict
+        state.save(
+            self._loop, include_optimizer_states, lambda found: save_checkpoint_file(path, found, user_dict, overwrite)
+        )
 
     def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
         """Restores a checkpoint; also before the first step.
@@ -150,6 +163,12 @@ class TrainerState:
         """
         if not paths:
             raise ValueError("Expected number of files to load: 1, got 0")
-        found, user_dict = load_checkpoint_file(*paths)
-        self.load_state_dict(found, strict)
+        user_dict: dict[str, Any] = {}
+
+        def read() -> dict[str, Any]:
+            found, own = load_checkpoint_file(*paths)
+            user_dict.update(own)
+            return found
+
+        state.load(self._loop, read, strict)
         return user_dict

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -177,6 +179,63 @@ def test_language_model(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
     torch.manual_seed(0)
     assert [script.write(model, tokenizer, prompt) for prompt in script.PROMPTS] == result.samples
+
+
+def torchrun(*arguments: str | Path) -> str:
+    """Runs a script in two processes; returns what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# In the first run, one of the two processes dies in the middle of the second epoch, as if it were out of memory.
+KILLED = """
+import os, runpy, signal, sys
+from ort_trainer import ORTTrainer
+
+train_step = ORTTrainer.train_step
+
+def dying(trainer, *batch):
+    if trainer.train_step_info.step == 30:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(trainer, *batch)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    ORTTrainer.train_step = dying
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_distributed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, whole, resumed = ROOT / "examples" / "distributed.py", tmp_path / "whole", tmp_path / "resumed"
+    printed = torchrun(script, "--epochs", "3", "--checkpoint", whole)
+    importlib.import_module("distributed").main(["--epochs", "3"])
+    alone = capsys.readouterr().out
+    losses = [line for line in alone.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3 and [line for line in printed.splitlines() if line.startswith("epoch")] == losses
+    accuracies = re.findall(r"^(\d) process.*?([\d.]+)%$", alone + printed, re.MULTILINE)
+    assert [count for count, _ in accuracies] == ["1", "2"] and float(accuracies[0][1]) > 80
+
+    (tmp_path / "killed.py").write_text(KILLED)
+    restarts = ["--max-restarts", "3", tmp_path / "killed.py", script, "--epochs", "3"]
+    again = torchrun(*restarts, "--checkpoint", resumed, "--resume")
+    # Once before the kill, and not again after it.
+    assert (
+        len(re.findall(r"^epoch 1:", again, re.MULTILINE)) == 1 and again.splitlines()[-1:] == printed.splitlines()[-1:]
+    )
+    states = [load_checkpoint_file(path)[0] for path in (whole, resumed)]
+    for part in ("model", "optimizer"):
+        expected, found = (dict(_arrays(state[part])) for state in states)
+        assert expected.keys() == found.keys() and len(found) >= 6
+        assert all(np.array_equal(found[name], value) for name, value in expected.items())
+
+
+def _arrays(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the arrays in nested dicts."""
+    for key, inner in value.items():
+        yield from _arrays(inner, f"{path}/{key}") if isinstance(inner, dict) else [(f"{path}/{key}", inner)]
 
 
 def test_every_example_has_a_test() -> None:

@@ -14,7 +14,11 @@ from ..errors import shown
 from ..graph import TrainingGraph
 from ..ownership import shared_groups
 from ..sources import BORROWED
+from ..training.joint_state import Gathered, gather_state
 from ..training.loop import TrainingLoop
+from ..training.together import together
+from ..training.update import meet
+from ..training.window import AccumulationWindow
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
@@ -59,14 +63,24 @@ def export_artifacts(
             "fixed_learning_rate is for the flavor 'onnxruntime-training': ort_trainer.api takes rates and schedule "
             "from the checkpoint, leave it out"
         )
-    folder = target_folder(directory)
     check_exportable(loop)
-    made = _made(loop, optimizer, outputs)
-    if flavor == FLAVORS[0]:
-        write = _our_writer(made, nominal_checkpoint)
-    else:
-        write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
-    write_files(folder, write, prefix)
+    # Of several processes one writes, with what the others have of moments and gradients.
+    meeting = meet(loop, "state")
+    is_writer = meeting.doing == loop.strategy.world_rank
+    gathered = gather_state(loop, meeting, keep=is_writer)
+
+    def action() -> None:
+        if not is_writer:
+            return
+        folder = target_folder(directory)
+        made = _made(loop, gathered, optimizer, outputs)
+        if flavor == FLAVORS[0]:
+            write = _our_writer(made, nominal_checkpoint)
+        else:
+            write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
+        write_files(folder, write, prefix)
+
+    together(loop.strategy, "save", action)
 
 
 @dataclass(frozen=True)
@@ -92,17 +106,19 @@ class _Made:
     buffers: Sequence[str]
 
 
-def _made(loop: TrainingLoop, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
-    session, window = loop.session, loop.window
+def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
+    session = loop.session
     assert session is not None
+    window = AccumulationWindow(loop.window.size, loop.window.reduction)
+    window.load_state_dict(gathered.window)
     training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
     # Each micro-batch brings its share of the mean, so that a sum of a whole window is the mean.
     count = window.size if window.reduction == "mean" else 1
     added = window.micro_batches if window.reduction == "mean" else 1
     divisor = window.divisor / max(1, added) * count
-    updates = found_updates(loop, list(training.gradients))
+    updates = found_updates(loop, gathered.slots, list(training.gradients))
     model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
-    checkpoint = running_state(loop, updates, origins, divisor)
+    checkpoint = running_state(loop, updates, origins, gathered.gradients, divisor)
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in session.buffers]

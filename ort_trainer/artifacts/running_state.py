@@ -23,6 +23,7 @@ def running_state(
     loop: TrainingLoop,
     updates: Mapping[str, Updated],
     origins: Mapping[str, tuple[str, str | None]],
+    gradients: Mapping[str, torch.Tensor],
     divisor: float,
 ) -> Checkpoint:
     """Returns the state of a trainer.
@@ -31,7 +32,8 @@ def running_state(
         loop: Has begun.
         updates: The updates of the parameters that are trained.
         origins: Key of a state tensor of the optimizer model -> its parameter and slot; a count has no slot.
-        divisor: What the gradients of the window so far are divided by.
+        gradients: Those of the window so far.
+        divisor: What they are divided by.
     """
     session = loop.session
     assert session is not None
@@ -42,7 +44,6 @@ def running_state(
     for key, (name, slot) in origins.items():
         done = updates[name].count
         optimizer[key] = np.array([(done or 0) + 1], np.int64) if slot is None else _array(updates[name].slots[slot])
-    gradients = session.present_gradients()
     return Checkpoint(
         export="",
         parameters={**parameters, **floats},

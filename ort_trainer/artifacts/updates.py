@@ -41,11 +41,14 @@ def _translated(config: TorchOptimizerConfig) -> tuple[Rule, Callable[[Mapping[s
         ) from None
 
 
-def found_updates(loop: TrainingLoop, names: Iterable[str]) -> dict[str, Updated]:
+def found_updates(
+    loop: TrainingLoop, kept: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
+) -> dict[str, Updated]:
     """Returns the updates of some parameters.
 
     Args:
         loop: Has begun.
+        kept: The state tensors of its optimizer by parameter and slot.
         names: Parameters that have a gradient.
 
     Raises:
@@ -68,7 +71,7 @@ def found_updates(loop: TrainingLoop, names: Iterable[str]) -> dict[str, Updated
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:
-                slots, count = optimizer.slots[name], int(optimizer.counts.get(name, 0))
+                slots, count = dict(kept[name]), int(optimizer.counts.get(name, 0))
             found[name] = Updated(update, weight, slots, count if update.counts else None)
     return {name: found[name] for name in names if name in found}
 

@@ -127,8 +127,9 @@ class ORTTrainer:
             "batch": {"gradient_accumulation_steps": gradient_accumulation_steps},
             "device": {"id": str(device)},
             "distributed": {
-                "world_rank": world_rank,
-                "world_size": world_size,
+                # At their defaults they are not given: processes may have been launched all the same.
+                **({"world_rank": world_rank} if world_rank else {}),
+                **({"world_size": world_size} if world_size != 1 else {}),
                 "allreduce_post_accumulation": allreduce_post_accumulation,
                 "deepspeed_zero_optimization": {"stage": deepspeed_zero_stage},
                 "enable_adasum": enable_adasum,

@@ -1,4 +1,4 @@
-"""Flat buckets: gradients one behind the other in a few tensors, each of which takes one call to reduce."""
+"""Flat buckets: tensors one behind the other in a few large ones, each of which takes one call to send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 from ..optim.parts import Named
 
-__all__ = ["Bucket", "Buckets"]
+__all__ = ["Bucket", "Buckets", "grouped"]
+
+# Where gradients begin, in bytes: kernels that read several numbers at once want addresses of that kind.
+_ALIGNMENT = 64
 
 
 @dataclass
@@ -17,7 +20,7 @@ class Bucket:
     """A flat tensor.
 
     Attributes:
-        flat: The tensor; its size can be divided by the number of processes, zeros fill it up.
+        flat: The tensor; its size can be divided by the number of processes. What no gradient covers is zero.
         offsets: Parameter name -> where its gradient begins.
         views: Parameter name -> its gradient, a view.
     """
@@ -25,6 +28,11 @@ class Bucket:
     flat: torch.Tensor
     offsets: dict[str, int] = field(default_factory=dict)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def view_in(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns where the gradient of a parameter would lie in another tensor of this size."""
+        view = self.views[name]
+        return flat[self.offsets[name] : self.offsets[name] + view.numel()].view(view.shape)
 
     def slice_of(self, name: str, begin: int, end: int) -> tuple[int, int]:
         """Returns which elements of a gradient lie in a range of the bucket; maybe none: then both are equal."""
@@ -40,33 +48,50 @@ class Buckets:
         parameters: The trained parameters by name.
         processes: What the size of each bucket is divided by.
         limit: Bytes of a bucket; a larger gradient has a bucket of its own.
+
+    Attributes:
+        views: Parameter name -> where its gradient lies.
     """
 
     def __init__(self, parameters: Named, processes: int, limit: int) -> None:
-        self._buckets: list[Bucket] = []
-        groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
-        for name, parameter in parameters.items():
-            found = groups.setdefault((parameter.dtype, parameter.device), [[]])
-            filled = sum(parameters[other].nbytes for other in found[-1])
-            if found[-1] and filled + parameter.nbytes > limit:
-                found.append([])
-            found[-1].append(name)
-        for (dtype, device), lists in groups.items():
-            for names in lists:
-                size = sum(parameters[name].numel() for name in names)
-                bucket = Bucket(torch.zeros(-(-size // processes) * processes, dtype=dtype, device=device))
-                offset = 0
-                for name in names:
-                    like = parameters[name]
-                    bucket.offsets[name] = offset
-                    bucket.views[name] = bucket.flat[offset : offset + like.numel()].view(like.shape)
-                    offset += like.numel()
-                self._buckets.append(bucket)
+        self._buckets = [
+            _bucket({name: parameters[name] for name in names}, processes) for names in grouped(parameters, limit)
+        ]
+        self.views = {name: view for bucket in self for name, view in bucket.views.items()}
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    @property
-    def views(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> where its gradient lies."""
-        return {name: view for bucket in self for name, view in bucket.views.items()}
+
+def grouped(tensors: Named, limit: int) -> Iterator[list[str]]:
+    """Yields the names of tensors of one dtype and device, in their order, as many as have a number of bytes."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+    for names in kinds.values():
+        found: list[str] = []
+        filled = 0
+        for name in names:
+            if found and filled + tensors[name].nbytes > limit:
+                yield found
+                found, filled = [], 0
+            found.append(name)
+            filled += tensors[name].nbytes
+        yield found
+
+
+def _bucket(parameters: Named, processes: int) -> Bucket:
+    """Returns a bucket of zeros for parameters of one dtype and device."""
+    offsets: dict[str, int] = {}
+    size = 0
+    for name, parameter in parameters.items():
+        step = max(1, _ALIGNMENT // parameter.element_size())
+        offsets[name] = -(-size // step) * step
+        size = offsets[name] + parameter.numel()
+    like = next(iter(parameters.values()))
+    flat = torch.zeros(-(-size // processes) * processes, dtype=like.dtype, device=like.device)
+    views = {
+        name: flat[offset : offset + parameters[name].numel()].view(parameters[name].shape)
+        for name, offset in offsets.items()
+    }
+    return Bucket(flat, offsets, views)

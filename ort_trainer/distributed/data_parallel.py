@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ..errors import DistributedError
 from ..optim.parts import Named, Parts
 from ..training.strategy import Meeting, Strategy
 from ..training.window import Share
-from .agreement import check_traits
-from .buckets import Buckets
+from .agreement import check_traits, checksum
+from .buckets import Buckets, grouped
 from .joining import Joining
 from .processes import Processes
 from .reduction import Reduction
+from .rows import FOLLOW, KINDS, Row, check_rows, number_of
 
 __all__ = ["DataParallel"]
-
-KINDS = ("follow", "update", "step", "pass", "state", "model")
 
 
 class DataParallel(Strategy):
@@ -39,28 +38,33 @@ class DataParallel(Strategy):
         self.world_size, self.world_rank = processes.size, processes.rank
         self._bucket_bytes, self.reduction = bucket_bytes, reduction
         self.buckets = Buckets({}, self.world_size, bucket_bytes)
-        self._present: set[str] = set()
-        self._changed: set[str] = set()
+        self._names: list[str] = []
+        self._trainable: Named = {}
+        self._dtypes: Mapping[str, str] | None = None
+        self._compared = True
         self._joining: Joining | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
         """Compares the traits by checksums, sends tensors and seed, and makes a seed of the rank's own of it."""
         check_traits(self.processes, traits)
-        for name, tensor in tensors.items():
-            with torch.no_grad():
-                self.processes.broadcast(f"the value of {name!r}", tensor.detach())
+        self._names = list(tensors)
+        self._broadcast("the weights of rank 0", tensors, 0)
         # Of the 64 bits of a seed a float64 keeps 53.
         halves = self.processes.exchange("the seed", [seed >> 32, seed & 0xFFFFFFFF])[0]
         seed = int(halves[0]) << 32 | int(halves[1])
         if not self.world_rank:
             return seed
-        words = np.random.SeedSequence((seed % 2**64, self.world_rank)).generate_state(2, np.uint32)
-        return int(words[0]) << 20 ^ int(words[1])
+        return int(np.random.SeedSequence((seed, self.world_rank)).generate_state(1, np.uint64)[0])
 
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
         """Makes the buckets."""
+        self._trainable, self._compared = trainable, False
         self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes)
         return self.buckets.views, Parts()
+
+    def started(self, dtypes: Mapping[str, str]) -> None:
+        """Keeps them."""
+        self._dtypes = dtypes
 
     def meet(
         self,
@@ -69,86 +73,148 @@ class DataParallel(Strategy):
         rates: Sequence[float] = (),
         present: Collection[str] = (),
         changed: Collection[str] = (),
+        step: int = 0,
     ) -> Meeting:
-        """Exchanges one row of numbers."""
-        self._present, self._changed = set(present), set(changed)
-        if kind != "follow" and self._joining is not None:
+        """Exchanges one row of numbers; more where something is not the same in all processes."""
+        if kind != FOLLOW and self._joining is not None:
             self._joining.notify()
-        own = [KINDS.index(kind), share.weight, share.unit, share.scale, _sum(rates), _sum([*present, *changed])]
-        rows = self.processes.exchange(f"{kind!r} of the other processes", own)
-        shares = [Share(*row[1:4]) for row in rows]
-        doing = [row for row in rows if row[0]]
-        for column, what in ((0, "what they do"), (4, "learning rates")):
-            if len({row[column] for row in doing}) > 1:
-                found = {rank: row[column] for rank, row in enumerate(rows)}
-                raise DistributedError(f"the processes differ in {what}, by rank: {found}")
-        bringing = {share.scale for share in shares if share.weight}
-        if len(bringing) > 1:
-            raise DistributedError(f"the processes have different loss scales: {[share.scale for share in shares]}")
-        return Meeting(KINDS[int(doing[0][0])], shares, len({row[5] for row in rows}) == 1)
+        names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
+        own = Row(
+            *(number_of(kind), float(self.stop_asked), float(self._compared), step),
+            *(checksum(list(rates)), len(rates), checksum(names), share.weight, share.unit, share.scale),
+        )
+        rows = [Row(*values) for values in self.processes.exchange(what, own)]
+        self.stop_heard = any(row.stop for row in rows)
+        check_rows(self.processes, rows, own, rates, names)
+        doer = next(rank for rank, row in enumerate(rows) if row.kind != FOLLOW)
+        kind, rate_count = rows[doer].kind, int(rows[doer].rate_count)
+        if kind in ("update", "step", "pass") and not all(row.compared for row in rows):
+            self._compare_start()
+        if len({row.names for row in rows}) > 1:
+            found = self._united(what, names)
+            present, changed = found & self.buckets.views.keys(), found - self.buckets.views.keys()
+        if rate_count and any(row.kind == FOLLOW for row in rows):
+            sent = torch.zeros(rate_count, dtype=torch.float64)
+            if self.world_rank == doer:
+                sent.copy_(torch.tensor(rates, dtype=torch.float64))
+            self.processes.broadcast(what, sent, doer)
+            rates = sent.tolist()
+        shares = [Share(row.weight, row.unit, row.scale) for row in rows]
+        return Meeting(kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
 
     def reduce(self, meeting: Meeting, gradients: Named) -> tuple[dict[str, torch.Tensor], Share]:
         """Adds up the buckets."""
-        share = self._gather(meeting, gradients)
-        for bucket in self.buckets:
-            self.reduction.reduce(bucket)
-        return {name: view for name, view in self.buckets.views.items() if name in self._present}, share
+        return self._reduce(meeting, gradients)
 
     def average(self, meeting: Meeting, gradients: Named) -> dict[str, torch.Tensor]:
         """Adds up copies in the buckets, which hold nothing else where the user has a loop of their own."""
         views = self.buckets.views
         for name, gradient in gradients.items():
             views[name].copy_(gradient)
-        reduced, share = self.reduce(meeting, gradients)
+        reduced, share = self._reduce(meeting, {name: views[name] for name in gradients})
         return {name: gradient / share.weight for name, gradient in reduced.items()}
 
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:
         """Sends the leader's buffers; weights are equal everywhere."""
-        for name in buffers:
-            if name in self._changed:
-                self.processes.broadcast(f"the buffer {name!r}", buffers[name], meeting.leader)
+        changed = {name: value for name, value in buffers.items() if name in meeting.changed}
+        self._broadcast("the buffers that training changes", changed, meeting.leader)
 
-    def whole(self, parts: Named, like: Named) -> dict[str, torch.Tensor]:
+    def total(self, meeting: Meeting, gradients: Named, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Adds up copies of the buckets, one by one, whatever the reduction of an update is."""
+        share, unit = meeting.shares[self.world_rank], meeting.shares[meeting.leader].unit
+        found: dict[str, torch.Tensor] = {}
+        for bucket in self.buckets if meeting.weight else ():
+            names = [name for name in bucket.views if name in meeting.present]
+            if not names:
+                continue
+            flat = torch.zeros_like(bucket.flat)
+            for name in gradients.keys() & names:
+                torch.mul(gradients[name], share.unit / unit, out=bucket.view_in(flat, name))
+            self.processes.all_reduce("the gradients of the other processes", flat)
+            found |= {name: bucket.view_in(flat, name).to("cpu", copy=True) for name in (names if keep else ())}
+        return found
+
+    def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
         """Returns them: each process has everything."""
-        return dict(parts)
+        return dict(parts) if keep else {}
 
-    def random_states(self, state: torch.Tensor) -> list[torch.Tensor]:
-        """Returns those of all processes."""
-        found = torch.empty(self.world_size * state.numel(), dtype=state.dtype)
-        self.processes.all_gather("the random states", found, state.cpu())
-        return list(found.view(self.world_size, -1).unbind())
+    @property
+    def joining(self) -> bool:  # type: ignore[override]
+        """Whether this process is in a context of :meth:`join`."""
+        return self._joining is not None
 
-    def join(self, follow: Callable[[], None]) -> AbstractContextManager[Any]:
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns the bytes of all processes."""
+        return self.processes.gather("what the others give", data)
+
+    @contextlib.contextmanager
+    def join(self, follow: Callable[[], Any]) -> Iterator[None]:
         """Returns ``torch.distributed.algorithms.Join`` around the trainer."""
+        if self._joining is not None:
+            raise RuntimeError("trainer.join() was entered inside another trainer.join(): one is enough")
         self._joining = Joining(self.processes, follow)
-        return self._joining.context()
-
-    def wait(self) -> None:
-        """Waits at a barrier."""
-        self.processes.exchange("the other processes", [0.0])
+        try:
+            yield
+            self._joining.finish()
+        except BaseException as error:
+            self.failed(error)
+            raise
+        finally:
+            self._joining = None
 
     def failed(self, error: BaseException) -> None:
         """Leaves a note for the others."""
         self.processes.leave_note(error)
 
+    def _reduce(
+        self, meeting: Meeting, gradients: Named, scatter: bool = False
+    ) -> tuple[dict[str, torch.Tensor], Share]:
+        """Reduces the buckets; see :meth:`reduce`, and ``Reduction`` for ``scatter``."""
+        share = self._gather(meeting, gradients)
+        self.reduction.reduce([bucket for bucket in self.buckets if bucket.views.keys() & meeting.present], scatter)
+        return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
+
+    def _compare_start(self) -> None:
+        """Compares what training begins with."""
+        self._compared = True
+        sums = {name: f"{zlib.crc32(_bytes(value)):08x}" for name, value in self._trainable.items()}
+        check_traits(
+            self.processes, {"the dtypes of the first batch": self._dtypes, "the checksums of the weights": sums}
+        )
+
     def _gather(self, meeting: Meeting, gradients: Named) -> Share:
-        """Makes the buckets ready to be added up; returns what their sum will count."""
-        if not meeting.agree:
-            self._unite()
-        share, unit = meeting.shares[self.world_rank], meeting.shares[meeting.leader].unit
-        for bucket in self.buckets:
-            absent = [view for name, view in bucket.views.items() if name not in gradients]
-            if absent:
-                torch._foreach_zero_(absent)
-        if share.weight and share.unit != unit:
-            torch._foreach_mul_(list(gradients.values()), share.unit / unit)
-        return Share(meeting.weight, unit, meeting.shares[meeting.leader].scale)
+        """Makes the buckets ready to be reduced; returns what their sum will count."""
+        share, leading = meeting.shares[self.world_rank], meeting.shares[meeting.leader]
+        absent = [view for name, view in self.buckets.views.items() if name not in gradients]
+        if absent:
+            torch._foreach_zero_(absent)
+        if self.reduction.of_means:
+            factor, counts = share.unit / share.weight if share.weight else 0.0, Share(1.0, 1.0, leading.scale)
+        else:
+            factor, counts = share.unit / leading.unit, Share(meeting.weight, leading.unit, leading.scale)
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        return counts
 
-    def _unite(self) -> None:
-        """Makes the names of gradients, and of changed buffers, those that any process has."""
-        raise NotImplementedError
+    def _united(self, what: str, names: Collection[str]) -> set[str]:
+        """Returns the names that any process has, of parameters and buffers."""
+        own = set(names)
+        mask = torch.tensor([name in own for name in self._names], dtype=torch.uint8)
+        self.processes.all_reduce(what, mask, dist.ReduceOp.MAX)
+        return {name for name, found in zip(self._names, mask.tolist(), strict=True) if found}
+
+    def _broadcast(self, what: str, tensors: Named, source: int) -> None:
+        """Gives all processes the tensors of one, many at a time."""
+        for names in grouped(tensors, self._bucket_bytes):
+            chosen = [tensors[name].detach() for name in names]
+            flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+            self.processes.broadcast(what, flat.view(torch.uint8), source)  # bytes, as not all dtypes can be sent
+            if self.world_rank != source:
+                parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in chosen])
+                for tensor, values in zip(chosen, parts, strict=True):
+                    tensor.copy_(values.view(tensor.shape))
 
 
-def _sum(values: Collection[Any]) -> float:
-    """Returns a checksum, in the same way in all processes."""
-    return float(zlib.crc32("\0".join(map(str, values)).encode()))
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Returns the memory of a tensor."""
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()

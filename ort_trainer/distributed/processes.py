@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,14 +13,23 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DistributedError
+from ..interrupts import insisted
+from .missing import find_missing
+from .notes import Notes
 
 __all__ = ["Processes"]
 
 Result = TypeVar("Result")
+# Signals that come within one such time are one; after so many, a look at the notes of the others.
+_SLICE, _SLICES = timedelta(seconds=0.2), 5
 
 
 class Processes:
     """Two groups of all processes: one for small messages, on the CPU, and one for tensors.
+
+    Once an operation has failed the groups can't be used any more, as gloo closes connections then: every operation
+    after it fails at once. In one of NCCL that takes too long, PyTorch ends the process itself; but the processes meet
+    on gloo before, where one that is missing is missed.
 
     Args:
         device: Where training runs.
@@ -34,48 +46,125 @@ class Processes:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.timeout = timeout
         limit = timedelta(seconds=timeout)
-        self.control = dist.new_group(backend="gloo", timeout=limit)
-        # Messages on the CPU need not wait for what a GPU has to do first.
-        self.group = self.control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+        try:
+            self.control = dist.new_group(backend="gloo", timeout=limit)
+            # Messages on the CPU need not wait for what a GPU has to do first.
+            self.group = self.control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} waited in vain for the start of the other processes: {error}"
+            ) from error
+        self._notes = Notes(self.control, "start")
+        self._has_raised = False
+        self._failure = ""
+        begin = self.exchange("the start of the other processes", [time.time()])[0][0]
+        self._notes = Notes(self.control, str(begin))
 
     def exchange(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """Returns the numbers of all processes, by rank; each must give as many."""
         own = torch.tensor(values, dtype=torch.float64)
         found = torch.empty(self.size * len(values), dtype=torch.float64)
-        self.run(what, lambda: dist.all_gather_single(found, own, group=self.control))
+        self.all_gather(what, found, own)
         rows: list[list[float]] = found.view(self.size, -1).tolist()
         return rows
 
+    def gather(self, what: str, data: bytes) -> list[bytes]:
+        """Returns the bytes of all processes, by rank."""
+        sizes = [int(size) for (size,) in self.exchange(what, [len(data)])]
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = torch.empty(self.size * len(own), dtype=torch.uint8)
+        self.all_gather(what, found, own)
+        rows = found.view(self.size, -1).numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
     def all_reduce(self, what: str, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         """Adds up a tensor over the processes, in place; or its largest elements, or whatever the operation says."""
-        self.run(what, lambda: dist.all_reduce(tensor, operation, group=self._group_of(tensor)))
+        group = self.group_of(tensor)
+        self.finish(what, group, lambda: dist.all_reduce(tensor, operation, group=group, async_op=True))
 
     def broadcast(self, what: str, tensor: torch.Tensor, source: int = 0) -> None:
         """Gives all processes the tensor of one, in place."""
-        self.run(what, lambda: dist.broadcast(tensor, source, group=self._group_of(tensor)))
+        group = self.group_of(tensor)
+        self.finish(what, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
 
     def all_gather(self, what: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Puts the parts of all processes, of one size, behind each other; the own one may lie there already."""
-        self.run(what, lambda: dist.all_gather_single(whole, part, group=self._group_of(part)))
+        group = self.group_of(part)
+        self.finish(what, group, lambda: dist.all_gather_single(whole, part, group=group, async_op=True))
 
-    def run(self, what: str, call: Callable[[], Result]) -> Result:
-        """Runs a collective operation.
+    def finish(self, what: str, group: dist.ProcessGroup, start: Callable[[], Any]) -> None:
+        """Runs a collective operation to its end.
 
         Args:
             what: What it is for, for the message.
-            call: Runs it.
+            group: Whose operation.
+            start: Starts it and returns the work of it, or work that was started before.
 
         Raises:
-            DistributedError: If another process does not take part in time.
+            DistributedError: As :meth:`run`.
         """
+        self.run(what, lambda: self._wait(start(), in_slices=group is self.control))
+
+    def run(self, what: str, call: Callable[[], Result]) -> Result:
+        """Runs, or starts, a collective operation.
+
+        Args:
+            what: What it is for, for the message.
+            call: Does that.
+
+        Raises:
+            DistributedError: If another process does not take part in time; it names that one.
+        """
+        if self._failure:
+            raise DistributedError(f"{self._failure}. Since then the processes are apart: start them again")
+        if self._has_raised:  # and went on
+            self._notes.leave("raised", {})
+            self._has_raised = False
+        begin = time.monotonic()
         try:
             return call()
+        except DistributedError:  # of an operation within
+            raise
         except RuntimeError as error:
-            raise DistributedError(f"rank {self.rank} of {self.size} waited in vain for {what}: {error}") from error
+            # A group's destructor waits for what is under way, and would keep the process from ending.
+            for group in (self.control, self.group):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            self._failure = f"rank {self.rank} of {self.size} waited in vain for {what}"
+            if insisted():
+                self._failure += " and was interrupted twice"
+                self._notes.leave("raised", {"error": "KeyboardInterrupt"})
+                self._notes.end()
+            else:
+                seconds = time.monotonic() - begin
+                reason = find_missing(self._notes, what, seconds, min(5.0, self.timeout), str(error))
+                self._failure += f" ({seconds:.1f} s of at most {self.timeout:g}, distributed.timeout): {reason}"
+            raise DistributedError(self._failure) from error
 
     def leave_note(self, error: BaseException) -> None:
         """Leaves a note that a step of this process has raised, for the messages of the others."""
+        if not self._failure and not isinstance(error, DistributedError):
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self._notes.leave("raised", {"error": text if len(text) < 1000 else f"{text[:1000]}..."})
+            self._has_raised = True
 
-    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+    def group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Returns the group that a tensor is sent in."""
         group: dist.ProcessGroup = self.control if tensor.device.type == "cpu" else self.group
         return group
+
+    def _wait(self, work: Any, in_slices: bool) -> None:
+        """Waits, and sees in between whether that is still of use: gloo can't be interrupted, nor does it tell."""
+        for count in itertools.count(1):
+            if not in_slices:
+                break
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                if insisted() or (count % _SLICES == 0 and self._notes.ended()):
+                    raise
+        work.wait()  # which does not wait for a GPU: what comes after does

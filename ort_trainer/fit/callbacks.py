@@ -22,7 +22,13 @@ class Callback:
 
     Each gets the state of the fit and the trainer. They come in the order in which they are below; callbacks are called
     in the order in which they were given, then the progress, then the checkpoints.
+
+    Attributes:
+        in_every_process: Whether each of several processes calls it, or only that of rank 0, as for what writes or
+            shows something. Such a callback may not do what processes do together, such as saving a checkpoint.
     """
+
+    in_every_process = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -226,12 +232,15 @@ class Checkpoints(_Monitor):
         self._save(state, trainer, "last")
 
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        if state.status != "failed" and state.steps and self._saved != (state.steps, len(state.history)):
+        if state.status == "failed":
+            return
+        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
+        if any(row["due"] for row in trainer.gather({"due": due})):
             self._save(state, trainer, "last")
 
     def _save(self, state: FitState, trainer: ORTTrainer, name: str) -> None:
         path = self.last if name == "last" else self.best_path
-        trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)
+        trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes, of which one writes
         state.files[name] = str(path)
         if name == "last":
             self._saved = (state.steps, len(state.history))

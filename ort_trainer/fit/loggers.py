@@ -30,6 +30,8 @@ class CSVLogger(Callback):
         TypeError, ValueError: If ``every_n_batches`` is no int of at least 1.
     """
 
+    in_every_process = False
+
     def __init__(self, path: str | os.PathLike[str], every_n_batches: int | None = None) -> None:
         check_interval("every_n_batches", every_n_batches, optional=True)
         self.path, self.every_n_batches = Path(path), every_n_batches
@@ -84,6 +86,8 @@ class TensorBoardLogger(Callback):
     Raises:
         TypeError, ValueError: If ``every_n_batches`` is no int of at least 1.
     """
+
+    in_every_process = False
 
     def __init__(self, folder: str | os.PathLike[str], every_n_batches: int = 1) -> None:
         check_interval("every_n_batches", every_n_batches)

@@ -12,11 +12,13 @@ import torch
 
 from ..errors import CheckpointError, shown
 from ..interrupts import uninterrupted
+from .batches import moved, samples, set_epoch
 from .callbacks import Callback, Checkpoints, check_interval
 from .metrics import Metrics
 from .progress import Progress
 from .random_state import capture, restore
 from .state import EPOCH_COLUMNS, FitState
+from .together import Together, mean
 
 if TYPE_CHECKING:
     from ..trainer import ORTTrainer
@@ -62,7 +64,20 @@ def fit(
             raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {shown(callback)} was given")
     state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
     path = _path_to_resume(resume, checkpoints)
-    return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state).run(path)
+    if trainer.world_rank:
+        every = [callback for callback in every if callback.in_every_process and callback not in shows]
+    together = Together(trainer, state)
+    together.check_same(
+        {
+            "epochs": epochs,
+            "eval_loader (whether there is one)": eval_loader is not None,
+            "number of metrics": len(measured),
+            "checkpoints (whether there are any)": checkpoints is not None,
+            "every_n_batches of the checkpoints": getattr(checkpoints, "every_n_batches", None),
+            "checkpoint to go on from (whether one is found)": path is not None,
+        }
+    )
+    return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, together).run(path)
 
 
 class _Fit:
@@ -85,8 +100,9 @@ class _Fit:
         labels: str | None,
         callbacks: list[Callback],
         state: FitState,
+        together: Together,
     ) -> None:
-        self.trainer, self.device, self.state = trainer, device, state
+        self.trainer, self.device, self.state, self.together = trainer, device, state, together
         self.train_loader, self.eval_loader = train_loader, eval_loader
         self.metrics, self.labels, self.callbacks = metrics, labels, callbacks
         self.frozen: Mapping[str, Any] | None = None
@@ -103,36 +119,53 @@ class _Fit:
         self.call("on_fit_start")
         started = time.perf_counter()
         try:
-            while not state.done:
-                self.epoch()
+            with self.together.interruptible():
+                while not self.done():
+                    self.epoch()
             state.status = "completed" if len(state.history) >= state.epochs else "stopped"
-        except KeyboardInterrupt as error:
-            state.status = "interrupted"
-            self.call("on_exception", error)
+            if self.together.interrupted and state.status == "stopped":
+                state.status = "interrupted"
+                self.call("on_exception", KeyboardInterrupt())
         except BaseException as error:
-            state.status = "failed"
+            # Of several processes, one that is torn out of what they do together can't end well with the others.
+            alone = isinstance(error, KeyboardInterrupt) and not self.together.several
+            state.status = "interrupted" if alone else "failed"
             self.call("on_exception", error)
-            raise
+            if not alone:
+                self.trainer.loop.strategy.failed(error)
+                raise
         finally:
+            self.together.end()
             state.seconds = time.perf_counter() - started
             state.outputs = None
             self.call("on_fit_end")
         return state
 
+    def done(self) -> bool:
+        """Whether nothing is left to do, in any process."""
+        self.together.share({})
+        return self.state.done or self.together.interrupted
+
     def epoch(self) -> None:
         """Trains for an epoch, or what is left of it, and evaluates."""
-        state = self.state
-        for batch in self.batches():
-            self.step(batch)
-            if state.reason:
-                return
-        if not state.batch:
+        state, together = self.state, self.together
+        with self.trainer.join(lambda: {_KEY: self.place()}):
+            for batch in self.batches():
+                self.step(batch)
+                if together.stopped():
+                    break
+        shares = together.share(state.share())
+        if state.reason or together.interrupted:
+            return
+        if not any(share["batch"] for share in shares):
             raise ValueError(f"train_loader gave no batch in epoch {state.epoch}: {_ONCE}")
         self.trainer.optimizer_step()  # of the last window, which may be a partial one
         state.metrics = {}
         if self.eval_loader is not None:
             self.evaluate()
-        state.end_epoch(self.trainer)
+            if together.interrupted:
+                return
+        state.end_epoch(self.trainer, shares)
         self.frozen = None
         self.call("on_train_epoch_end")
         state.next_epoch()
@@ -146,10 +179,7 @@ class _Fit:
             self.frozen = self.epoch_random = capture(loader)
         self.loading = True
         self.call("on_train_epoch_start")
-        for owner in (loader, getattr(loader, "batch_sampler", None)):
-            set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(state.epoch - 1)
+        set_epoch(loader, state.epoch - 1)
         rest = iter(loader)
         for number in range(done):
             if next(rest, _END) is _END:
@@ -165,7 +195,7 @@ class _Fit:
     def step(self, batch: Any) -> None:
         """Trains on a batch."""
         trainer, state = self.trainer, self.state
-        batch = _moved(batch, self.device)
+        batch = moved(batch, self.device)
         self.call("on_train_batch_start")
         trainer.prepare(_inputs(batch, trainer))  # an export takes long and can be interrupted; a step is counted
         _loss_place(trainer)
@@ -174,7 +204,7 @@ class _Fit:
         with uninterrupted():
             outputs = trainer.train_step(**batch) if isinstance(batch, Mapping) else trainer.train_step(batch)
             loss, _ = _split(trainer, outputs)
-            state.count(loss, _samples(batch), outputs)
+            state.count(loss, samples(batch), outputs)
             self.frozen, self.loading = None, False
         self.call("on_train_batch_end")
 
@@ -185,18 +215,28 @@ class _Fit:
         self.metrics.reset()
         total, count = 0.0, 0
         for given in self.eval_loader:
-            batch = _moved(given, self.device)
+            if self.together.pressed:
+                break
+            batch = moved(given, self.device)
             loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
-            samples = _samples(batch)
-            total, count = total + loss * samples, count + samples
+            size = samples(batch)
+            total, count = total + loss * size, count + size
             if len(self.metrics):
                 if not outputs:
                     raise ValueError("metrics need an output besides the loss: describe it in model_desc['outputs']")
-                self.metrics.update(outputs[0] if len(outputs) == 1 else outputs, self.label(batch), samples)
-        if not count:
+                self.metrics.update(outputs[0] if len(outputs) == 1 else outputs, self.label(batch), size)
+        counts = [row["count"] for row in self.together.share({"count": count})]
+        if self.together.interrupted:
+            return
+        if not any(counts):
             raise ValueError(f"eval_loader gave no batch in epoch {state.epoch}: {_ONCE}")
-        state.metrics = {"eval_loss": total / count, **self.metrics.compute()}
+        found = {"eval_loss": total / max(count, 1), **self.metrics.compute()}
+        known = mean(self.trainer.gather(found), counts)
+        state.metrics = dict(known)
         self.call("on_validation_end")
+        if self.together.several:
+            own = {name: float(value) for name, value in state.metrics.items() if value != known.get(name)}
+            state.metrics = {**state.metrics, **mean(self.trainer.gather(own), [1] * len(counts))}
 
     def label_name(self) -> str:
         """Returns the name of the input that metrics compare outputs with."""
@@ -217,17 +257,26 @@ class _Fit:
 
     def checkpoint(self) -> dict[str, Any]:
         """Returns the user dict of a checkpoint of now."""
-        now = None if self.loading else capture(self.train_loader)
+        places = [row[_KEY] for row in self.trainer.gather({_KEY: self.place()})]
         found: dict[str, Any] = {
             _KEY: {
-                "state": self.state.state_dict(self.trainer),
-                "random": now if self.frozen is None else self.frozen,
-                "epoch_random": self.epoch_random,
+                **places[0],
+                "state": self.state.state_dict(self.trainer) | places[0]["state"],
                 "callbacks": {name: kept for name, callback in self.named() if (kept := callback.state_dict())},
+                "others": places[1:],
             }
         }
         self.call("on_save_checkpoint", found)
         return found
+
+    def place(self) -> dict[str, Any]:
+        """Returns where this process stands in its data."""
+        now = None if self.loading else capture(self.train_loader)
+        return {
+            "state": self.state.place(),
+            "random": now if self.frozen is None else self.frozen,
+            "epoch_random": self.epoch_random,
+        }
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restores trainer, callbacks and random state."""
@@ -238,16 +287,30 @@ class _Fit:
                 f"{os.fspath(path)!r} was not saved by fit(), so it does not say where to go on: to begin with its "
                 "weights, call trainer.load_checkpoint(path), then fit() without resume"
             )
-        self.state.load_state_dict(kept["state"])
-        self.epoch_random = kept["epoch_random"]
-        if self.state.batch:
-            self.frozen = kept["random"]
-        else:
-            restore(kept["random"], self.train_loader)
+        self.take_place(kept)
         for name, callback in self.named():
             if name in kept["callbacks"]:
                 callback.load_state_dict(kept["callbacks"][name])
         self.call("on_load_checkpoint", found)
+
+    def take_place(self, kept: Mapping[str, Any]) -> None:
+        """Goes to where this process stood in its data; one that was not there begins where its script has it."""
+        places, size = [kept, *kept.get("others", [])], self.trainer.world_size
+        if len(places) != size and any(place["state"]["batch"] for place in places):
+            raise ValueError(
+                f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each of which has its "
+                f"own part of the data, but there are {size}: start as many, or go on from a checkpoint of the end of "
+                "an epoch"
+            )
+        place = dict(zip(range(size), places, strict=False)).get(self.trainer.world_rank)
+        self.state.load_state_dict(kept["state"] if place is None else {**kept["state"], **place["state"]})
+        if place is None:
+            return
+        self.epoch_random = place["epoch_random"]
+        if self.state.batch:
+            self.frozen = place["random"]
+        else:
+            restore(place["random"], self.train_loader)
 
     def named(self) -> Iterator[tuple[str, Callback]]:
         """Yields the callbacks, each with a name of its own."""
@@ -298,17 +361,6 @@ def _path_to_resume(resume: Any, checkpoints: Checkpoints | None) -> str | os.Pa
     return None
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a batch with its tensors on a device."""
-    if isinstance(value, Mapping):
-        return {key: _moved(entry, device) for key, entry in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
-
-
 def _inputs(batch: Any, trainer: ORTTrainer) -> Any:
     """Returns a batch without what the window takes for itself."""
     if isinstance(batch, Mapping) and trainer.options.batch.gradient_reduction == "weighted":
@@ -329,17 +381,3 @@ def _split(trainer: ORTTrainer, outputs: Any) -> tuple[float, list[Any]]:
     """Returns the loss among the outputs of a step, and the others."""
     found, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
     return float(found[place]), found[:place] + found[place + 1 :]
-
-
-def _samples(batch: Any) -> int:
-    """Returns the first dimension of the first tensor."""
-    entries = [batch]
-    while entries:
-        entry = entries.pop(0)
-        if getattr(entry, "shape", None):
-            return int(entry.shape[0])
-        if isinstance(entry, Mapping):
-            entries = [*entry.values(), *entries]
-        elif isinstance(entry, (list, tuple)):
-            entries = [*entry, *entries]
-    return 1

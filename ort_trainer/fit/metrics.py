@@ -96,7 +96,7 @@ class _Metric:
 
     def compute(self) -> list[tuple[str, float]]:
         if self.kind == "function":
-            return [(self.name, self._sum / self._samples)]
+            return [(self.name, self._sum / max(self._samples, 1))]  # of several processes, some may have no batch
         found = self._metric.compute()
         if not isinstance(found, Mapping):
             return [(self.name, self._number(found))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .callbacks import Callback
@@ -21,6 +22,8 @@ class Progress(Callback):
     Args:
         seconds: How often plain lines come within an epoch.
     """
+
+    in_every_process = False
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
@@ -56,7 +59,7 @@ class Progress(Callback):
         self._close()
         row = state.history[-1]
         numbers = "  ".join(f"{name} {shown_number(row[name])}" for name in row if name in ("loss", *state.metrics))
-        self._write(f"epoch {state.epoch}/{state.epochs}  done  {numbers}  {_speed(state)}")
+        self._write(f"epoch {state.epoch}/{state.epochs}  done  {numbers}  {_speed(state, row)}")
 
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
         self._close()
@@ -86,8 +89,9 @@ def _figures(state: FitState, trainer: ORTTrainer) -> str:
     return "  ".join([*(f"{short} {shown_number(found[name])}" for short, name in names.items()), _speed(state)])
 
 
-def _speed(state: FitState) -> str:
-    speed, left = state.samples_per_second, state.seconds_left
+def _speed(state: FitState, row: Mapping[str, Any] | None = None) -> str:
+    """Returns the speed, in a row of the history that of all processes, and the time that is left."""
+    speed, left = state.samples_per_second if row is None else row["samples_per_second"], state.seconds_left
     text = "" if speed is None else f"{speed:.0f} samples/s"
     if left is None:
         return text

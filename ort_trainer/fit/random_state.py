@@ -39,13 +39,13 @@ def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
             f"train_loader has {len(generators)} generators of its own, but the checkpoint was saved with "
             f"{len(state['loader'])}: make the loader as it was made then"
         )
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].clone())  # one in a file has any address, which PyTorch crashes on
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     for generator, value in zip(generators, state["loader"], strict=True):
         if own:
-            generator.set_state(value)
+            generator.set_state(value.clone())
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FitState:
 
     @property
     def samples_per_second(self) -> float | None:
-        """In this epoch; the first step of a call, which exports the model, counts only until there is another."""
+        """Of this process in this epoch; the first step, which exports, counts only until there is another."""
         _, samples, seconds = self._timed
         return samples / seconds if seconds else None
 
@@ -105,10 +105,21 @@ class FitState:
         values = (self.epoch, info.step, info.optimization_step, self.loss, *used)
         return dict(zip(EPOCH_COLUMNS, (*values, self.samples_per_second), strict=True))
 
-    def end_epoch(self, trainer: ORTTrainer) -> None:
-        """Writes the epoch into the history."""
-        mean = {"loss": self._loss_sum / self._loss_samples}
-        self.history.append({**self.record(trainer), **mean, **self.metrics})
+    def share(self) -> dict[str, Any]:
+        """Returns what the figures of an epoch are made of, as far as this process knows."""
+        return {**self.place(), "speed": self.samples_per_second}
+
+    def end_epoch(self, trainer: ORTTrainer, shares: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the epoch into the history.
+
+        Args:
+            trainer: The trainer.
+            shares: What all processes have returned from :meth:`share`.
+        """
+        loss = sum(share["loss_sum"] for share in shares) / sum(share["loss_samples"] for share in shares)
+        speeds = [share["speed"] for share in shares if share["speed"] is not None]
+        together = {"loss": loss, "samples_per_second": sum(speeds) if speeds else None}
+        self.history.append({**self.record(trainer), **together, **self.metrics})
         self._loss_sum, self._loss_samples = 0.0, 0
 
     def next_epoch(self) -> None:
@@ -118,14 +129,15 @@ class FitState:
     def state_dict(self, trainer: ORTTrainer) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
         now = self.record(trainer)
-        batch = self.batch if self.epoch > len(self.history) else 0
+        return {**self.place(), "history": self.history, "used": [now["learning_rate"], now["grad_norm"]]}
+
+    def place(self) -> dict[str, Any]:
+        """Returns what each of several processes has for itself."""
         return {
-            "batch": batch,
+            "batch": self.batch if self.epoch > len(self.history) else 0,
             "batches": self.batches,
-            "history": self.history,
             "loss_sum": self._loss_sum,
             "loss_samples": self._loss_samples,
-            "used": [now["learning_rate"], now["grad_norm"]],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -36,13 +37,15 @@ _REFUSED = {
     "neftune_noise_alpha": "leave it out: its noise depends on values that a graph does not know",
     "torch_empty_cache_steps": "leave it out: PyTorch's allocator does not hold the activations",
     "auto_find_batch_size": "set per_device_train_batch_size: it does not know ONNX Runtime's out-of-memory error",
-    "deepspeed": "leave it out: one process trains on one device",
-    "fsdp": "leave it out: one process trains on one device",
-    "parallelism_config": "leave it out: one process trains on one device",
+    "deepspeed": "leave it out: each process has the whole model",
+    "fsdp": "leave it out: each process has the whole model",
+    "parallelism_config": "leave it out: each process has the whole model",
     "debug": "leave it out: hooks do not see the values in a graph",
 }
 # They update weights while PyTorch's own backward pass runs.
 _OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+# What accelerate calls one process, and several of which each has the whole model.
+_DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
 _OPTIONS_OF_THE_LOOP = ("batch", "device", "distributed", "lr_scheduler", "mixed_precision")
 
 
@@ -85,12 +88,17 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         self._parts: dict[tuple[Any, ...], tuple[Loss | Forward, ORTTrainer]] = {}
         super().__init__(model, args, *rest, **kwargs)
         distributed = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
-        if distributed != "NO" or self.args.n_gpu > 1:
+        if distributed not in _DATA_PARALLEL or self.args.n_gpu > 1:
             raise ValueError(
-                f"OrtTrainer trains in one process on one device, but there are {self.args.n_gpu} GPUs and accelerate "
-                f"was configured for {distributed}: start the script with python instead of a launcher, and show it "
-                "one GPU with CUDA_VISIBLE_DEVICES=0"
+                f"OrtTrainer trains on one device in each process, data parallel, but there are {self.args.n_gpu} GPUs "
+                f"in this process and accelerate was configured for {distributed}: start one process for each GPU with "
+                "torchrun, or show a single process one GPU with CUDA_VISIBLE_DEVICES=0"
             )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Does as ``Trainer`` does, but for the wrapper of PyTorch's data parallel training: gradients are averaged."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None

@@ -150,6 +150,22 @@ class OptimizerConfig:
             RuntimeError: If an update is impossible now.
         """
 
+    def check_joint(self, zero_stage: int) -> None:
+        """Checks that several processes can use it together, each with its part of the data.
+
+        Args:
+            zero_stage: 1 if each keeps a part of the state; else 0.
+
+        Raises:
+            ValueError: If not.
+        """
+        if self.needs_closure:
+            raise ValueError(
+                f"{self.name} computes the loss several times in an update and decides by it, and each process has the "
+                "loss of its own batches only, so that their weights would differ: train in one process, or with an "
+                "optimizer that needs no closure"
+            )
+
     def set_rates(self, rates: Sequence[float]) -> None:
         """Is told the rates of an update, before it."""
 

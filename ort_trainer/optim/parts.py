@@ -22,7 +22,13 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Parts:
-    """Everything of every parameter."""
+    """Everything of every parameter.
+
+    Attributes:
+        are_shared: Whether other processes have the rest of the tensors, so that norms take a message.
+    """
+
+    are_shared = False
 
     def of(self, tensors: Named) -> dict[str, torch.Tensor]:
         """Returns views of the parts of parameters, or of their gradients; some may have no elements."""

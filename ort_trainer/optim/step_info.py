@@ -32,7 +32,7 @@ class TrainStepInfo:
         fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
             Assigned values are checked; None is an empty list.
         optimization_step: Number of completed weight updates; drives the schedules.
-        step: Number of completed ``train_step`` calls.
+        step: Number of completed ``train_step`` calls; of several processes, of the one with most at the last update.
     """
 
     def __init__(

@@ -207,6 +207,17 @@ class TorchOptimizerConfig(_OverTorch):
         closure = inspect.signature(kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
+    def check_joint(self, zero_stage: int) -> None:
+        """Refuses to divide the state, which is the optimizer's own."""
+        super().check_joint(zero_stage)
+        if zero_stage:
+            raise ValueError(
+                f"distributed.deepspeed_zero_optimization.stage is {zero_stage}, but {self.name} keeps its state "
+                "itself, whole in each process: use a config of ort_trainer.optim, such as optim.SGDConfig or what "
+                "optim.from_torch(optimizer) returns; or set the stage to 0, maybe with "
+                "torch.distributed.optim.ZeroRedundancyOptimizer, which divides its state itself"
+            )
+
     @property
     def rule(self) -> Rule:
         """Stands for the optimizer itself."""

@@ -12,6 +12,7 @@ import numpy as np
 __all__ = ["SPELLINGS", "conflicts", "idle", "respelled"]
 
 _PIPELINE = "distributed.pipeline_parallel"
+_LARGE = "for large models use distributed.deepspeed_zero_optimization.stage 1, smaller micro-batches or bfloat16"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
 SPELLINGS = {
@@ -87,7 +88,8 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
     yield from _clipping(document["utils"])
     yield from _paths(document["debug"]["graph_save_paths"])
     yield from _precision(document["mixed_precision"])
-    yield from _processes(document["distributed"], "distributed.data_parallel_size" in given)
+    yield from _processes(document["distributed"], given)
+    yield from _reduction(document, given)
     yield from _pipeline(document["distributed"]["pipeline_parallel"])
 
 
@@ -99,11 +101,11 @@ def idle(document: Mapping[str, Any]) -> Iterator[str]:
             "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute; set "
             "graph_transformer.transformer_layer_recompute to True, or leave the number out"
         )
-    stage = distributed["deepspeed_zero_optimization"]["stage"]
-    if distributed["world_size"] == 1:
-        given = [key for key in ("allreduce_post_accumulation", "enable_adasum") if distributed[key]]
-        for key in [*given, *(["deepspeed_zero_optimization.stage"] if stage else [])]:
-            yield f"distributed.{key}: has no effect in one process (distributed.world_size is 1); leave it out"
+    if distributed["enable_adasum"] and distributed["reduce_dtype"] is not None:
+        yield (
+            f"distributed.reduce_dtype: {distributed['reduce_dtype']!r} has no effect with distributed.enable_adasum, "
+            "which takes gradients as they are: leave one of them out"
+        )
     pipeline = distributed["pipeline_parallel"]
     if pipeline["pipeline_parallel_size"] == 1:
         used = [
@@ -147,36 +149,46 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _processes(distributed: Mapping[str, Any], data_given: bool) -> Iterator[str]:
+def _processes(distributed: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
     world = distributed["world_size"]
-    for key in ("world_rank", "local_rank"):
-        if distributed[key] >= world:
-            yield f"distributed.{key}: {distributed[key]} must be below distributed.world_size, {world}"
-    data = distributed["data_parallel_size"]
+    if "distributed.world_size" in given:  # else it is known when a trainer is made
+        for key in ("world_rank", "local_rank"):
+            if distributed[key] >= world:
+                yield f"distributed.{key}: {distributed[key]} must be below distributed.world_size, {world}"
+        data = distributed["data_parallel_size"]
+        if "distributed.data_parallel_size" in given and data != world:
+            yield (
+                f"distributed.data_parallel_size: {data} must be distributed.world_size, {world}, as all processes "
+                "share the data; leave it out"
+            )
     horizontal = distributed["horizontal_parallel_size"]
     stages = distributed["pipeline_parallel"]["pipeline_parallel_size"]
-    if data_given and data * horizontal * stages != world:
+    if horizontal > 1:
         yield (
-            f"distributed.data_parallel_size: {data}, times horizontal_parallel_size {horizontal}, times "
-            f"pipeline_parallel_size {stages}, must be distributed.world_size, {world}; leave it out to have it derived"
+            f"distributed.horizontal_parallel_size: {horizontal} processes can't share a layer, as each trains the "
+            f"graph of the whole model: {_LARGE}, or train in PyTorch with torch.distributed.tensor.parallel"
         )
-    elif not data_given and world % (horizontal * stages):
+    if stages > 1:
         yield (
-            f"distributed.world_size: {world} can't be divided by horizontal_parallel_size {horizontal} times "
-            f"pipeline_parallel_size {stages}"
+            f"{_PIPELINE}.pipeline_parallel_size: {stages} stages can't be trained, as each process trains the graph "
+            f"of the whole model: {_LARGE}, or train in PyTorch with torch.distributed.pipelining"
         )
-    elif not data_given:
-        data = world // (horizontal * stages)
-    stage = distributed["deepspeed_zero_optimization"]["stage"]
-    if stage and data == 1 < world:
+
+
+def _reduction(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+    distributed = document["distributed"]
+    if not distributed["enable_adasum"]:
+        return
+    world = distributed["world_size"]
+    if "distributed.world_size" in given and world & (world - 1):
         yield (
-            f"distributed.deepspeed_zero_optimization.stage: {stage} divides the optimizer's state among the processes "
-            "that share the data, of which there is 1; set it to 0"
+            f"distributed.enable_adasum: Adasum combines processes in pairs, so their number must be a power of two, "
+            f"but distributed.world_size is {world}"
         )
-    if world > 1:
+    if document["batch"]["gradient_reduction"] == "sum":
         yield (
-            f"distributed.world_size: training in {world} processes is not supported yet; train in one, with "
-            "world_size left out, and batch.gradient_accumulation_steps for larger batches"
+            "distributed.enable_adasum: Adasum combines means of gradients, but batch.gradient_reduction is 'sum': "
+            "leave one of them out"
         )
 
 

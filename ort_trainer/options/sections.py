@@ -96,7 +96,7 @@ class DeepspeedZeroOptimizationOptions(Section):
     __slots__ = ()
 
     stage: Option[int] = Option()
-    """ZeRO stage; needs processes that share the data."""
+    """ZeRO stage."""
 
 
 class DeepspeedZeroOptimizationOptionsDict(TypedDict, total=False):
@@ -111,22 +111,29 @@ class DistributedOptions(Section):
     __slots__ = ()
 
     world_rank: Option[int] = Option()
-    """Rank of this process, below `world_size`."""
+    """Rank of this process."""
     world_size: Option[int] = Option()
-    """Number of processes: the product of `data_parallel_size`, `horizontal_parallel_size` and
-    `pipeline_parallel_size`."""
+    """Number of processes."""
     local_rank: Option[int] = Option()
-    """Rank of this process on its machine, below `world_size`."""
+    """Rank of this process on its machine, which chooses the CUDA device where `device.id` is `cuda`."""
     data_parallel_size: Option[int] = Option()
-    """Processes that share the data; if not given, `world_size` divided by the other sizes."""
+    """Processes that share the data: all of them, so it must be the number of processes, or left out."""
     horizontal_parallel_size: Option[int] = Option()
     """Processes that share each layer."""
     pipeline_parallel: Option[PipelineParallelOptions] = Option(PipelineParallelOptions)
     allreduce_post_accumulation: Option[bool] = Option()
-    """All-reduce once per accumulation window; needs several processes."""
+    """Whether gradients are added up once per update, and not after each micro-batch."""
     deepspeed_zero_optimization: Option[DeepspeedZeroOptimizationOptions] = Option(DeepspeedZeroOptimizationOptions)
     enable_adasum: Option[bool] = Option()
-    """Adasum reduction of gradients; needs several processes."""
+    """Combines the gradients of the processes by Adasum instead of their mean; the number of processes must be a power
+    of two."""
+    timeout: Option[float] = Option()
+    """Seconds that a process waits for the others before it raises `DistributedError`."""
+    bucket_cap_mb: Option[float] = Option()
+    """MiB of gradients that are sent in one piece, as in PyTorch's DistributedDataParallel."""
+    reduce_dtype: Option[Literal["float16", "bfloat16"] | None] = Option()
+    """The dtype that gradients are sent and added up in: `float16` or `bfloat16`, or the torch.dtype of that name,
+    which halves the traffic of fp32 gradients."""
 
 
 class DistributedOptionsDict(TypedDict, total=False):
@@ -141,6 +148,9 @@ class DistributedOptionsDict(TypedDict, total=False):
     allreduce_post_accumulation: bool
     deepspeed_zero_optimization: DeepspeedZeroOptimizationOptionsDict
     enable_adasum: bool
+    timeout: float
+    bucket_cap_mb: float
+    reduce_dtype: Literal["float16", "bfloat16"] | torch.dtype | None
 
 
 class MixedPrecisionOptions(Section):

@@ -157,6 +157,18 @@ class ORTTrainerOptions(Options):
             given[name] = {**given.get(name, {}), **values}
         return type(self)(given)
 
+    def showing(self, values: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
+        """Returns options that show other values in some sections, which nobody gave and nothing checks."""
+        document = self.to_dict()
+        for name, section in values.items():
+            document[name].update(section)
+        result = object.__new__(type(self))
+        Section.__init__(result, document)
+        for slot in (slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ())):
+            if slot != "_values":
+                object.__setattr__(result, slot, getattr(self, slot))
+        return result
+
     def without_effect(self, message: str) -> None:
         """Refuses an option that has no effect where it was given; where options are lenient, it is a warning.
 

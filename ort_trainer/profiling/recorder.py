@@ -33,6 +33,8 @@ class Profiler:
         steps: How many.
         trace: Path of the trace; None for none.
         device: Where training runs.
+        rank: Of several processes, the number of this one: but for 0 it is put into the name of the trace, and nothing
+            is printed.
 
     Attributes:
         profile: What becomes of it.
@@ -42,13 +44,14 @@ class Profiler:
         FileNotFoundError, IsADirectoryError: If there can be no file at the path.
     """
 
-    def __init__(self, steps: Any, trace: Any, device: torch.device) -> None:
+    def __init__(self, steps: Any, trace: Any, device: torch.device, rank: int = 0) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"profile: steps must be an int of at least 1, but {shown(steps)} was given")
         if steps < 1:
             raise ValueError(f"profile: steps must be an int of at least 1, but {steps} was given")
-        self.profile = Profile(steps, _trace_path(trace))
-        self._device = device
+        path = _trace_path(trace)
+        self.profile = Profile(steps, path.with_name(f"{path.stem}.{rank}{path.suffix}") if path and rank else path)
+        self._device, self._rank = device, rank
         self._timing = Timing()
         self._steps: list[MeasuredStep] = []
         self._current = MeasuredStep(0)
@@ -94,7 +97,8 @@ class Profiler:
                 remarks.append(f"the trace could not be written: {error}")
                 warn(f"the trace of the profile could not be written: {error}")
         self.profile.measured(len(self._steps), figures_of(self._steps, origins, remarks))
-        print(self.profile)
+        if not self._rank:
+            print(self.profile)
 
 
 def _trace_path(trace: Any) -> Path | None:

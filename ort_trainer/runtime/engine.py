@@ -115,12 +115,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available() and _PROVIDERS["cuda"] in available_providers()
 
 
-def resolve_device(name: str, explicit: bool) -> torch.device:
+def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> torch.device:
     """Returns the device to train on.
 
     Args:
         name: The option ``device.id``: ``cpu``, ``cuda`` or ``cuda:N``.
         explicit: Whether the user asked for it by name. If not, a missing CUDA falls back to the CPU.
+        local_rank: Which of the processes on this machine this one is; None if nobody says it. It chooses the device
+            where the name does not; without it that is PyTorch's current one.
 
     Raises:
         ValueError: If the device was asked for by name and is not there.
@@ -139,9 +141,17 @@ def resolve_device(name: str, explicit: bool) -> torch.device:
             f"{available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
             "set device.id to 'cpu', leave it out, or install CUDA builds of both"
         )
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device.id {name!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    index, count = device.index, torch.cuda.device_count()
+    if index is None and local_rank is not None:
+        index = local_rank if count > 1 else 0  # some launchers let each process see one device only
+        if index >= count:
+            raise ValueError(
+                f"there are {count} CUDA devices, but this process has the local rank {local_rank}: launch at most "
+                f"{count} processes here, or set device.id"
+            )
+    index = torch.cuda.current_device() if index is None else index
+    if index >= count:
+        raise ValueError(f"device.id {name!r} was asked for, but there are {count} CUDA devices")
     return torch.device("cuda", index)
 
 

@@ -92,7 +92,7 @@ class Gradients:
 
     def present(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset; empty right after one."""
-        return {} if self._reset else {name: self.tensors[name] for name in self.tensors if name in self._present}
+        return {} if self._reset else self._found()
 
     def use(self) -> dict[str, torch.Tensor]:
         """Returns those that are present, for an update, which changes them in place.
@@ -105,15 +105,16 @@ class Gradients:
         self._used = True
         return self.present()
 
-    def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def hold(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         """Takes what an update uses instead of what is present; empty if what is here means nothing any more."""
-        self.tensors |= gradients
-        self._present = set(gradients)
+        if gradients is not None:
+            self.tensors |= gradients
+            self._present = set(gradients)
         self._reset, self._used = False, True
 
     def used(self) -> dict[str, torch.Tensor]:
         """Returns what the last update has used, divided and clipped, until the next run; then nothing."""
-        return {name: self.tensors[name] for name in self._present} if self._reset and self._used else {}
+        return self._found() if self._reset and self._used else {}
 
     def restore(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Sets what is present; empty for none."""
@@ -121,3 +122,7 @@ class Gradients:
             self.memory(name).copy_(value)
         self._present = set(gradients)
         self._reset, self._used = not gradients, False
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        """Returns those that are present, in an order that is the same in all processes."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in self._present}

@@ -99,6 +99,7 @@ class GraphRunner:
     """
 
     keeps_destinations = True
+    _scaled: tuple[float, torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -126,6 +127,17 @@ class GraphRunner:
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Takes another tensor for a parameter or buffer; plans must forget their bindings then."""
         self._state[self.graph.state[name]] = tensor
+
+    def scale(self, value: float) -> torch.Tensor | None:
+        """Returns a loss scale as the graph takes it, the same tensor while it does not change, or None."""
+        spec = self.graph.loss_scale
+        if spec is None:
+            return None
+        if self._scaled is None or self._scaled[0] != value:
+            assert spec.shape is not None
+            shape = [int(size) for size in spec.shape]
+            self._scaled = value, torch.full(shape, value, dtype=spec.dtype, device=self._device)
+        return self._scaled[1]
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""

@@ -85,7 +85,6 @@ class StepSession:
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self._variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._scales: dict[str, tuple[float, torch.Tensor]] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._learning_rates: Sequence[float] = optimizer_config.learning_rates
         update = TorchUpdate if isinstance(optimizer_config, TorchOptimizerConfig) else OptimizerUpdate
@@ -317,8 +316,8 @@ class StepSession:
         """Names of the buffers that training changes."""
         return self._updated.keys()
 
-    def hold_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Takes what an update uses, of all processes, instead of the gradients here; empty for nothing to look at."""
+    def hold_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        """Takes what an update uses: the gradients of all processes, empty if they are nowhere; None for those here."""
         self._gradients.hold(gradients)
 
     def used_gradients(self) -> dict[str, torch.Tensor]:
@@ -363,7 +362,7 @@ class StepSession:
                 batch,
                 destination_key=key,
                 destinations=destinations,
-                loss_scale=self._scale(graph, loss_scale),
+                loss_scale=plan.runner.scale(loss_scale),
                 generator=self.generator,
             )
         except Exception:
@@ -399,14 +398,3 @@ class StepSession:
         except Exception as error:
             kind = "training" if graph.training else "evaluation"
             raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error
-
-    def _scale(self, graph: TrainingGraph, loss_scale: float) -> torch.Tensor | None:
-        spec = graph.loss_scale
-        if spec is None:
-            return None
-        known = self._scales.get(spec.name)
-        if known is None or known[0] != loss_scale:
-            assert spec.shape is not None
-            value = torch.full([int(size) for size in spec.shape], loss_scale, dtype=spec.dtype, device=self._device)
-            known = self._scales[spec.name] = (loss_scale, value)
-        return known[1]

@@ -123,6 +123,13 @@ class ModelSource(ABC):
     def drop_gradients(self) -> None:  # noqa: B027 - a model that has no such gradients has none to drop
         """Removes the gradients that the parameters to train hold."""
 
+    def check_joint(self) -> None:  # noqa: B027 - likewise
+        """Checks that several processes can train it together, each with its part of the data.
+
+        Raises:
+            ValueError: If not.
+        """
+
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
 

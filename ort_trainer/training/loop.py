@@ -30,7 +30,7 @@ from .make_session import make_session
 from .precision import choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
-from .strategy import SingleProcess, Strategy
+from .strategy import SingleProcess, Strategy, noted
 from .traits import traits_of
 from .update import follow, update
 from .user_objects import claim
@@ -93,9 +93,14 @@ class TrainingLoop:
                 f"with batch.gradient_reduction 'weighted' train_step takes {GRADIENT_WEIGHT!r} for itself, but the "
                 "model has an input of that name: rename the input"
             )
+        traits = {}
+        if self.strategy.world_size > 1:
+            source.check_joint()
+            config.check_joint(self.strategy.zero_stage)
+            traits = traits_of(self)
         with BORROWED:
             tensors = {**source.parameters, **source.buffers}
-            self._seed = self.strategy.begin(tensors, traits_of(self), torch.initial_seed())
+            self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
         # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
         self._session = self._make_session() if source.fixed else None
         # Last, so that a trainer that could not be made uses nothing.
@@ -184,7 +189,7 @@ class TrainingLoop:
                 f"a profile of {self.profiler.profile.steps} steps is under way, and {self.profiler.profile.left} of "
                 "them are left: call train_step that often, then profile() again"
             )
-        self.profiler = Profiler(steps, trace, self._device)
+        self.profiler = Profiler(steps, trace, self._device, self.strategy.world_rank)
         return self.profiler.profile
 
     def step(
@@ -287,10 +292,10 @@ class TrainingLoop:
         """
         return update(self, gradients, rates, again)
 
-    def follow(self) -> None:
-        """Takes part in what the other processes do next, with no data left."""
+    def follow(self) -> str:
+        """Takes part in what the other processes do next, with no data left; returns what that was."""
         with uninterrupted():
-            follow(self)
+            return follow(self)
 
     def discard_gradients(self) -> None:
         """Ends the window without an update."""
@@ -326,6 +331,7 @@ class TrainingLoop:
             )
         return 1.0, kwargs
 
+    @noted
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         weight, kwargs = self.take_weight(kwargs)
         batch = self.graphs.bind(args, kwargs)
@@ -357,6 +363,7 @@ class TrainingLoop:
         with uninterrupted():
             self._take_session(session)
             self.graphs.started(batch)
+            self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
         return plan
 
     def start_session(self) -> StepSession:
@@ -376,7 +383,7 @@ class TrainingLoop:
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
         self.precision.name_input(graph)
-        if graph.training and len(session.graphs(True)) == 1:
+        if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # all have the same
             save_graphs(
                 self.options.debug.graph_save_paths.to_dict(),
                 graph,

@@ -10,11 +10,13 @@ import torch
 from ..interrupts import uninterrupted
 from ..sources import BORROWED
 from .loop import TrainingLoop
+from .strategy import noted
 from .window import Share
 
 __all__ = ["forward", "forward_backward", "lazy_reset_grad", "optimizer_step"]
 
 
+@noted
 def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Adds gradients to ``p.grad``; see ``ORTTrainer.forward_backward``."""
     if loop.window.micro_batches:
@@ -22,6 +24,7 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
             f"forward_backward() was called after {loop.window.micro_batches} of {loop.window.size} micro-batches of a "
             "window of train_step(), whose gradients are kept elsewhere: end it with optimizer_step() first"
         )
+    _check_not_joining(loop, "forward_backward")
     loop.source.add_gradients({})  # which is refused where there is no place for them
     batch = loop.graphs.bind(args, kwargs)
     plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches))
@@ -50,13 +53,14 @@ def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return outputs
 
 
+@noted
 def optimizer_step(loop: TrainingLoop) -> bool:
     """Updates the weights with what there is; see ``ORTTrainer.optimizer_step``."""
-    # Where others may have micro-batches, all go through the update.
-    in_window = bool(loop.window.micro_batches) or (loop.strategy.world_size > 1 and not loop.holds_gradients)
+    alone = loop.strategy.world_size == 1  # if not, others may have micro-batches, so all go through the update
+    in_window = bool(loop.window.micro_batches) or not (alone or loop.holds_gradients)
     if not in_window and not loop.holds_gradients:
         return False
-    if loop.session is None and loop.pending is not None:
+    if loop.session is None and loop.pending is not None and alone:
         raise RuntimeError(
             "the accumulation window that was loaded waits for training to begin: call prepare() before "
             "optimizer_step()"
@@ -66,12 +70,14 @@ def optimizer_step(loop: TrainingLoop) -> bool:
             f"{loop.config.name} computes the loss several times in an update: call optimizer.step(closure) "
             "yourself, with a closure that calls forward_backward(), or train_step()"
         )
+    if not in_window:
+        _check_not_joining(loop, "optimizer_step")
     with uninterrupted():
         if in_window:
             return loop.optimizer_step()
         with BORROWED:
             gradients = loop.source.gradients()
-        return bool(gradients) and loop.update(gradients)
+        return (bool(gradients) or not alone) and loop.update(gradients)
 
 
 def lazy_reset_grad(loop: TrainingLoop) -> None:
@@ -85,3 +91,11 @@ def lazy_reset_grad(loop: TrainingLoop) -> None:
         if waiting is not None and waiting.gradients is not None:
             waiting.gradients = {}
             loop.pending_dict = {**loop.pending_dict, "gradients": {}, "window": loop.window.state_dict()}
+
+
+def _check_not_joining(loop: TrainingLoop, method: str) -> None:
+    if loop.strategy.joining:
+        raise RuntimeError(
+            f"{method}() was called inside trainer.join() with gradients in p.grad, but a process without data takes "
+            "part in train_step() only: use that, or give all processes as many batches and leave out trainer.join()"
+        )

@@ -21,7 +21,10 @@ __all__ = ["Restored", "apply_to_session", "compare_keys", "read"]
 
 # What legacy wrote, and what came after. Only a state dict of this package has a window, and the others as well.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
-_NEW_KEYS = ("window", "random", "transient_buffers", "gradients", "loss_scaler", "lr_scheduler", "torch_optimizer")
+_NEW_KEYS = (
+    *("window", "random", "random_states", "transient_buffers", "gradients"),
+    *("loss_scaler", "lr_scheduler", "torch_optimizer"),
+)
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Restored:
     gradients: dict[str, torch.Tensor] | None = None
     window: AccumulationWindow | None = None
     random: torch.Tensor | None = None
+    random_states: list[torch.Tensor] | None = None
     step: int | None = None
     optimization_step: int | None = None
     loss_scaler: Mapping[str, Any] | None = None
@@ -98,8 +102,13 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
     _read_counters(state_dict, layout, window, strict, restored)
     if "random" in state_dict:
-        restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8)
+        restored.random = _tensor(state_dict["random"], "state_dict[random]").to(torch.uint8, copy=True)
         _check_random_state(restored.random, layout.device)
+        if "random_states" in state_dict:
+            states = _tensor(state_dict["random_states"], "state_dict[random_states]").to(torch.uint8)
+            restored.random_states = [state.clone() for state in states]
+            for state in restored.random_states:
+                _check_random_state(state, layout.device, "random_states")
     return restored
 
 
@@ -109,7 +118,7 @@ def apply_to_session(restored: Restored, session: StepSession) -> None:
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
     for name, slots in restored.slots.items():
         for slot, value in slots.items():
-            session.optimizer.slots[name][slot].copy_(value)
+            session.optimizer.slots[name][slot].copy_(session.optimizer.parts.of({name: value})[name])
     for name, count in restored.counts.items():
         session.optimizer.counts[name].fill_(count)
     if restored.gradients is not None:
@@ -333,8 +342,8 @@ def _count(value: Any, where: str) -> int:
     return int(value)
 
 
-def _check_random_state(state: torch.Tensor, device: torch.device) -> None:
+def _check_random_state(state: torch.Tensor, device: torch.device, key: str = "random") -> None:
     try:
-        torch.Generator(device).set_state(state)
+        torch.Generator(device).set_state(state.clone())  # one in a file has any address, which PyTorch crashes on
     except RuntimeError as error:
-        raise ValueError(f"state_dict[random] is no state of a random generator on {device}: {error}") from error
+        raise ValueError(f"state_dict[{key}] is no state of a random generator on {device}: {error}") from error

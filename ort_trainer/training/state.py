@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +12,18 @@ import torch
 from ..errors import warn
 from ..interrupts import uninterrupted
 from ..optim import torch_state
+from ..optim.parts import Named
 from ..runtime import StepSession
+from .joint_state import Gathered, gather_state, take_own
 from .layout import SHARED, STEP, UPDATE_COUNT, Layout
-from .read_state import apply_to_session, read
-from .strategy import Meeting
+from .read_state import Restored, apply_to_session, read
+from .together import together
+from .update import meet
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "to_pytorch"]
+__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "save", "to_pytorch"]
 
 StateDict = dict[str, Any]
 NOT_INITIALIZED = (
@@ -45,17 +48,34 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         include_optimizer: Whether to put in the optimizer's state and the accumulated gradients.
         copy: Whether arrays are copies; if not, they are the trainer's own memory.
     """
-    loop.strategy.meet("state" if include_optimizer else "model", loop.window.share(loop.precision.loss_scale))
-    return _collect(loop, include_optimizer, copy)
+    gathered = gather_state(loop, meet(loop, "state" if include_optimizer else "model"))
+    return _collect(loop, gathered, include_optimizer, copy)
 
 
-def take_part(loop: TrainingLoop, meeting: Meeting) -> None:
-    """Does what :func:`collect` needs of this process, where others collect the state."""
-    _collect(loop, meeting.kind == "state", copy=False)
+def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict], None]) -> None:
+    """Gives the whole state to a function that writes it, in one process; the others wait until that is done.
+
+    Args:
+        loop: Has begun, so it has a session.
+        include_optimizer: As for :func:`collect`.
+        write: Writes it.
+
+    Raises:
+        DistributedError: If another process could not write it.
+    """
+    meeting = meet(loop, "state" if include_optimizer else "model")
+    is_writer = meeting.doing == loop.strategy.world_rank
+    gathered = gather_state(loop, meeting, keep=is_writer)
+
+    def action() -> None:
+        if is_writer:
+            write(_collect(loop, gathered, include_optimizer, copy=False))
+
+    together(loop.strategy, "save", action)
 
 
-def _collect(loop: TrainingLoop, include_optimizer: bool, copy: bool) -> StateDict:
-    session, layout = loop.session, loop.layout
+def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, copy: bool) -> StateDict:
+    session, layout, strategy = loop.session, loop.layout, loop.strategy
     assert session is not None
 
     def array(value: torch.Tensor) -> Any:
@@ -68,36 +88,35 @@ def _collect(loop: TrainingLoop, include_optimizer: bool, copy: bool) -> StateDi
         "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
         "trainer_options": {
             "mixed_precision": loop.precision.mixed,
-            "zero_stage": 0,
-            "world_rank": loop.strategy.world_rank,
-            "world_size": loop.strategy.world_size,
+            "zero_stage": strategy.zero_stage,
+            "world_rank": strategy.world_rank,
+            "world_size": strategy.world_size,
             "optimizer_name": layout.rule.name,
-            "data_parallel_size": loop.strategy.world_size,
+            "data_parallel_size": strategy.world_size,
             "horizontal_parallel_size": 1,
             "gradient_accumulation_steps": loop.window.size,
         },
         "train_step_info": {"optimization_step": loop.info.optimization_step, "step": loop.info.step},
-        "window": loop.window.state_dict(),
-        "random": array(session.generator.get_state()),
+        "window": gathered.window,
+        "random": array(gathered.random_states[0]),
     }
+    if strategy.world_size > 1:
+        state["random_states"] = torch.stack(gathered.random_states).numpy()
     if layout.non_persistent:
         state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
     if include_optimizer:
-        state["optimizer"] = _collect_optimizer(session, layout, array)
+        state["optimizer"] = _collect_optimizer(session.optimizer.counts, gathered.slots, layout, array)
         if layout.torch_config is not None:
             state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
-        state["gradients"] = {name: array(value) for name, value in session.present_gradients().items()}
+        state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: value for key, value in kept.items() if value is not None}
 
 
-def _collect_optimizer(session: StepSession, layout: Layout, array: Any) -> StateDict:
+def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:
     """Returns state tensors and update counts; legacy counts start at 1, so they are updates done plus 1."""
-    optimizer = session.optimizer
-    state: StateDict = {
-        name: {slot: array(value) for slot, value in slots.items()} for name, slots in optimizer.slots.items() if slots
-    }
-    counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in optimizer.counts.items()}
+    state: StateDict = {name: {slot: array(value) for slot, value in own.items()} for name, own in slots.items() if own}
+    counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in counted.items()}
     if layout.rule.shares_count:
         state[SHARED] = {STEP: max(counts.values(), default=np.array([1], dtype=np.int64))}
     else:
@@ -117,20 +136,28 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
-def load(loop: TrainingLoop, state_dict: Mapping[str, Any], strict: bool) -> None:
+def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
     Args:
         loop: What is restored. Before it has begun, the state waits for that.
-        state_dict: The state.
+        given: Returns the state; of several processes, all must be given the same.
         strict: Whether names must match exactly; if not, only names that both have are restored.
 
     Raises:
         RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
-        TypeError, ValueError: If anything does not fit. Nothing has changed then.
+        TypeError, ValueError: If anything does not fit. Nothing has changed then, in any process.
+        DistributedError: If another process could not read it, or was given another state.
     """
-    session = loop.session  # which raises where the model has become one that can't be written to
-    restored = read(state_dict, loop.layout, loop.window, strict)
+
+    def checked() -> tuple[Mapping[str, Any], Restored, StepSession | None]:
+        session = loop.session  # which raises where the model has become one that can't be written to
+        state_dict = given()
+        return state_dict, read(state_dict, loop.layout, loop.window, strict), session
+
+    state_dict, restored, session = together(loop.strategy, "load", checked)
+    if loop.strategy.world_size > 1:
+        take_own(restored, loop.strategy, loop.layout.device)
     precision, rates, info = loop.precision, loop.rates, loop.info
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,8 +10,9 @@ if TYPE_CHECKING:
 
 __all__ = ["traits_of"]
 
-# Sections and keys of the options that may differ from process to process.
+# Sections of the options, and keys of others, that may differ from process to process.
 _OWN = ("device", "debug", "session_options", "provider_options")
+_RANKS = ("world_rank", "local_rank")
 
 
 def traits_of(loop: TrainingLoop) -> dict[str, Any]:
@@ -18,14 +20,31 @@ def traits_of(loop: TrainingLoop) -> dict[str, Any]:
     source, config = loop.source, loop.config
     tensors = {**source.parameters, **source.buffers}
     aliases = source.names_of_trainable()
+    options = {name: value for name, value in loop.options.to_dict().items() if name not in _OWN}
+    options["distributed"] = {name: value for name, value in options["distributed"].items() if name not in _RANKS}
+    described = bool(loop.graphs.output_names)  # if not, the first batch does it
     return {
-        "parameters and buffers": {
-            name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in tensors.items()
+        "the parameters and buffers": {
+            name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" for name, value in tensors.items()
         },
-        "trained parameters": list(aliases),
-        "optimizer": config.name,
-        "hyper-parameters": {
-            name: {key: repr(value) for key, value in config.hyper_parameters(config.group_of(*names)).items()}
-            for name, names in aliases.items()
+        "the parameters that are trained": dict.fromkeys(aliases, "trained"),
+        "the optimizer": config.name,
+        "the learning rates": config.learning_rates,
+        "the hyper-parameters": {
+            name: _json(config.hyper_parameters(config.group_of(*names))) for name, names in aliases.items()
         },
+        "the options": _json(options),
+        "the inputs of the model": loop.graphs.description.input_names if described else None,
+        "the outputs of the model": list(loop.graphs.output_names) or None,
     }
+
+
+def _json(value: Any) -> Any:
+    """Returns a value as JSON has it, an object as the name of its class or function."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -8,62 +8,74 @@ from typing import TYPE_CHECKING
 
 from ..optim.parts import Named
 from ..optim.update import Again
-from . import state
+from .joint_state import gather_state
 from .strategy import Meeting
+from .together import check_done
 from .window import Share
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = ["follow", "update"]
+__all__ = ["follow", "meet", "update"]
 
 
 def update(
     loop: TrainingLoop, gradients: Named | None, rates: Sequence[float] | None = None, again: Again | None = None
 ) -> bool:
     """Updates the weights and ends the window; see ``TrainingLoop.update``."""
-    session = loop.start_session() if gradients is None else loop.session
-    assert session is not None
     loop.config.check()
     rates = loop.rates.upcoming(loop.info, loop.info.step) if rates is None else rates
     if gradients is None:
-        share = loop.window.share(loop.precision.loss_scale)
-        meeting = loop.strategy.meet("update", share, rates, session.present_gradients(), session.changed_buffers)
+        meeting = meet(loop, "update", rates)
     else:
-        meeting = loop.strategy.meet("step", Share(1.0), rates, gradients)
-    return _update(loop, meeting, gradients, rates, again)
+        meeting = loop.strategy.meet("step", Share(float(bool(gradients))), rates, gradients)
+    return _update(loop, meeting, gradients, again)
 
 
-def follow(loop: TrainingLoop) -> None:
-    """Takes part in what the other processes do, with no data left."""
-    loop.start_session()
-    rates = loop.rates.upcoming(loop.info, loop.info.step)
-    meeting = loop.strategy.meet("follow", Share(0.0, scale=loop.precision.loss_scale), rates)
+def follow(loop: TrainingLoop) -> str:
+    """Takes part in what the other processes do, with what is left of a window, or nothing; returns its kind.
+
+    In ``gather`` the caller takes part.
+    """
+    meeting = meet(loop, "follow")
     if meeting.kind == "update":
-        _update(loop, meeting, None, rates, None)
+        loop.rates.upcoming(loop.info, loop.info.step)  # which tells the schedule of the update
+        _update(loop, meeting, None, None)
     elif meeting.kind in ("state", "model"):
-        state.take_part(loop, meeting)
-    else:
+        gather_state(loop, meeting, keep=False)
+    elif meeting.kind == "save":
+        check_done(loop.strategy, meeting)
+    elif meeting.kind != "gather":
+        does = "load a state" if meeting.kind == "load" else "run forward_backward() or use p.grad"
         raise RuntimeError(
-            "a process ran out of data in a loop with forward_backward(), where its part can't be played by the "
-            "trainer: give all processes as many batches, or use train_step"
+            f"a process is at the end of trainer.join(), and others {does}, in which it can't take part: give all "
+            "processes as many batches up to there, or do that outside of trainer.join(), in all of them"
         )
+    return meeting.kind
 
 
-def _update(
-    loop: TrainingLoop, meeting: Meeting, gradients: Named | None, rates: Sequence[float], again: Again | None
-) -> bool:
+def meet(loop: TrainingLoop, kind: str, rates: Sequence[float] = ()) -> Meeting:
+    """Meets the other processes with the window, and counts steps as the one that has done most."""
+    session, share, info = loop.start_session(), loop.window.share(loop.precision.loss_scale), loop.info
+    present = session.present_gradients()
+    meeting = loop.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
+    info.step = meeting.step
+    return meeting
+
+
+def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again: Again | None) -> bool:
     session, info, strategy = loop.start_session(), loop.info, loop.strategy
     if not meeting.weight:
         return False
-    session.set_learning_rate(*rates)
-    loop.config.set_rates(rates)
+    session.set_learning_rate(*meeting.rates)
+    loop.config.set_rates(meeting.rates)
     divisor = 1.0
     if gradients is None:
-        gradients, share = strategy.reduce(meeting, session.present_gradients())
+        own = session.present_gradients()
+        gradients, share = strategy.reduce(meeting, own)
         divisor = loop.window.divisor_of(share)
         # Of sums that are not whole anywhere, nothing can be shown afterwards.
-        session.hold_gradients({} if strategy.zero_stage else gradients)
+        session.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
         keeps = not strategy.zero_stage
     else:
         gradients, keeps = session.optimizer.parts.of(gradients), False
@@ -79,17 +91,17 @@ def _update(
         )
     finally:  # they are divided, whatever has become of the update
         loop.discard_gradients()
-    updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
-    strategy.spread(meeting, updated, session.buffers)
+    if strategy.world_size > 1:
+        updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
+        strategy.spread(meeting, updated, session.buffers)
+        loop.source.publish(session.buffers)
     norm = session.optimizer.norm if norm is None else norm
     if loop.layout.torch_config is None:
         loop.source.publish(session.parameters)
     else:  # it has changed the model itself
         loop.graphs.refresh(session)
-    if strategy.world_size > 1:
-        loop.source.publish(session.buffers)
     loop.holds_gradients = False
-    info.note_update(rates, session.norm_of_used if norm is None else norm)
+    info.note_update(meeting.rates, session.norm_of_used if norm is None else norm)
     try:
         loop.precision.update(info)
     finally:

@@ -165,9 +165,10 @@ def options_of(
         "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
         "device": {"id": device} if device else {},
         "distributed": {
-            "world_rank": p.world_rank,
-            "world_size": p.world_size,
-            "data_parallel_size": p.data_parallel_size,
+            # At their defaults they are not given: processes may have been launched all the same.
+            **({"world_rank": p.world_rank} if p.world_rank else {}),
+            **({"world_size": p.world_size} if p.world_size != 1 else {}),
+            **({"data_parallel_size": p.data_parallel_size} if p.data_parallel_size != 1 else {}),
             "horizontal_parallel_size": p.horizontal_parallel_size,
             "pipeline_parallel": {
                 "pipeline_parallel_size": p.pipeline_parallel_size,

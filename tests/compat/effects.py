@@ -174,6 +174,15 @@ def device(options: dict[str, Any], _: Path) -> str:
         return str(error)
 
 
+def alone(options: dict[str, Any], _: Path) -> str:
+    """What a trainer in one process says; tests/distributed/ has what happens in several."""
+    try:
+        trainer_after(options, 0)
+    except ValueError as error:
+        return str(error)
+    return "trains"
+
+
 def symbolic_inference(options: dict[str, Any], folder: Path) -> int:
     """How often ONNX Runtime's symbolic shape inference is called for an ONNX model."""
     calls: list[Any] = []
@@ -222,12 +231,25 @@ HALF = {"mixed_precision": {"enabled": True}}
 WINDOW = {"batch": {"gradient_accumulation_steps": 2}}
 two_steps = functools.partial(weights, steps=2)
 op_types = graph(lambda g: Counter(node.op_type for node in g.model.graph))
+SEVERAL = {
+    "world_rank": 1,
+    "world_size": 2,
+    "local_rank": 1,
+    "data_parallel_size": 2,
+    "allreduce_post_accumulation": True,
+    "deepspeed_zero_optimization.stage": 1,
+    "enable_adasum": True,
+    "timeout": 30,
+    "bucket_cap_mb": 1,
+    "reduce_dtype": "bfloat16",
+}
 # By the option's own path; those that docs/names.md says are refused beyond the default are not here.
 OPTIONS: dict[str, Effect] = {
     "batch.gradient_accumulation_steps": Effect(2, weights),
     "batch.gradient_reduction": Effect("sum", two_steps, WINDOW),
     "device.id": Effect("cpu" if torch.cuda.is_available() else "cuda", device),
     "device.mem_limit": Effect(1 << 20, own_session(lambda s: s.get_provider_options())),
+    **{f"distributed.{key}": Effect(value, alone) for key, value in SEVERAL.items()},
     "lr_scheduler": Effect(lambda count: 0.5, weights),
     "mixed_precision.enabled": Effect(True, precision),
     "mixed_precision.dtype": Effect("bfloat16", precision, HALF),
@@ -353,9 +375,29 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
     return (folder / "written.onnx").is_file()
 
 
+def refused(properties: dict[str, Any], _: Path) -> str:
+    """What a session in one process says."""
+    try:
+        session_of(properties)
+    except ValueError as error:
+        return str(error)
+    return "trains"
+
+
 EPSILON = {"optimizer_attributes_map": {"fc1.weight": {"epsilon": 1.0}, "fc2.weight": {"epsilon": 1.0}}}
 MOMENTS = {"fc2.bias": {"Moment_1": np.ones(3, np.float32), "Moment_2": np.ones(3, np.float32), "Update_Count": [5]}}
 PROPERTIES: dict[str, Effect] = {
+    **{
+        key: Effect(value, refused)
+        for key, value in {
+            "allreduce_post_accumulation": True,
+            "data_parallel_size": 2,
+            "deepspeed_zero_stage": 1,
+            "enable_adasum": True,
+            "world_rank": 1,
+            "world_size": 2,
+        }.items()
+    },
     "enable_grad_norm_clip": Effect(False, trained, EPSILON),
     "gradient_accumulation_steps": Effect(2, first_run),
     "immutable_weights": Effect({"Gemm": {2: 0.25}}, state_of),

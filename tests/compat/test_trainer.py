@@ -111,7 +111,7 @@ def test_options_without_effect_are_warnings() -> None:
                 "number_recompute_layers": 1,
             },
         )
-    at_first = ("strategy", "level", "allow", "enable_adasum", "optimization.stage", "run_symbolic_shape_infer")
+    at_first = ("strategy", "level", "allow", "optimization.stage", "enable_adasum", "run_symbolic_shape_infer")
     for entry, option in zip(caught, at_first, strict=True):
         assert option in str(entry.message) and re.search("no (other value has an )?effect", str(entry.message))
     model = MLP()

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 
 from ort_trainer import ORTTrainerOptions, amp, optim
 
@@ -176,22 +177,13 @@ SLICED = {"sliced_schema": {"x": [4, 8]}, "sliced_axes": {"x": 0}, "sliced_tenso
 @pytest.mark.parametrize(
     ("distributed", "messages"),
     [
-        ({"world_rank": 1}, ["world_rank: 1 must be below distributed.world_size, 1"]),
+        ({"world_rank": 1, "world_size": 1}, ["world_rank: 1 must be below distributed.world_size, 1"]),
         ({"local_rank": 2, "world_size": 2}, ["local_rank: 2 must be below distributed.world_size, 2"]),
-        ({"data_parallel_size": 2}, ["data_parallel_size: 2, times horizontal_parallel_size 1, times pipeline_paral"]),
-        (
-            {"world_size": 4, "data_parallel_size": 2, "horizontal_parallel_size": 1},
-            ["must be distributed.world_size, 4"],
-        ),
-        ({"horizontal_parallel_size": 2}, ["world_size: 1 can't be divided by horizontal_parallel_size 2"]),
-        ({"deepspeed_zero_optimization": {"stage": 1}}, ["stage: has no effect in one process"]),
-        (
-            {"world_size": 2, "horizontal_parallel_size": 2, "deepspeed_zero_optimization": {"stage": 1}},
-            ["stage: 1 divides the optimizer's state .* there is 1"],
-        ),
+        ({"world_size": 4, "data_parallel_size": 2}, ["data_parallel_size: 2 must be distributed.world_size, 4"]),
+        ({"horizontal_parallel_size": 2}, ["horizontal_parallel_size: 2 processes can't share .*tensor.parallel"]),
+        ({"world_size": 3, "enable_adasum": True}, ["enable_adasum: .* power of two, but distributed.world_size is 3"]),
+        ({"reduce_dtype": "float16", "enable_adasum": True}, ["reduce_dtype: 'float16' has no effect with .*adasum"]),
         ({"deepspeed_zero_optimization": {"stage": 2}}, ["stage: max value is 1"]),
-        ({"enable_adasum": True}, ["enable_adasum: has no effect in one process"]),
-        ({"allreduce_post_accumulation": True}, ["allreduce_post_accumulation: has no effect in one process"]),
         (
             {"pipeline_parallel": {"num_pipeline_micro_batches": 2}},
             ["num_pipeline_micro_batches: has no effect without"],
@@ -218,27 +210,44 @@ def test_distributed_settings_that_do_not_fit(distributed: dict, messages: list[
         assert re.search(message, str(caught.value))
 
 
+@pytest.mark.parametrize("distributed", [pipeline(), pipeline(**SLICED, num_pipeline_micro_batches=4)])
+def test_a_pipeline_that_fits_is_refused_with_the_way_to_go(distributed: dict) -> None:
+    message = (
+        "^Invalid options: [^:;]*pipeline_parallel_size: 3 stages can't [^;]*: for large .*distributed.pipelining$"
+    )
+    with pytest.raises(ValueError, match=message):
+        ORTTrainerOptions({"distributed": distributed})
+
+
 @pytest.mark.parametrize(
     "distributed",
     [
         {"world_size": 2},
-        {"world_size": 4, "world_rank": 3, "local_rank": 1, "data_parallel_size": 4, "enable_adasum": True},
-        {
-            "world_size": 4,
-            "data_parallel_size": 2,
-            "deepspeed_zero_optimization": {"stage": 1},
-            "horizontal_parallel_size": 2,
-        },
-        pipeline(),
-        pipeline(**SLICED, num_pipeline_micro_batches=4),
-        {**pipeline(), "world_size": 6, "allreduce_post_accumulation": True},
+        {"world_rank": 3, "local_rank": 1, "data_parallel_size": 4, "allreduce_post_accumulation": True},
+        {"world_size": 4, "world_rank": 3, "data_parallel_size": 4, "enable_adasum": True, "timeout": 30},
+        {"deepspeed_zero_optimization": {"stage": 1}, "reduce_dtype": torch.bfloat16, "bucket_cap_mb": 0.5},
     ],
 )
-def test_what_fits_is_refused_for_its_size_alone(distributed: dict) -> None:
-    size = distributed["world_size"]
-    message = f"^Invalid options: distributed.world_size: training in {size} processes is not supported yet; [^:]*$"
-    with pytest.raises(ValueError, match=message):
-        ORTTrainerOptions({"distributed": distributed})
+def test_options_of_several_processes_are_a_value(distributed: dict) -> None:
+    """Whether they have an effect is known when a trainer is made."""
+    options = ORTTrainerOptions({"distributed": distributed})
+    for key, value in distributed.items():
+        found = options.to_dict()["distributed"][key]
+        assert found == (str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
+
+
+def test_adasum_takes_means() -> None:
+    given = {"distributed": {"enable_adasum": True}, "batch": {"gradient_reduction": "sum"}}
+    with pytest.raises(ValueError, match="enable_adasum: Adasum combines means .* is 'sum'"):
+        ORTTrainerOptions(given)
+
+
+def test_options_that_show_what_was_found() -> None:
+    options = ORTTrainerOptions({"distributed": {"timeout": 30}, "utils": {"frozen_weights": ["a"]}})
+    shown = options.showing({"distributed": {"world_rank": 1, "world_size": 2}})
+    assert (shown.distributed.world_rank, shown.distributed.world_size, shown.distributed.timeout) == (1, 2, 30)
+    assert not shown.is_given("distributed.world_rank") and shown.is_given("distributed.timeout")
+    assert shown.utils == options.utils and options.distributed.world_rank == 0
 
 
 def test_distributed_settings_of_one_process() -> None:

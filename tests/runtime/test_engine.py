@@ -65,6 +65,7 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be tried of CUDA without one."""
     monkeypatch.setattr(engine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert engine.resolve_device("cuda", False) == torch.device("cuda", 0)
     assert engine.resolve_device("cuda:1", True) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="device.id 'cuda:2' was asked for, but there are 2 CUDA devices"):

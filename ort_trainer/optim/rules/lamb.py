@@ -79,24 +79,34 @@ class _Lamb(Rule):
 
     def update(self, batch: ParameterBatch) -> None:
         batch.divide()
-        hyper = batch.hyper
-        for weight, gradient, slots, count in zip(
-            batch.weights, batch.gradients, batch.slots, batch.counts, strict=True
-        ):
-            assert count is not None
-            updates = float(count.add_(1))
-            first = slots[MOMENT_1].lerp_(gradient, 1.0 - hyper["alpha"])
-            second = slots[MOMENT_2].mul_(hyper["beta"]).addcmul_(gradient, gradient, value=1.0 - hyper["beta"])
-            is_corrected = hyper["do_bias_correction"]
-            correction_1 = 1.0 - hyper["alpha"] ** updates if is_corrected else 1.0
-            correction_2 = 1.0 - hyper["beta"] ** updates if is_corrected else 1.0
-            denominator = torch.div(second, correction_2).sqrt_().add_(hyper["epsilon"])
-            direction = torch.div(first, denominator, out=denominator).div_(correction_1)
-            direction.add_(weight, alpha=hyper["lambda_coef"])
-            ratio = weight.norm() / direction.norm()
+        everything = range(len(batch.weights))
+        # One tensor at a time stays in the cache; processes that share the tensors exchange all norms at once.
+        for indices in [everything] if batch.parts.are_shared else zip(everything, strict=True):
+            self._update([(batch.weights[index], self._direction(batch, index)) for index in indices], batch)
+
+    def _update(self, steps: list[tuple[torch.Tensor, torch.Tensor]], batch: ParameterBatch) -> None:
+        norms = iter(batch.parts.norms([tensor for pair in steps for tensor in pair]))
+        limits = batch.hyper["ratio_min"], batch.hyper["ratio_max"]
+        for weight, direction in steps:
+            ratio = next(norms) / next(norms)
             usable = torch.isfinite(ratio) & (ratio > 0)
-            ratio = torch.where(usable, ratio.clamp(hyper["ratio_min"], hyper["ratio_max"]), 1.0)
+            ratio = torch.where(usable, ratio.clamp(*limits), 1.0)
             weight.sub_(direction.mul_(ratio), alpha=batch.lr)
+
+    def _direction(self, batch: ParameterBatch, index: int) -> torch.Tensor:
+        """Takes a gradient into the moments; returns the step that they make, without the trust ratio."""
+        hyper, slots, count = batch.hyper, batch.slots[index], batch.counts[index]
+        weight, gradient = batch.weights[index], batch.gradients[index]
+        assert count is not None
+        updates = float(count.add_(1))
+        first = slots[MOMENT_1].lerp_(gradient, 1.0 - hyper["alpha"])
+        second = slots[MOMENT_2].mul_(hyper["beta"]).addcmul_(gradient, gradient, value=1.0 - hyper["beta"])
+        is_corrected = hyper["do_bias_correction"]
+        correction_1 = 1.0 - hyper["alpha"] ** updates if is_corrected else 1.0
+        correction_2 = 1.0 - hyper["beta"] ** updates if is_corrected else 1.0
+        denominator = torch.div(second, correction_2).sqrt_().add_(hyper["epsilon"])
+        direction = torch.div(first, denominator, out=denominator).div_(correction_1)
+        return direction.add_(weight, alpha=hyper["lambda_coef"])
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper

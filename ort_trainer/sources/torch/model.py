@@ -20,7 +20,7 @@ from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype,
 from .builder import GraphBuilder
 from .describe import describe, name_sample
 from .loss_watch import LossWatch
-from .model_checks import check_model
+from .model_checks import check_joint, check_model
 from .model_watch import ModelWatch
 from .shared_tensors import SharedTensors
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
@@ -97,7 +97,8 @@ class TorchSource(ModelSource):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients that the parameters to train hold."""
-        return {} if self._shared is None else self._shared.gradients(self._watch.trainable)
+        trainable = [name for name in self.trainable if name in self._watch.trainable]
+        return {} if self._shared is None else self._shared.gradients(trainable)
 
     def drop_gradients(self) -> None:
         """Removes the gradients that the parameters to train hold."""
@@ -107,6 +108,10 @@ class TorchSource(ModelSource):
     def put(self, values: Named) -> Named:
         """Gives the model values before training begins."""
         return values if self._shared is None else self._shared.put(values)
+
+    def check_joint(self) -> None:
+        """Checks that no module speaks to other processes itself."""
+        check_joint(self._model)
 
     def variant(self, training: bool) -> Hashable:
         """Returns what stands for modes and settings of model and loss; see the base class."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["check_model"]
+__all__ = ["check_joint", "check_model"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -22,7 +22,8 @@ def check_model(model: nn.Module) -> None:
         where, kind = f"model.{path}" if path else "model", type(module).__name__
         if isinstance(module, _WRAPPERS):
             raise TypeError(
-                f"{where} is a {kind}, which runs a model on several devices: use the module inside, {where}.module"
+                f"{where} is a {kind}, but the trainer itself averages the gradients of several processes: use the "
+                f"module inside, {where}.module, and start one process for each device"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -52,4 +53,20 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{frozen[:3]} of {name} were made under torch.inference_mode() and can't be differentiated: make the "
             "model outside of it"
+        )
+
+
+def check_joint(model: nn.Module) -> None:
+    """Checks that several processes can train a model together.
+
+    Raises:
+        ValueError: If a module of it speaks to the other processes in the middle of a pass.
+    """
+    found = [path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if found:
+        raise ValueError(
+            f"{found[:3]} of {type(model).__name__} are SyncBatchNorm, which asks the other processes for their batch "
+            "statistics inside forward and backward pass, and these run as one graph here: leave out "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(), so that each process normalizes by its own batch as PyTorch's "
+            "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
         )

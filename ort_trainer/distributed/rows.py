@@ -1,0 +1,90 @@
+"""What the processes tell each other before they do something together, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import DistributedError
+from .agreement import raise_difference
+from .missing import ADVICE
+from .processes import Processes
+
+__all__ = ["FOLLOW", "KINDS", "Row", "check_rows", "number_of"]
+
+FOLLOW = "follow"
+KINDS = {
+    FOLLOW: "at the end of trainer.join()",
+    "update": "in train_step() or optimizer_step()",
+    "step": "in optimizer_step() with gradients in p.grad",
+    "pass": "in forward_backward()",
+    "state": "in state_dict(), save_checkpoint() or export_artifacts()",
+    "model": "in save_checkpoint(include_optimizer_states=False)",
+    "gather": "in gather()",
+    "save": "at the end of what one process writes",
+    "load": "in load_state_dict() or load_checkpoint()",
+}
+"""What a process can do, with the methods that do it."""
+_NAMES = list(KINDS)
+
+
+class Row(NamedTuple):
+    """The numbers of a process.
+
+    Attributes:
+        number: Of what it does.
+        stop: Whether it wants all to stop.
+        compared: Whether it has compared what training begins with.
+        step: Its steps so far.
+        rates: Checksum of the learning rates.
+        rate_count: How many there are.
+        names: Checksum of the names of gradients and changed buffers.
+        weight, unit, scale: As in ``Share``.
+    """
+
+    number: float
+    stop: float
+    compared: float
+    step: float
+    rates: float
+    rate_count: float
+    names: float
+    weight: float
+    unit: float
+    scale: float
+
+    @property
+    def kind(self) -> str:
+        """What it does."""
+        return _NAMES[int(self.number)]
+
+
+def number_of(kind: str) -> float:
+    """Returns what stands for a kind in a row."""
+    return float(_NAMES.index(kind))
+
+
+def check_rows(processes: Processes, rows: Sequence[Row], own: Row, rates: Sequence[float], names: list[str]) -> None:
+    """Checks that all processes that do something do the same, with the same settings.
+
+    Args:
+        processes: Who trains.
+        rows: Of all processes.
+        own: That of this one.
+        rates: Its learning rates.
+        names: Of its gradients.
+
+    Raises:
+        DistributedError: In all processes, if they do not.
+    """
+    doing = {rank: row for rank, row in enumerate(rows) if row.kind != FOLLOW}
+    if len({row.kind for row in doing.values()}) > 1:
+        does = ", ".join(f"rank {rank} is {KINDS[row.kind]}" for rank, row in doing.items())
+        raise DistributedError(f"the processes do different things at the same time: {does}. {ADVICE}")
+    if len({row.rates for row in doing.values()}) > 1:
+        raise_difference(processes, {"the learning rates": None if own.kind == FOLLOW else list(rates)})
+    scales = {rank: row.scale for rank, row in enumerate(rows) if row.weight}
+    if len(set(scales.values())) > 1:
+        raise DistributedError(f"the processes have different loss scales, by rank: {scales}")
+    if own.kind == "step" and len({row.names for row in doing.values()}) > 1:
+        raise_difference(processes, {"the parameters that have p.grad": dict.fromkeys(names, "there")})

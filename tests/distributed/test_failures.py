@@ -1,0 +1,62 @@
+"""A process that does something else, or nothing any more, is found out and named by all others, in time."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+
+from .world import run
+
+# What rank 1 does, and what the others say of it. A rank that dies comes last: there is none after it.
+APART = {
+    "other_model": r"'net.weight' is float32 \[4, 8\] on ranks \[0, 2\] and float32 \[5, 8\] on rank 1",
+    "other_options": r"options: 'batch.gradient_accumulation_steps' is 1 on ranks \[0, 2\] and 2 on rank 1",
+    "other_rate": r"learning rates: \[0.1\] on ranks \[0, 2\] and \[0.2\] on rank 1",
+    "other_rate_later": r"learning rates: \[0.1\] on ranks \[0, 2\] and \[0.2\] on rank 1",
+    "other_dtype": r"first batch: 'x' is torch.float32 on ranks \[0, 2\] and torch.float16 on rank 1",
+    "other_weights": r"weights: 'net.bias' is \w+ on ranks \[0, 2\] and \w+ on rank 1",
+    "other_method": r"rank 0 is in train_step\(\) or optimizer_step\(\), rank 1 is in state_dict\(\)",
+    "joins_not": r"different things .* rank 0 waited for .* trainer.join\(\), rank 1 waited for .* in gather\(\)",
+}
+MISSING = {
+    "raises": (r"rank 1 raised TypeError: inputs \['label'\] are missing", 5),
+    "cannot_follow": (r"rank 1 raised RuntimeError: a process is at the end of trainer.join\(\), and others load a", 5),
+    "hangs": (r"rank 1 has ended, or hangs, .* must call the same methods", 5),
+    "interrupted_twice": (r"rank 0 raised KeyboardInterrupt", 60),
+    "dies": (r"rank 1 has ended", 60),
+}
+
+
+@functools.cache
+def world() -> dict[str, list[dict[str, Any]]]:
+    return run("failure_cases", [*APART, "raises_and_goes_on", *MISSING], 3, lost=[1])
+
+
+@pytest.mark.parametrize("case", APART)
+def test_a_difference_is_said_by_all(case: str) -> None:
+    for found in world()[case]:
+        assert str(found["error"]).startswith("DistributedError: ") and re.search(APART[case], str(found["error"]))
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_rank_is_named(case: str) -> None:
+    pattern, timeout = MISSING[case]
+    found = world()[case]
+    for rank in (2,) if case == "interrupted_twice" else (0, 2):
+        error, seconds = str(found[rank]["error"]), float(found[rank]["seconds"])
+        assert error.startswith(f"DistributedError: rank {rank} of 3 ") and re.search(pattern, error)
+        assert seconds < timeout + 20  # on a busy machine
+
+
+def test_an_error_after_which_a_rank_goes_on_is_none_of_the_others() -> None:
+    assert [str(found["error"]) for found in world()["raises_and_goes_on"]] == [""] * 3
+
+
+def test_the_rank_itself_says_what_has_become_of_it() -> None:
+    assert str(world()["raises"][1]["error"]).startswith("TypeError: inputs")
+    assert re.search(r"came \d+.\d s after the others had given up", str(world()["hangs"][1]["error"]))
+    assert str(world()["interrupted_twice"][0]["error"]).startswith("KeyboardInterrupt")
+    assert float(world()["interrupted_twice"][0]["seconds"]) < 30

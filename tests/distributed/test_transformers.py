@@ -1,0 +1,63 @@
+"""``OrtTrainer`` and accelerate in several processes, against ``transformers.Trainer`` in as many, and in one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .world import run
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+CASES = ("classify", "language", "resume", "loader")
+
+
+@functools.cache
+def world(size: int) -> dict[str, list[dict[str, Any]]]:
+    return run("transformers_cases", CASES if size > 1 else ("language", "loader"), size)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], ours: str, theirs: str, relative: float) -> None:
+    """Compares what has the one prefix with what has the other; the bias of a key is nothing but rounding."""
+    names = [name.removeprefix(theirs) for name in expected if name.startswith(theirs)]
+    assert names
+    for name in names:
+        other = expected[theirs + name]
+        difference = np.linalg.norm(found[ours + name] - other)
+        limit = relative * np.linalg.norm(other) + (1e-7 if relative else 0)
+        assert difference <= limit, (name, found[ours + name], other)
+
+
+@pytest.mark.parametrize("case", ["classify", "language"])
+def test_against_transformers(case: str) -> None:
+    for found in world(2)[case]:
+        assert "error" not in found, found
+        assert len(found["Trainer.loss"]) == (10 if case == "classify" else 6)
+        assert_same(found, found, "OrtTrainer.", "Trainer.", 1e-4)
+
+
+def test_as_one_process() -> None:
+    """With the same batches in all, where the loss is divided by what all ranks have."""
+    (alone,) = world(1)["language"]
+    for found in world(2)["language"]:
+        assert_same(found, alone, "OrtTrainer.", "OrtTrainer.", 1e-4)
+
+
+def test_resume() -> None:
+    for found in world(2)["resume"]:
+        assert found["files"].tolist() == ["rng_state_0.pth", "rng_state_1.pth"]
+        assert len(found["whole.loss"]) == 12
+        assert_same(found, found, "resumed.", "whole.", 0.0)
+
+
+def test_a_loader_of_accelerate() -> None:
+    (alone,), together = world(1)["loader"], world(2)["loader"]
+    assert len(alone["losses"]) == 10
+    np.testing.assert_allclose(np.mean([found["losses"] for found in together], axis=0), alone["losses"], rtol=1e-6)
+    for found in together:
+        assert_same(found, alone, "weight.", "weight.", 1e-6)
+        np.testing.assert_allclose(found["history"], alone["history"], rtol=1e-6)
