@@ -19,9 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from turns import memory
 from versions import ENGINES, versions
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -67,20 +67,13 @@ def train(setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     batch = torch.randn(arguments.batch, arguments.length, width), torch.randint(0, 2, (arguments.batch,))
     trainer.prepare(batch)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _memory("VmRSS")
+    before = memory("VmRSS", reset=True)
     losses, times = [], []
     for _ in range(arguments.steps):
         start = time.process_time()
         losses.append(trainer.train_step(*batch).item())
         times.append(time.process_time() - start)
-    return {"losses": losses, "time": statistics.median(times[1:]), "memory": _memory("VmHWM") - before}
-
-
-def _memory(field: str) -> float:
-    """Returns a figure of this process in MB."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) / 1024
+    return {"losses": losses, "time": statistics.median(times[1:]), "memory": memory("VmHWM") - before}
 
 
 def main() -> None:

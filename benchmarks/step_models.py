@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Task", "make_task", "without_dropout"]
+__all__ = ["MODELS", "Batch", "Task", "make_task", "without_dropout"]
 
 Batch = tuple[torch.Tensor, ...]
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from turns import Training
+
+if TYPE_CHECKING:
+    from step_models import Batch
 
 __all__ = ["ROWS", "Row", "ort_training"]
 
@@ -47,25 +51,34 @@ ROWS = {
 }
 
 
-def ort_training(row: Row, utils: Mapping[str, str] | None = None) -> Training:
+def ort_training(
+    row: Row,
+    utils: Mapping[str, str] | None = None,
+    distributed: Mapping[str, Any] | None = None,
+    batch: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Training:
     """Returns the training of a row by ort_trainer.
 
     Args:
         row: The row.
         utils: Options of the section ``utils`` beside those that make it train as the other contenders do.
+        distributed: Options of the section ``distributed``.
+        batch: Makes the batch to train with of the row's.
     """
     from step_models import make_task
 
     from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
     task = make_task(row.model, row.dropout)
+    inputs = batch(task.batch)
     options = ORTTrainerOptions(
         {
             "utils": {"grad_norm_clip": False, **(utils or {})},  # the others do not clip either
             "batch": {"gradient_accumulation_steps": row.accumulation},
+            "distributed": dict(distributed or {}),
             "mixed_precision": {"enabled": row.bf16, "dtype": "bfloat16"} if row.bf16 else {},
         }
     )
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
     trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=options)
-    return Training(lambda: trainer.train_step(*task.batch), trainer, row.accumulation)
+    return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation)

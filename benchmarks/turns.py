@@ -25,9 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Contender", "Profile", "Result", "Training", "measure", "ratio", "serve"]
+__all__ = ["Contender", "Profile", "Result", "Training", "measure", "memory", "ratio", "serve"]
 
 Profile = dict[str, Any]
 """``milliseconds`` of a step, those in ``products``, ``optimizer`` and ``overhead``, and ``operators``: names and
@@ -251,6 +252,19 @@ def measure(
             answer = ask(name, f"profile {profiled}")
             found[name].profile = answer and answer["profile"]
     return finished, {name: why for name, why in died.items() if name not in finished}
+
+
+def memory(field: str, reset: bool = False) -> float:
+    """Returns a figure of this process in MB; needs Linux.
+
+    Args:
+        field: Its name in /proc/self/status: ``VmRSS`` is what is resident, ``VmHWM`` the largest that was.
+        reset: Whether the largest begins anew.
+    """
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) / 1024
 
 
 def ratio(theirs: Result, ours: Result) -> tuple[float, float, float]:

@@ -91,6 +91,81 @@ def test_nothing_is_measured_without_the_one_to_compare_with() -> None:
         turns.measure({"lives": contender(turns, 0), "dies": contender(turns, 12)}, 3, 2, needed="dies")
 
 
+LAUNCHER = """
+    import os, sys, time
+    sys.path.insert(0, {folder!r})
+    from ranks import launch
+    from turns import Training, serve
+    if "RANK" not in os.environ:
+        launch((sys.executable, *sys.orig_argv[1:]), 2)
+        sys.exit()
+    def step():
+        if os.environ["RANK"] == {failing!r}:
+            raise ValueError("a rank has enough")
+        if {failing!r}:
+            time.sleep(600)  # as one does that waits for the other
+        return float(os.environ["WORLD_SIZE"])
+    serve(lambda: Training(step))
+"""
+
+
+@pytest.mark.parametrize("failing", ["0", "1", ""])
+def test_ranks_do_the_same_and_end_together(failing: str) -> None:
+    turns = importlib.import_module("turns")
+    script = textwrap.dedent(LAUNCHER).format(folder=str(ROOT / "benchmarks"), failing=failing)
+    contenders = {"ranks": turns.Contender((sys.executable, "-c", script))}
+    results, died = turns.measure(contenders, steps=2, rounds=1)
+    if failing:
+        assert not results and died == {"ranks": "ValueError: a rank has enough"}
+    else:
+        assert results["ranks"].losses == [2.0, 2.0, 2.0] and not died
+
+
+def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
+    turns, script = importlib.import_module("turns"), importlib.import_module("distributed")
+    names = (script.OURS, script.DDP)
+    contenders = {name: script.contender(name, "mlp", str(tmp_path)) for name in (*names, script.SURVEY)}
+    results, died = turns.measure(contenders, steps=2, rounds=1, starts=1, profiled=3)
+    survey = results.pop(script.SURVEY).profile
+    assert not died and not script.differing("mlp", results)
+    for name in names:
+        found = results[name].profile
+        gradients = 4 * (784 * 512 + 512 + 512 * 10 + 10)
+        assert found["gradients"] == gradients and len(found["sent"]) == 2
+        # Of two processes each sends the gradients once, and some messages.
+        assert all(1 < sent / gradients < 1.05 for sent in found["sent"])
+    ours = results[script.OURS].profile
+    assert 0 < ours["reduce"] < ours["step"] and ours["messages"] > 0 and ours["wait"] >= 0
+    fit, line = script.fitted(2, survey["all_reduces"])
+    sent = script.sent_lines(2, survey["sent"])
+    assert set(survey["sent"]) == set(script.SENT)
+    assert all(0.99 < float(line.split("**")[1]) < 1.05 for line in sent)
+    for lines, head in (
+        (script.step_lines("mlp", results), script.STEP_HEAD),
+        (script.waiting_lines("mlp", results, fit), script.WAITING_HEAD),
+        (sent, script.SENT_HEAD),
+        ([line], script.FIT_HEAD),
+    ):
+        assert lines and {line.count("|") for line in (*lines, *head)} == {head[1].count("|")}
+
+
+def test_all_reduces_give_back_what_they_were_made_of() -> None:
+    model = importlib.import_module("scaling_model")
+    assert model.ring(4, 1e9, 2e9) == 0.75 and model.ring(4, 0, 2e9, 1e-5, calls=3) == pytest.approx(1.8e-4)
+    made = [(nbytes, model.ring(4, nbytes, 2e9, 1e-5)) for nbytes in (1e4, 1e6, 1e8)]
+    assert model.fit_ring(4, made) == pytest.approx((2e9, 1e-5))
+    # Within a machine there is but one network, and one GPU has nothing to exchange.
+    inside = model.ring(8, 1e9, model.REACHED * model.INFINIBAND.within, model.INFINIBAND.latency_within)
+    assert model.all_reduce(model.INFINIBAND, 8, 1e9) == pytest.approx(inside)
+    assert model.all_reduce(model.INFINIBAND, 1, 1e9) == 0
+
+
+def test_the_planning_page_has_what_the_script_says() -> None:
+    model, sections = importlib.import_module("scaling_model"), importlib.import_module("sections")
+    for name, table in model.TABLES.items():
+        assert sections.read_section(model.PAGE, name).splitlines()[1:-1] == table()
+
+
 def test_charts_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     charts = importlib.import_module("charts")
     rows = {"MLP": {"ours": charts.Bar(1.2, 1.1, 1.3), "theirs": charts.Bar(0.8)}, "BERT": {"ours": charts.Bar(1.5)}}
