@@ -1,7 +1,7 @@
 """What data parallel training costs on more processes than this machine has: the tables of docs/scaling.md.
 
 A model of a few lines, no measurement: a step is its computation, then the exchange of its gradients.
-benchmarks/distributed.py compares the formula with measured steps.
+benchmarks/data_parallel.py compares the formula with measured steps.
 
     python benchmarks/scaling_model.py                    # prints the tables
     python benchmarks/scaling_model.py --write            # and writes docs/scaling.md

@@ -122,7 +122,7 @@ def test_ranks_do_the_same_and_end_together(failing: str) -> None:
 
 
 def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
-    turns, script = importlib.import_module("turns"), importlib.import_module("distributed")
+    turns, script = importlib.import_module("turns"), importlib.import_module("data_parallel")
     names = (script.OURS, script.DDP)
     contenders = {name: script.contender(name, "mlp", str(tmp_path)) for name in (*names, script.SURVEY)}
     results, died = turns.measure(contenders, steps=2, rounds=1, starts=1, profiled=3)

@@ -10,9 +10,9 @@
 4. All-reduces of several sizes, which give the formula of scaling_model.py its bandwidth and latency; it then foretells
    the steps of 2.
 
-    python benchmarks/distributed.py                      # everything; five minutes on two cores
-    python benchmarks/distributed.py --rows mlp           # this model only
-    python benchmarks/distributed.py --write              # and writes docs/benchmarks.md
+    python benchmarks/data_parallel.py                    # everything; five minutes on two cores
+    python benchmarks/data_parallel.py --rows mlp         # this model only
+    python benchmarks/data_parallel.py --write            # and writes docs/benchmarks.md
 """
 
 from __future__ import annotations
