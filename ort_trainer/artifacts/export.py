@@ -14,10 +14,9 @@ from ..errors import shown
 from ..graph import TrainingGraph
 from ..ownership import shared_groups
 from ..sources import BORROWED
-from ..training.joint_state import Gathered, gather_state
+from ..training.joint_state import Gathered
 from ..training.loop import TrainingLoop
-from ..training.together import together
-from ..training.update import meet
+from ..training.state import write_by_one
 from ..training.window import AccumulationWindow
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
@@ -64,14 +63,8 @@ def export_artifacts(
             "from the checkpoint, leave it out"
         )
     check_exportable(loop)
-    # Of several processes one writes, with what the others have of moments and gradients.
-    meeting = meet(loop, "state")
-    is_writer = meeting.doing == loop.strategy.world_rank
-    gathered = gather_state(loop, meeting, keep=is_writer)
 
-    def action() -> None:
-        if not is_writer:
-            return
+    def write_all(gathered: Gathered) -> None:
         folder = target_folder(directory)
         made = _made(loop, gathered, optimizer, outputs)
         if flavor == FLAVORS[0]:
@@ -80,7 +73,8 @@ def export_artifacts(
             write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
         write_files(folder, write, prefix)
 
-    together(loop.strategy, "save", action)
+    # With what the others have of moments and gradients.
+    write_by_one(loop, True, write_all)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Adasum(Reduction):
 
 def _tensors(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """Returns the gradients that lie in a flat tensor as they do in the bucket."""
-    return [flat[offset : offset + bucket.views[name].numel()] for name, offset in bucket.offsets.items()]
+    return [bucket.view_in(flat, name).view(-1) for name in bucket.offsets]
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:

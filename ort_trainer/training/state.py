@@ -23,7 +23,7 @@ from .update import meet
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "save", "to_pytorch"]
+__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "save", "to_pytorch", "write_by_one"]
 
 StateDict = dict[str, Any]
 NOT_INITIALIZED = (
@@ -63,15 +63,26 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict
     Raises:
         DistributedError: If another process could not write it.
     """
+    write_by_one(
+        loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy=False))
+    )
+
+
+def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[Gathered], None]) -> None:
+    """Has one process write what all of them have put together; the others wait until that is done.
+
+    Args:
+        loop: Has begun, so it has a session.
+        include_optimizer: As for :func:`collect`.
+        write: Is called in that process alone.
+
+    Raises:
+        DistributedError: If another process could not write it.
+    """
     meeting = meet(loop, "state" if include_optimizer else "model")
     is_writer = meeting.doing == loop.strategy.world_rank
     gathered = gather_state(loop, meeting, keep=is_writer)
-
-    def action() -> None:
-        if is_writer:
-            write(_collect(loop, gathered, include_optimizer, copy=False))
-
-    together(loop.strategy, "save", action)
+    together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
 
 
 def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, copy: bool) -> StateDict:
