@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .checkpoint import PathOrFile, load_checkpoint_file, save_checkpoint_file
-from .errors import warn
+from .errors import CheckpointError, shown, warn
 from .training import state, tensors
 from .training.inference_mode import outside_inference_mode
 from .training.loop import TrainingLoop
@@ -157,18 +157,29 @@ class TrainerState:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            CheckpointError: If the file is damaged or no checkpoint. Nothing has changed then.
+            CheckpointError: If the file is damaged, no checkpoint, or holds something of a wrong kind. Nothing has
+                changed then, as with the errors below.
             ImportError: If it is a legacy file and h5py is not installed.
-            RuntimeError, TypeError, ValueError: As :meth:`load_state_dict`.
+            RuntimeError, ValueError: As :meth:`load_state_dict`: what is in it does not fit this trainer.
         """
         if not paths:
             raise ValueError("Expected number of files to load: 1, got 0")
         user_dict: dict[str, Any] = {}
+        was_read = False
 
         def read() -> dict[str, Any]:
+            nonlocal was_read
             found, own = load_checkpoint_file(*paths)
             user_dict.update(own)
+            was_read = True
             return found
 
-        state.load(self._loop, read, strict)
+        try:
+            state.load(self._loop, read, strict, owned=True)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            if not was_read:
+                raise
+            # What is wrong is not an argument but something in the file.
+            names = ", ".join(shown(path) for path in paths)
+            raise CheckpointError(f"{names} holds something that no checkpoint of a trainer has: {error}") from error
         return user_dict

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import math
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors
-from safetensors.numpy import load, save
 
 from ..atomic import atomic_path
 from ..errors import CheckpointError, shown
 from ..foreign import refuse_upstream_checkpoint
+from ..schedules import KINDS, learning_rate
+from ..sealed import DTYPES, VERSION, Stored, check_version, read_header, read_tensors, write
 
-__all__ = ["Checkpoint", "Value", "from_bytes", "read_checkpoint", "to_bytes", "write_checkpoint"]
+__all__ = ["Checkpoint", "Value", "as_stored", "from_bytes", "read_checkpoint", "to_bytes", "write_checkpoint"]
 
 _KEY = "ort_trainer.checkpoint"
-_VERSION = 1
+_RANDOM_WORDS = 625
 _TENSORS = ("parameters", "buffers", "optimizer", "gradients", "random")
 
 Array = np.ndarray[Any, Any]
@@ -64,6 +66,12 @@ class Checkpoint:
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
     """Returns what a file holds."""
+    whole = io.BytesIO()
+    _write(whole, checkpoint)
+    return whole.getvalue()
+
+
+def _write(file: BinaryIO, checkpoint: Checkpoint) -> None:
     groups = {group: getattr(checkpoint, group) or {} for group in _TENSORS}
     others = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint) if f.name not in _TENSORS}
     if checkpoint.nominal:
@@ -73,11 +81,16 @@ def to_bytes(checkpoint: Checkpoint) -> bytes:
     others["order"] = {group: list(values) for group, values in groups.items()}
     others["has_optimizer"] = checkpoint.optimizer is not None
     tensors = {
-        f"{group}:{name}": np.asarray(value, order="C")
+        f"{group}:{name}": as_stored(np.asarray(value, order="C"))
         for group, values in groups.items()
         for name, value in values.items()
     }
-    return save(tensors, {_KEY: json.dumps({"version": _VERSION, **others})})
+    write(file, tensors, {_KEY: json.dumps({"version": VERSION, **others})})
+
+
+def as_stored(value: Array) -> Stored:
+    """Returns an array as it is written."""
+    return value.dtype.name, value.shape, value.reshape(-1).view(np.uint8)
 
 
 def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
@@ -91,34 +104,78 @@ def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
         CheckpointError: If they are damaged or no checkpoint of an export; of one of onnxruntime-training it says how
             to convert it.
     """
+    return _read(io.BytesIO(data), name)
+
+
+def _read(file: BinaryIO, name: str) -> Checkpoint:
     refuse_upstream_checkpoint(
-        data[:8],
+        file.read(8),
         name,
         "convert it with ort_trainer.artifacts.convert_checkpoint(source, target, like=...), or by "
-        "'python -m ort_trainer.artifacts.convert SOURCE TARGET --like CHECKPOINT'",
+        "'ort-trainer convert SOURCE TARGET --like CHECKPOINT'",
     )
+    header = read_header(file, name)
     try:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size]) if 0 < size <= len(data) - 8 else {}
-        text = header.get("__metadata__", {}).get(_KEY)
+        text = header.metadata.get(_KEY)
         if text is None:
-            raise CheckpointError(f"{name} is damaged, or no checkpoint of ort_trainer.api")
+            raise CheckpointError(
+                f"{name} is no checkpoint of ort_trainer.api. Of one of ORTTrainer, or of weights alone, 'ort-trainer "
+                "convert SOURCE TARGET --to api --like CHECKPOINT' makes one"
+            )
         found: dict[str, Any] = json.loads(text)
-        if found.pop("version") != _VERSION:
-            raise CheckpointError(f"{name} has another version than {_VERSION}, which this ort_trainer reads")
-        tensors = load(data)
+        check_version(found.pop("version"), header, name)
+        tensors = {
+            key: data.view(DTYPES[header.tensors[key].dtype]).reshape(header.tensors[key].shape)
+            for key, data in read_tensors(file, header, name, header.tensors).items()
+        }
         groups: dict[str, Any] = {
             group: {key: tensors[f"{group}:{key}"] for key in keys} for group, keys in found.pop("order").items()
         }
         if not found.pop("has_optimizer"):
             groups["optimizer"] = None
         if found["nominal"]:
-            groups["parameters"] = {key: np.zeros(shape, dtype) for key, (dtype, shape) in found.pop("shapes").items()}
-        return Checkpoint(**found, **groups)
+            groups["parameters"] = {key: _blank(*value) for key, value in found.pop("shapes").items()}
+        checkpoint = Checkpoint(**found, **groups)
+        _check(checkpoint)
+        return checkpoint
     except CheckpointError:
         raise
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError, ArithmeticError) as error:
         raise CheckpointError(f"{name} is damaged, or no checkpoint of ort_trainer.api: {error}") from error
+
+
+def _blank(dtype: Any, shape: Any) -> Array:
+    """Returns the zeros of a nominal checkpoint, which take no memory until they are written to."""
+    if dtype not in DTYPES.values() or not isinstance(shape, list):
+        raise ValueError(f"a parameter has dtype {shown(dtype)} and shape {shown(shape)}")
+    return np.zeros(shape, dtype)
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """Raises a ValueError where something is not of its kind."""
+    rates, schedule, random = checkpoint.learning_rates, checkpoint.schedule, checkpoint.random.get("state")
+    sound = {
+        "export": isinstance(checkpoint.export, str),
+        "trainable": isinstance(checkpoint.trainable, list) and all(isinstance(n, str) for n in checkpoint.trainable),
+        "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
+        "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
+        "optimization_step": type(checkpoint.optimization_step) is int and checkpoint.optimization_step >= 0,
+        "properties": isinstance(checkpoint.properties, dict)
+        and all(isinstance(value, (int, float, str)) for value in checkpoint.properties.values()),
+        "nominal": isinstance(checkpoint.nominal, bool),
+        "random": random is None
+        or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
+    }
+    wrong = [name for name, is_sound in sound.items() if not is_sound]
+    if wrong:
+        raise ValueError(f"what it has as {', '.join(wrong)} can't be that")
+    if schedule is not None:
+        for rate in rates:
+            learning_rate(schedule, checkpoint.optimization_step, rate)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -135,7 +192,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)!r}")
-    return from_bytes(Path(path).read_bytes(), repr(os.fspath(path)))
+    with Path(path).open("rb") as file:
+        return _read(file, repr(os.fspath(path)))
 
 
 def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
@@ -146,5 +204,5 @@ def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> No
     """
     from pathlib import Path
 
-    with atomic_path(Path(path)) as temporary:
-        temporary.write_bytes(to_bytes(checkpoint))
+    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
+        _write(file, checkpoint)

@@ -1,39 +1,51 @@
-"""Reads and writes checkpoint files. This is the one place that imports safetensors.
+"""Reads and writes checkpoint files.
 
 A file is written beside its target, synced and renamed, so that there is the old file or the new one, whole, whatever
-happens. Nothing in a file is ever executed.
+happens. Everything in it has a checksum, and is compared with it before anything is restored. Nothing in a file is ever
+executed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import safetensors
 import torch
-from safetensors.torch import save, save_file
 
 from ..atomic import atomic_path
 from ..errors import CheckpointError
 from ..foreign import refuse_upstream_checkpoint
+from ..sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
-from .manifest import decode, encode
+from .manifest import decode, encode, referenced
 
-__all__ = ["PathOrFile", "load_checkpoint_file", "read_user_dict", "save_checkpoint_file"]
+__all__ = [
+    "PathOrFile",
+    "as_stored",
+    "as_tensor",
+    "load_checkpoint_file",
+    "read_parts",
+    "read_user_dict",
+    "save_checkpoint_file",
+]
 
 PathOrFile = str | os.PathLike[str] | BinaryIO
 _FORMAT = "ort_trainer checkpoint"
-_VERSION = 1
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or before PyTorch 1.6 a bare pickle
 
 
 def save_checkpoint_file(
-    file: PathOrFile, state: Mapping[str, Any], user_dict: Mapping[str, Any], overwrite: bool = False
+    file: PathOrFile,
+    state: Mapping[str, Any],
+    user_dict: Mapping[str, Any],
+    overwrite: bool = False,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Writes a checkpoint.
 
@@ -42,6 +54,7 @@ def save_checkpoint_file(
         state: The trainer's state dict.
         user_dict: The user's own values: JSON values, tensors and arrays.
         overwrite: Whether a file that is there already may be replaced.
+        parts: More dicts, of what is in this package, which :func:`read_parts` gives back by these names.
 
     Raises:
         FileExistsError: If the path exists and ``overwrite`` is False.
@@ -53,33 +66,41 @@ def save_checkpoint_file(
     seen: dict[int, str] = {}
     manifest = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": VERSION,
         "state": encode(state, "state", tensors, seen),
         "user": encode(user_dict, "user", tensors, seen),
+        **{name: encode(part, name, tensors, seen) for name, part in (parts or {}).items()},
     }
-    tensors = _without_shared_memory(tensors)
     metadata = {"manifest": json.dumps(manifest)}
+    stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
     if not isinstance(file, (str, os.PathLike)):
         if not hasattr(file, "write"):
             raise TypeError(f"path must be a path or a binary file, but a {type(file).__name__} was given")
-        file.write(save(tensors, metadata))
+        whole = io.BytesIO()  # as the file may be one that can only be appended to
+        write(whole, stored, metadata)
+        file.write(whole.getbuffer())
         return
     target = Path(file)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{str(target)!r} exists already: choose another path, or pass overwrite=True")
-    with atomic_path(target) as temporary:
-        save_file(tensors, temporary, metadata)
+    with atomic_path(target) as temporary, temporary.open("wb") as opened:
+        write(opened, stored, metadata)
 
 
-def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory, as views of one tensor of the user's would."""
-    storages: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        address = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if address in storages else tensor
-        storages.add(address)
-    return result
+def as_stored(tensor: torch.Tensor) -> Stored:
+    """Returns a tensor as it is written."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # An empty one, which may have any strides, can't be viewed.
+    flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+    return dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()
+
+
+def as_tensor(entry: Entry, data: Array) -> torch.Tensor:
+    """Returns a tensor of its bytes."""
+    dtype = getattr(torch, DTYPES[entry.dtype])
+    return (
+        torch.from_numpy(data).view(dtype).reshape(entry.shape) if data.size else torch.empty(entry.shape, dtype=dtype)
+    )
 
 
 def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,6 +154,24 @@ def read_user_dict(path: PathOrFile) -> dict[str, Any]:
         return _load(found, name, "user")[0]
 
 
+def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
+    """Returns what :func:`save_checkpoint_file` was given as ``parts``; of the tensors only those in them are read.
+
+    Args:
+        path: The checkpoint, as a path or an open binary file.
+        *names: The names of the parts.
+
+    Returns:
+        The parts; an empty dict for one that the file does not have.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is damaged or no checkpoint of ours.
+    """
+    with _on_disk(path) as (found, name):
+        return _load(found, name, *names, default={})
+
+
 @contextlib.contextmanager
 def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
     """Gives the path of a file and its name for errors; an open one is copied to a temporary file."""
@@ -149,26 +188,8 @@ def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
         yield copy, "the given file"
 
 
-class _Tensors(Mapping[str, torch.Tensor]):
-    """The tensors of an open file, each read when it is asked for."""
-
-    def __init__(self, opened: Any) -> None:
-        self._opened, self._names = opened, frozenset(opened.keys())
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return cast(torch.Tensor, self._opened.get_tensor(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _load(path: Path, name: str, *parts: str) -> list[dict[str, Any]]:
-    """Returns parts of a checkpoint of ours: ``state``, ``user``."""
+def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[str, Any]]:
+    """Returns parts of a checkpoint of ours: ``state``, ``user``, ...; ``default`` stands for one that is not there."""
     with path.open("rb") as opened:
         head = opened.read(8)
         refuse_upstream_checkpoint(
@@ -183,19 +204,27 @@ def _load(path: Path, name: str, *parts: str) -> list[dict[str, Any]]:
                 "not read here: where you trust it, give what torch.load(path, weights_only=True) returns to "
                 "load_state_dict; docs/migration.md shows how"
             )
+        return _read(opened, name, parts, default)
+
+
+def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list[dict[str, Any]]:
+    header = read_header(file, name)
     try:
-        with safetensors.safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            manifest = json.loads(metadata.get("manifest", "null"))
-            if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-                raise CheckpointError(f"{name} is a safetensors file, but no checkpoint of ort_trainer")
-            if manifest.get("version") != _VERSION:
-                raise CheckpointError(
-                    f"{name} has the checkpoint version {manifest.get('version')!r}; this ort_trainer reads {_VERSION}"
-                )
-            tensors = _Tensors(opened)
-            found = [decode(manifest.get(part), tensors) for part in parts]
-    except (safetensors.SafetensorError, json.JSONDecodeError, RecursionError) as error:
+        manifest = json.loads(header.metadata.get("manifest", "null"))
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{name} is a safetensors file, but no checkpoint of ort_trainer. Of one of ort_trainer.api, or of "
+                "weights alone, 'ort-trainer convert SOURCE TARGET --to trainer' makes one"
+            )
+        check_version(manifest.get("version"), header, name)
+        kept = [manifest.get(part, default) for part in parts]
+        wanted = referenced(kept)
+        read = read_tensors(file, header, name, [key for key in header.tensors if key in wanted])
+        tensors = {key: as_tensor(header.tensors[key], data) for key, data in read.items()}
+        found = [decode(part, tensors) for part in kept]
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(f"{name} is damaged or no checkpoint of ort_trainer: {error}") from error
     if not all(isinstance(part, dict) for part in found):
         raise CheckpointError(f"{name} is damaged: its manifest has no state or no user dict")

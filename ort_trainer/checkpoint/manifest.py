@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "referenced"]
 
 _TENSOR = "$tensor"
 _ARRAY = "$array"
@@ -64,7 +64,20 @@ def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tenso
             raise TypeError(f"{path} is an array of dtype {value.dtype}, which a checkpoint can't hold") from error
     if value.layout != torch.strided:
         raise TypeError(f"{path} is a {value.layout} tensor, which a checkpoint can't hold: call to_dense()")
-    return value.detach().cpu().contiguous()
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def referenced(value: Any) -> set[str]:
+    """Returns the names of the tensors that are needed to :func:`decode` a value."""
+    if isinstance(value, list):
+        return {name for entry in value for name in referenced(entry)}
+    if not isinstance(value, dict):
+        return set()
+    return {
+        name
+        for key, entry in value.items()
+        for name in ([entry] if key in (_TENSOR, _ARRAY) and isinstance(entry, str) else referenced(entry))
+    }
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -16,7 +16,7 @@ from ..optim.parts import Named
 from ..runtime import StepSession
 from .joint_state import Gathered, gather_state, take_own
 from .layout import SHARED, STEP, UPDATE_COUNT, Layout
-from .read_state import Restored, apply_to_session, read
+from .read_state import Restored, apply_to_session, copied, read
 from .together import together
 from .update import meet
 
@@ -35,8 +35,9 @@ NOT_INITIALIZED = (
 def check_started(loop: TrainingLoop, method: str) -> None:
     """Raises a RuntimeError before the first step, when there is nothing to save."""
     if loop.session is None:
+        loaded = "" if loop.pending is None else " but the state that was loaded, which is still where it came from"
         raise RuntimeError(
-            f"there is nothing to save yet: call prepare(), train_step() or eval_step() before {method}()"
+            f"there is nothing to save yet{loaded}: call prepare(), train_step() or eval_step() before {method}()"
         )
 
 
@@ -52,20 +53,19 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
     return _collect(loop, gathered, include_optimizer, copy)
 
 
-def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict], None]) -> None:
+def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict], None], copy: bool = False) -> None:
     """Gives the whole state to a function that writes it, in one process; the others wait until that is done.
 
     Args:
         loop: Has begun, so it has a session.
         include_optimizer: As for :func:`collect`.
         write: Writes it.
+        copy: As for :func:`collect`; for a function that writes later.
 
     Raises:
         DistributedError: If another process could not write it.
     """
-    write_by_one(
-        loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy=False))
-    )
+    write_by_one(loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy)))
 
 
 def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[Gathered], None]) -> None:
@@ -121,7 +121,7 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
             state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
         state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
-    return state | {key: value for key, value in kept.items() if value is not None}
+    return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
 
 
 def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:
@@ -147,13 +147,14 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
-def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool) -> None:
+def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
     Args:
         loop: What is restored. Before it has begun, the state waits for that.
         given: Returns the state; of several processes, all must be given the same.
         strict: Whether names must match exactly; if not, only names that both have are restored.
+        owned: Whether nothing else uses the memory of that state, so that it need not be copied.
 
     Raises:
         RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
@@ -164,7 +165,8 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
     def checked() -> tuple[Mapping[str, Any], Restored, StepSession | None]:
         session = loop.session  # which raises where the model has become one that can't be written to
         state_dict = given()
-        return state_dict, read(state_dict, loop.layout, loop.window, strict), session
+        own = state_dict if owned and session is not None else copied(state_dict)
+        return state_dict, read(own, loop.layout, loop.window, strict), session
 
     state_dict, restored, session = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:

@@ -172,9 +172,10 @@ class AccumulationWindow:
         if count and state_dict["reduction"] != self.reduction:
             raise ValueError(
                 f"the state was taken in the middle of a window of reduction {state_dict['reduction']!r}, but the "
-                f"trainer has batch.gradient_reduction {self.reduction!r}: use the same, or leave the key 'gradients' "
-                "out of the state dict"
+                f"trainer has batch.gradient_reduction {self.reduction!r}: load it with the same, end the window "
+                "(trainer.optimizer_step()) and save it again, or leave the key 'gradients' out of the state dict"
             )
-        # Backward passes on their own may have gone on beyond the size: the next step, or update, ends the window.
+        # The window goes on with the trainer's own size. Where it has that many already, as the size was another, or
+        # backward passes on their own have gone on beyond it, the next step, or update, ends it.
         self._size, self._assigned = self.given_size if size is None else int(size), size is not None
         self.micro_batches, self._weight, self._unit, self._scale = int(count), weight, unit, scale

@@ -1,4 +1,4 @@
-"""The training API where there is nothing but Python, NumPy, ONNX Runtime and safetensors."""
+"""The training API where there is nothing but Python, NumPy, ONNX Runtime and xxhash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .exported import Exported, export
 pytestmark = pytest.mark.engine
 
 HAS_TRAINING = importlib.util.find_spec("onnxruntime.training") is not None
-PACKAGES = ("numpy", "onnxruntime", "safetensors")
+PACKAGES = ("numpy", "onnxruntime", "xxhash")
 TRAIN = """
 import importlib.util, json, sys
 environment, artifacts = sys.argv[1:]
@@ -92,7 +92,7 @@ def exported(tmp_path: Path) -> Exported:
 
 def test_training_without_torch_and_onnx(environment: Path, exported: Exported) -> None:
     found = json.loads(run_alone(TRAIN, environment, exported.folder))
-    assert found["loaded"] == ["numpy", "onnxruntime", "ort_trainer", "safetensors"]
+    assert found["loaded"] == ["numpy", "onnxruntime", "ort_trainer", "xxhash"]
     np.testing.assert_allclose(found["losses"], exported.train(len(exported.batches)), rtol=1e-5)
     expected = exported.loss(0)
     np.testing.assert_allclose([found["evaluated"], found["resumed"]], [expected, expected], rtol=1e-5)

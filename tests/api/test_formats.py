@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
 from ort_trainer.errors import CheckpointError
+from ort_trainer.sealed import write
 
 STEP = StepModel(
     "training",
@@ -98,5 +100,12 @@ def test_nominal_checkpoint_has_shapes_only() -> None:
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
 def test_damaged_checkpoint(cut: int) -> None:
-    with pytest.raises(CheckpointError, match=r"the given bytes is damaged, or no checkpoint of ort_trainer.api"):
+    with pytest.raises(CheckpointError, match=r"the given bytes is damaged or no checkpoint: it has \d+ bytes"):
         from_bytes(to_bytes(checkpoint())[:cut])
+
+
+def test_the_checkpoint_of_a_trainer_is_told_from_a_damaged_one() -> None:
+    file = io.BytesIO()
+    write(file, {}, {"manifest": "{}"})
+    with pytest.raises(CheckpointError, match="is no checkpoint of ort_trainer.api. .* --to api --like CHECKPOINT'"):
+        from_bytes(file.getvalue())

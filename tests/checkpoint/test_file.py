@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 
 from ort_trainer import CheckpointError, read_user_dict
 from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
+from ort_trainer.sealed import read_header
+
+from ..helpers import mlp_batches, mlp_trainer
 
 USER = {
     "epoch": 3,
@@ -26,6 +30,16 @@ USER = {
     "scalar": np.float32(0.5),
     "nested/weights": torch.ones(2),
 }
+
+
+def damage(path: Path, tensor: str) -> None:
+    """Flips a bit of a tensor in a file."""
+    with path.open("r+b") as file:
+        place = read_header(file, "the file").tensors[tensor].start
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
 def same(a, b) -> bool:
@@ -51,36 +65,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert load_checkpoint_file(str(tmp_path / "a"))[0]["step"] == 3
 
 
-def test_the_users_dict_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_dict_without_the_rest(tmp_path: Path) -> None:
     shared = torch.arange(4.0)
     path = tmp_path / "a"
     save_checkpoint_file(path, {"model": {"large": torch.ones(1000), "shared": shared}}, {**USER, "shared": shared})
-    read: list[str] = []
-    original = safetensors.safe_open
-
-    class Watched:
-        def __init__(self, *args, **kwargs) -> None:
-            self.file = original(*args, **kwargs)
-
-        def __enter__(self):
-            self.opened = self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
-
-        def __getattr__(self, name: str):
-            return getattr(self.opened, name)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return self.opened.get_tensor(name)
-
-    monkeypatch.setattr(safetensors, "safe_open", Watched)
+    damage(path, "state/model/large")  # which is not read
     assert same(read_user_dict(path), {**USER, "shared": shared})
-    assert "state/model/shared" in read and "state/model/large" not in read
     with path.open("rb") as opened:
         assert same(read_user_dict(opened), {**USER, "shared": shared})
+    damage(path, "state/model/shared")
+    damage(path, "user/half")
+    with pytest.raises(CheckpointError, match=r"'.*a' is damaged: \['state/model/shared', 'user/half'\] do not have"):
+        read_user_dict(path)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_user_dict(tmp_path / "b")
     with pytest.raises(TypeError, match="path must be a path or a binary file, but a int was given"):
@@ -159,16 +155,58 @@ def test_bad_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
             load_checkpoint_file(path)
     for manifest, message in (
-        (None, "no checkpoint of ort_trainer"),
+        (None, "no checkpoint of ort_trainer. Of one of ort_trainer.api, .* --to trainer' makes one"),
         ({"format": "other"}, "no checkpoint of ort_trainer"),
         ({"format": "ort_trainer checkpoint", "version": 99}, "has the checkpoint version 99"),
-        ({"format": "ort_trainer checkpoint", "version": 1}, "has no state or no user dict"),
-        (
-            {"format": "ort_trainer checkpoint", "version": 1, "state": {"a": {"$tensor": "b"}}, "user": {}},
-            "names the tensor 'b', which is not there",
-        ),
+        ({"format": "ort_trainer checkpoint", "version": True}, "has the checkpoint version True; .* reads 1 and 2"),
+        ({"format": "ort_trainer checkpoint", "version": 2}, "has the checkpoint version 2, but no checksums"),
     ):
         metadata = None if manifest is None else {"manifest": json.dumps(manifest)}
         safetensors.torch.save_file({"t": torch.ones(1)}, path, metadata)
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint_file(path)
+
+
+def test_files_without_checksums_are_read_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def write(manifest: dict) -> None:
+        text = json.dumps({"format": "ort_trainer checkpoint", "version": 1, "user": {}, **manifest})
+        safetensors.torch.save_file({"t": torch.ones(2)}, path, {"manifest": text})
+
+    write({"state": {"a": {"$tensor": "t"}}})
+    with pytest.warns(UserWarning, match="was written by an earlier ort_trainer, without checksums, .*save it again"):
+        assert same(load_checkpoint_file(path)[0], {"a": torch.ones(2)})
+    for manifest, message in (
+        ({"state": {"a": {"$tensor": "b"}}}, "names the tensor 'b', which is not there"),
+        ({"user": {}}, "has no state or no user dict"),
+    ):
+        write(manifest)
+        with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=message):
+            load_checkpoint_file(path)
+
+
+def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    trainer = mlp_trainer()
+    trainer.train_step(*mlp_batches(1)[0])
+    trainer.save_checkpoint(path)
+    whole = path.read_bytes()
+    trainer.train_step(*mlp_batches(1)[0])
+    before = trainer.state_dict()
+    draw = random.Random(0)
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for place in draw.sample(range(8 * len(whole)), 3):
+            damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            trainer.load_checkpoint(path)
+    path.write_bytes(whole)
+    damage(path, "state/optimizer/fc1.bias/Moment_2")
+    with pytest.raises(CheckpointError, match=r"\['state/optimizer/fc1.bias/Moment_2'\] does not have the checksum"):
+        trainer.load_checkpoint(path)
+    assert same(trainer.state_dict(), before)
+    path.write_bytes(whole)
+    trainer.load_checkpoint(path)
+    assert not same(trainer.state_dict(), before)

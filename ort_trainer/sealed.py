@@ -1,0 +1,367 @@
+"""Sealed files: safetensors files in which every tensor and the header carry a checksum.
+
+A sealed file is an ordinary safetensors file, which every reader of that format opens: 8 bytes with the length of the
+header, the header as JSON, and the bytes of the tensors. Its metadata has two entries more: ``checksums``, JSON with
+the XXH3 (64 bits) of the bytes of each tensor, and ``header_checksum``, that of the length and the header, computed
+with zeros in the place of its own digits. They find damage, and are no signature: who can write a file can write them.
+
+Files are read in pieces into memory of our own, never mapped: a file that is cut off or overwritten while it is read is
+an error, where a mapped one would end the process, and what was verified is what is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from .errors import CheckpointError, shown, warn
+
+__all__ = [
+    "DTYPES",
+    "VERSION",
+    "Entry",
+    "Header",
+    "Stored",
+    "check_version",
+    "read_header",
+    "read_tensors",
+    "verify",
+    "write",
+]
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+"""The format's name of a data type -> that of PyTorch and NumPy."""
+_CODES = {name: code for code, name in DTYPES.items()}
+_SIZES = {"BOOL": 1, "BF16": 2, **{code: 1 for code in DTYPES if code.startswith("F8")}}
+_SIZES |= {code: int(code[1:]) // 8 for code in DTYPES if code not in _SIZES}
+
+VERSION = 2
+"""The version of what holds a sealed file; 1 was the same without checksums."""
+
+_PIECE = 1 << 20  # what the processor's caches hold, so that it is read from memory once
+_LONGEST_HEADER = 100_000_000  # as in other readers of the format
+_LARGEST = 2**63 - 1
+_NO_CHECKSUM = "0" * 16
+_MARK = b'"header_checksum":"'
+
+Array = np.ndarray[Any, Any]
+Stored = tuple[str, tuple[int, ...], Array]
+"""A tensor that is written: the name of its data type, as in :data:`DTYPES`, its shape, and its bytes, uint8."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: The format's name of the data type, a key of :data:`DTYPES`.
+        shape: The shape.
+        start: Where its bytes begin in the file.
+        end: Where they end.
+        checksum: 16 hexadecimal digits; None in a file that is not sealed.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds.
+
+    Attributes:
+        metadata: The metadata, without the checksums.
+        tensors: The tensors by name.
+        sealed: Whether there are checksums.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, Entry]
+    sealed: bool
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+    """Writes a sealed file.
+
+    Args:
+        file: Open, empty and seekable: the header is written last.
+        tensors: By name.
+        metadata: Other entries of the header.
+
+    Raises:
+        TypeError: If the format has no such data type.
+        ValueError: If the header would be too long for readers of the format.
+    """
+    # Large data types first, so that each tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-_size(name, tensors[name][0]), name))
+    start = len(_header(names, tensors, metadata, dict.fromkeys(names, _NO_CHECKSUM)))
+    if start > _LONGEST_HEADER:
+        raise ValueError(
+            f"what is neither tensor nor array has {start} bytes of text, but a checkpoint holds {_LONGEST_HEADER} at "
+            "most: store long lists of numbers as arrays"
+        )
+    file.seek(start)
+
+    checksums = {}
+    for name in names:
+        checksum = xxhash.xxh3_64()
+        for piece in _pieces(tensors[name][2]):
+            checksum.update(piece)
+            file.write(piece)
+        checksums[name] = checksum.hexdigest()
+    header = _header(names, tensors, metadata, checksums)
+    file.seek(0)
+    file.write(header)
+
+
+def _size(name: str, dtype: str) -> int:
+    if dtype not in _CODES:
+        raise TypeError(f"{name} is a tensor of dtype {dtype}, which a checkpoint can't hold: convert it to another")
+    return _SIZES[_CODES[dtype]]
+
+
+def _header(
+    names: Iterable[str], tensors: Mapping[str, Stored], metadata: Mapping[str, str], checksums: Mapping[str, str]
+) -> bytes:
+    """Returns the first bytes of a file, up to the tensors; how many does not depend on the checksums."""
+    own = {"checksums": json.dumps(checksums), "header_checksum": _NO_CHECKSUM}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **own}}
+    end = 0
+    for name in names:
+        dtype, shape, data = tensors[name]
+        start, end = end, end + data.nbytes
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header.replace(_MARK + _NO_CHECKSUM.encode(), _MARK + xxhash.xxh3_64_hexdigest(header).encode())
+
+
+def _pieces(data: Array) -> Iterator[memoryview]:
+    view = data.data
+    for start in range(0, len(view), _PIECE):
+        yield view[start : start + _PIECE]
+
+
+def read_header(file: BinaryIO, name: str) -> Header:
+    """Reads the header of a file, sealed or not, and checks all that it says but for what the tensors hold.
+
+    Args:
+        file: Open and seekable.
+        name: What messages call it.
+
+    Raises:
+        CheckpointError: If it is damaged or no safetensors file.
+    """
+    try:
+        return _read_header(file)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is damaged or no checkpoint: {error}") from error
+
+
+def _read_header(file: BinaryIO) -> Header:
+    size = file.seek(0, 2)
+    file.seek(0)
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"it has {size} bytes, and its first 8 give no possible length of a header")
+    text = file.read(length)
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_once)
+    except ValueError as error:
+        raise ValueError(f"its header can't be read: {error}") from error
+    metadata = found.pop("__metadata__", {}) if isinstance(found, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its header is none of a safetensors file")
+    checksums = _read_checksums(metadata, prefix + text, found)
+    tensors = {key: _entry(key, value, 8 + length, checksums) for key, value in found.items()}
+    _check_places(tensors, 8 + length, size)
+    return Header(metadata, tensors, checksums is not None)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _read_checksums(metadata: dict[str, str], header: bytes, tensors: Mapping[str, Any]) -> dict[str, str] | None:
+    """Takes the checksums out of the metadata, and checks that of the header; None if there are none."""
+    own, others = metadata.pop("header_checksum", None), metadata.pop("checksums", None)
+    if own is None and others is None:
+        return None
+    blank = header.replace(_MARK + str(own).encode(errors="replace"), _MARK + _NO_CHECKSUM.encode())
+    if own is None or others is None or own != xxhash.xxh3_64_hexdigest(blank):
+        raise ValueError("its header does not have the checksum that was written with it")
+    checksums = json.loads(others, object_pairs_hook=_once)
+    if not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
+        raise ValueError("its checksums are not those of its tensors")
+    return checksums
+
+
+def _entry(name: str, found: Any, begin: int, checksums: Mapping[str, Any] | None) -> Entry:
+    """Checks what a header says of a tensor; ``begin`` is where the tensors begin in the file."""
+    if not isinstance(found, dict) or found.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"what it says of the tensor {shown(name)} is not what a tensor has: {shown(found)}")
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the tensor {shown(name)} has the unknown data type {shown(dtype)}")
+    if not _are_counts(shape) or len(shape) > 64:
+        raise ValueError(f"the tensor {shown(name)} has the impossible shape {shown(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the tensor {shown(name)} has the impossible place {shown(offsets)}")
+    start, end = offsets
+    # An empty tensor may have other sizes whose product is too large, too.
+    if math.prod(max(size, 1) for size in shape) * _SIZES[dtype] > _LARGEST:
+        raise ValueError(f"the tensor {shown(name)} has the impossible shape {shown(shape)}")
+    if end - start != math.prod(shape) * _SIZES[dtype]:
+        raise ValueError(f"the tensor {shown(name)} has {end - start} bytes, but the shape {shown(shape)} of {dtype}")
+    checksum = None if checksums is None else checksums[name]
+    if checksum is not None and not isinstance(checksum, str):
+        raise ValueError(f"the tensor {shown(name)} has the impossible checksum {shown(checksum)}")
+    return Entry(dtype, tuple(shape), begin + start, begin + end, checksum)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _LARGEST for value in values)
+
+
+def _check_places(tensors: Mapping[str, Entry], begin: int, size: int) -> None:
+    """Checks that tensors fill the rest of a file, one after the other."""
+    end = begin
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            what = "overlaps the one before it" if entry.start < end else "does not follow the one before it"
+            raise ValueError(f"the tensor {shown(name)} {what}")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, but by its header {end}{': it is cut off' if size < end else ''}")
+
+
+def check_version(version: Any, header: Header, name: str) -> None:
+    """Checks the version that a file has by its metadata; for one without checksums it warns.
+
+    Args:
+        version: What the metadata says.
+        header: The header.
+        name: What messages call the file.
+
+    Raises:
+        CheckpointError: If the version is unknown, or the checksums are not there, which it says are.
+    """
+    if type(version) is not int or version not in (1, VERSION):
+        newer = type(version) is int and version > VERSION
+        raise CheckpointError(
+            f"{name} has the checkpoint version {shown(version)}; this ort_trainer reads 1 and {VERSION}"
+            + (": it was written by a newer one, so update ort_trainer" if newer else "")
+        )
+    if (version == VERSION) != header.sealed:
+        has = "checksums" if header.sealed else "no checksums"
+        raise CheckpointError(f"{name} is damaged: it has the checkpoint version {version}, but {has}")
+    if not header.sealed:
+        warn(
+            f"{name} was written by an earlier ort_trainer, without checksums, so that damage to it can't be seen: "
+            "load it and save it again"
+        )
+
+
+def verify(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | None = None) -> None:
+    """Compares tensors with their checksums; those of a file that is not sealed can't be.
+
+    Args:
+        file: Open and seekable.
+        header: Its header.
+        name: What messages call the file.
+        tensors: Which tensors; all by default.
+
+    Raises:
+        CheckpointError: If the file is damaged; the message names the tensors.
+    """
+    if not header.sealed:
+        return
+    found = {}
+    for tensor in header.tensors if tensors is None else tensors:
+        entry = header.tensors[tensor]
+        checksum = xxhash.xxh3_64()
+        file.seek(entry.start)
+        for start in range(entry.start, entry.end, _PIECE):
+            piece = memoryview(bytearray(min(_PIECE, entry.end - start)))
+            _fill(file, piece, name)
+            checksum.update(piece)
+        found[tensor] = checksum.hexdigest()
+    _compare(header, found, name)
+
+
+def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str]) -> dict[str, Array]:
+    """Reads tensors, and compares them with their checksums.
+
+    Args:
+        file: Open and seekable.
+        header: Its header.
+        name: What messages call the file.
+        tensors: Which tensors.
+
+    Returns:
+        The bytes of each tensor, in memory of its own: uint8, one dimension.
+
+    Raises:
+        CheckpointError: If the file is damaged; the message names the tensors.
+    """
+    found, checksums = {}, {}
+    for tensor in tensors:
+        entry = header.tensors[tensor]
+        found[tensor] = np.empty(entry.end - entry.start, np.uint8)
+        checksum = xxhash.xxh3_64()
+        file.seek(entry.start)
+        for piece in _pieces(found[tensor]):
+            _fill(file, piece, name)
+            checksum.update(piece)
+        checksums[tensor] = checksum.hexdigest()
+    if header.sealed:
+        _compare(header, checksums, name)
+    return found
+
+
+def _fill(file: BinaryIO, piece: memoryview, name: str) -> None:
+    if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+        raise CheckpointError(f"{name} is damaged: it became shorter while it was read")
+
+
+def _compare(header: Header, found: Mapping[str, str], name: str) -> None:
+    damaged = [tensor for tensor, checksum in found.items() if checksum != header.tensors[tensor].checksum]
+    if damaged:
+        raise CheckpointError(
+            f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not have the checksum that "
+            "was written with it, so nothing is loaded. Load an earlier checkpoint, or a copy of this one"
+        )
