@@ -19,7 +19,7 @@ PYTEST := python -m pytest --numprocesses 2
 test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build test test-python312 test-browser lint format
-.PHONY: bench fidelity operators docs reference clean
+.PHONY: torture bench fidelity operators docs reference clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -75,8 +75,12 @@ format: setup
 # one exported.
 test: lint setup-stock
 	rm -rf build/graphs
-	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra"
-	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra"
+	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra and not torture"
+	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra and not torture"
+
+# Hundreds of kills, tens of thousands of steps, of which memory is measured: a quarter of an hour.
+torture: setup
+	$(BIN)/python -m pytest -m torture
 
 # A few of them on Python 3.12, where there is one; it needs 5 GB for a torch with CUDA if pip finds no other.
 test-python312:

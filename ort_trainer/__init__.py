@@ -9,16 +9,20 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, DistributedError, ExportError
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
+    from .runs import CheckpointManager, Position, StopSignals
     from .sources.torch import register_operator
     from .trainer import ORTTrainer
     from .training_session import TrainingParameters, TrainingSession
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "DistributedError",
     "ExportError",
     "ORTTrainer",
     "ORTTrainerOptions",
+    "Position",
+    "StopSignals",
     "TrainStepInfo",
     "TrainingParameters",
     "TrainingSession",
@@ -33,10 +37,13 @@ __version__ = "0.1.0"
 # is no torch, and what only ONNX models need takes as long to import as all the rest.
 _PLACES = {
     "CheckpointError": "errors",
+    "CheckpointManager": "runs",
     "DistributedError": "errors",
     "ExportError": "errors",
     "ORTTrainer": "trainer",
     "ORTTrainerOptions": "options",
+    "Position": "runs",
+    "StopSignals": "runs",
     "TrainStepInfo": "optim.step_info",
     "TrainingParameters": "training_session",
     "TrainingSession": "training_session",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .training.loop import TrainingLoop
 
 if TYPE_CHECKING:
-    from .fit import Callback, Checkpoints, FitState
+    from .fit import Callback, Checkpoints, FitState, ManagedCheckpoints
+    from .runs import CheckpointManager
 
 __all__ = ["Fitting"]
 
@@ -28,9 +29,10 @@ class Fitting:
         metrics: Any = None,
         labels: str | None = None,
         callbacks: Iterable[Callback] = (),
-        checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        checkpoints: str | os.PathLike[str] | CheckpointManager | Checkpoints | ManagedCheckpoints | None = None,
         resume: bool | str | os.PathLike[str] = False,
         progress: bool | Callback = True,
+        stop_signals: Iterable[str] = (),
     ) -> FitState:
         """Trains for some epochs, evaluating after each (docs/fit.md).
 
@@ -51,10 +53,13 @@ class Fitting:
             labels: Name of the input that metrics compare with; None for ``labels`` or ``label`` if there is one, or
                 else the last input.
             callbacks: Objects of subclasses of ``ort_trainer.fit.Callback``.
-            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, or ``ort_trainer.fit.Checkpoints``.
+            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, a ``CheckpointManager``, or one of
+                ``ort_trainer.fit.Checkpoints`` and ``ManagedCheckpoints``, which have more settings.
             resume: Whether to go on from the last checkpoint, if there is one; or the path of another. In the middle of
                 an epoch, the batches done are loaded and skipped.
             progress: Whether to show how it goes on; or a callback that does it.
+            stop_signals: Names of signals that end it as Ctrl-C does, such as ``["SIGTERM"]``, which schedulers of jobs
+                and containers send before they kill. The step that runs is completed, an export too.
 
         Returns:
             The state at the end: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
@@ -64,6 +69,7 @@ class Fitting:
             FileNotFoundError: If the folder for checkpoints, or the checkpoint, does not exist.
             FileExistsError: If checkpoints would be replaced.
             CheckpointError: If the checkpoint was not saved by ``fit``.
+            RuntimeError: If there are ``stop_signals``, but this is not the main thread, which alone handles signals.
         """
         from .fit import fit
 
@@ -79,4 +85,5 @@ class Fitting:
             checkpoints=checkpoints,
             resume=resume,
             progress=progress,
+            stop_signals=stop_signals,
         )

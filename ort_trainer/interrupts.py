@@ -12,8 +12,9 @@ from typing import Any
 
 __all__ = ["insisted", "uninterrupted"]
 
-# Those that people give handlers which raise: Ctrl-C, time limits, and what a scheduler of jobs sends before it kills.
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# Those that people give handlers which raise: Ctrl-C, time limits, what a scheduler of jobs sends before it kills, and
+# the end of a child, at which PyTorch's DataLoader raises if it was one of its workers.
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 _SIGNALS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
 # The signals that are held back now.
 _held: list[int] = []

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
 from ..api.checkpoint_file import Checkpoint, to_bytes
+from ..atomic import explained
 from ..errors import shown
 from ..interrupts import uninterrupted
 
@@ -97,9 +98,11 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
     """
     # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
     around = folder if folder.is_dir() else folder.parent
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
+    with explained(folder):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
     try:
-        write(temporary)
+        with explained(folder):
+            write(temporary)
         written = [path.name for path in temporary.iterdir()]
         for name in {*FILES, *written}:
             if (folder / f"{prefix}{name}").is_dir():

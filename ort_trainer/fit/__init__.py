@@ -3,7 +3,7 @@
 It stands on the trainer's public methods alone, so whatever it does can be done in a loop of one's own.
 """
 
-from .callbacks import Callback, Checkpoints, EarlyStopping
+from .callbacks import Callback, Checkpoints, EarlyStopping, ManagedCheckpoints
 from .loggers import CSVLogger, TensorBoardLogger
 from .loop import fit
 from .progress import Progress
@@ -15,6 +15,7 @@ __all__ = [
     "Checkpoints",
     "EarlyStopping",
     "FitState",
+    "ManagedCheckpoints",
     "Progress",
     "TensorBoardLogger",
     "fit",

@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["moved", "samples", "set_epoch"]
-
-
-def set_epoch(loader: Any, number: int) -> None:
-    """Tells a loader which epoch begins: itself, as one of accelerate's, or its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    for owner in (loader,) if hasattr(loader, "set_epoch") else samplers:
-        tell = getattr(owner, "set_epoch", None)
-        if tell is not None:
-            tell(number)
+__all__ = ["moved", "samples"]
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import shown
+from ..runs import CheckpointManager
 from .state import FitState
 
 if TYPE_CHECKING:
     from ..trainer import ORTTrainer
 
-__all__ = ["Callback", "Checkpoints", "EarlyStopping", "check_interval"]
+__all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints", "check_interval"]
 
 
 class Callback:
@@ -95,6 +96,14 @@ def check_interval(name: str, value: Any, optional: bool = False) -> None:
         raise ValueError(f"{name} must be at least 1, but {value} was given")
 
 
+def _check_name(who: str, name: str, names: set[str]) -> None:
+    if name not in names:
+        raise ValueError(
+            f"{who} monitors {name!r}, which the epochs do not give: they have {sorted(names)}. Names of an evaluation "
+            "begin with 'eval_', and need an eval_loader"
+        )
+
+
 class _Monitor(Callback):
     """Watches a number of the history for its best value."""
 
@@ -125,11 +134,7 @@ class _Monitor(Callback):
         return better
 
     def _check(self, names: set[str]) -> None:
-        if self._name not in names:
-            raise ValueError(
-                f"{type(self).__name__} monitors {self._name!r}, which the epochs do not give: they have "
-                f"{sorted(names)}. Names of an evaluation begin with 'eval_', and need an eval_loader"
-            )
+        _check_name(type(self).__name__, self._name, names)
 
     def state_dict(self) -> dict[str, Any]:
         return {"monitor": self._name, "best": self.best}
@@ -244,3 +249,49 @@ class Checkpoints(_Monitor):
         state.files[name] = str(path)
         if name == "last":
             self._saved = (state.steps, len(state.history))
+
+
+class ManagedCheckpoints(Callback):
+    """Saves with a ``CheckpointManager`` after each epoch, whose figures are the metrics, and at the end.
+
+    Args:
+        manager: Says where, and what is kept; ``keep_best`` names a number of the history.
+        every_n_batches: Save inside epochs too, each time so many of its batches are done.
+
+    Raises:
+        TypeError, ValueError: If an argument is none that can be.
+    """
+
+    def __init__(self, manager: CheckpointManager, every_n_batches: int | None = None) -> None:
+        if not isinstance(manager, CheckpointManager):
+            raise TypeError(f"manager must be an ort_trainer.CheckpointManager, but {shown(manager)} was given")
+        check_interval("every_n_batches", every_n_batches, optional=True)
+        self.manager, self.every_n_batches = manager, every_n_batches
+        self._saved = (0, 0)
+
+    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+        if self.manager.keep_best is not None and state.expected is not None:
+            _check_name("CheckpointManager(keep_best=...)", self.manager.keep_best[0], state.expected)
+
+    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
+            self._save(state, trainer)
+
+    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        self._save(state, trainer, {name: value for name, value in state.history[-1].items() if value is not None})
+
+    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        if state.status == "failed":
+            return
+        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
+        if any(row["due"] for row in trainer.gather({"due": due})):
+            self._save(state, trainer)
+        self.manager.wait()
+        best = self.manager.best
+        if best is not None:
+            state.files["best"] = str(best)
+
+    def _save(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None = None) -> None:
+        path = self.manager.save(trainer, state.position, metrics, state.checkpoint())
+        state.files["last"] = str(path)
+        self._saved = (state.steps, len(state.history))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CheckpointError, shown
 from ..interrupts import uninterrupted
-from .batches import moved, samples, set_epoch
-from .callbacks import Callback, Checkpoints, check_interval
+from ..runs import CheckpointManager, Position
+from ..runs.position import own_place
+from .batches import moved, samples
+from .callbacks import Callback, Checkpoints, ManagedCheckpoints, check_interval
 from .metrics import Metrics
 from .progress import Progress
-from .random_state import capture, restore
 from .state import EPOCH_COLUMNS, FitState
 from .together import Together, mean
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fit"]
 
+Load = Callable[["ORTTrainer"], dict[str, Any] | None]
 _KEY = "fit"
 _END = object()
 _ONCE = "give a list of batches or a DataLoader, which is not empty and can be gone through again"
@@ -43,6 +45,7 @@ def fit(
     checkpoints: Any,
     resume: Any,
     progress: bool | Callback,
+    stop_signals: Iterable[str] = (),
 ) -> FitState:
     """Trains; see ``ORTTrainer.fit``."""
     check_interval("epochs", epochs)
@@ -55,7 +58,9 @@ def fit(
     if labels is not None and not len(measured):
         raise ValueError(f"labels={labels!r} says what metrics compare with, but no metrics were given")
     callbacks = list(callbacks)
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+    if isinstance(checkpoints, CheckpointManager):
+        checkpoints = ManagedCheckpoints(checkpoints)
+    elif checkpoints is not None and not isinstance(checkpoints, (Checkpoints, ManagedCheckpoints)):
         checkpoints = Checkpoints(checkpoints)
     shows = [Progress()] if progress is True else [progress] if progress is not False else []
     every = [*callbacks, *shows, *([] if checkpoints is None else [checkpoints])]
@@ -63,10 +68,10 @@ def fit(
         if not isinstance(callback, Callback):
             raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {shown(callback)} was given")
     state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
-    path = _path_to_resume(resume, checkpoints)
+    load = _to_resume(resume, checkpoints)
     if trainer.world_rank:
         every = [callback for callback in every if callback.in_every_process and callback not in shows]
-    together = Together(trainer, state)
+    together = Together(trainer, state, stop_signals)
     together.check_same(
         {
             "epochs": epochs,
@@ -74,20 +79,18 @@ def fit(
             "number of metrics": len(measured),
             "checkpoints (whether there are any)": checkpoints is not None,
             "every_n_batches of the checkpoints": getattr(checkpoints, "every_n_batches", None),
-            "checkpoint to go on from (whether one is found)": path is not None,
+            "checkpoint to go on from (whether one is found)": load is not None,
         }
     )
-    return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, together).run(path)
+    with together.interruptible():
+        return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, together).run(load)
 
 
 class _Fit:
     """One call of ``fit``.
 
     Attributes:
-        frozen: The random state to go on with, where it is not that of now.
-        loading: Whether a batch is being loaded, so that it has drawn nobody knows what. If nothing is frozen then, who
-            goes on takes the state that the batches before have left.
-        epoch_random: The random state at the start of the epoch.
+        position: The place in the data; ``state`` shows it to callbacks.
     """
 
     def __init__(
@@ -105,23 +108,20 @@ class _Fit:
         self.trainer, self.device, self.state, self.together = trainer, device, state, together
         self.train_loader, self.eval_loader = train_loader, eval_loader
         self.metrics, self.labels, self.callbacks = metrics, labels, callbacks
-        self.frozen: Mapping[str, Any] | None = None
-        self.epoch_random: Mapping[str, Any] = {}
-        self.loading = False
+        self.position = state.position = Position(train_loader)
         state.checkpoint = self.checkpoint
 
-    def run(self, path: str | os.PathLike[str] | None) -> FitState:
-        """Runs all that is left, from a checkpoint if there is a path."""
+    def run(self, load: Load | None) -> FitState:
+        """Runs all that is left, from a checkpoint if there is one to load."""
         state = self.state
         self.call("setup")
-        if path is not None:
-            self.load(path)
+        if load is not None:
+            self.load(load)
         self.call("on_fit_start")
         started = time.perf_counter()
         try:
-            with self.together.interruptible():
-                while not self.done():
-                    self.epoch()
+            while not self.done():
+                self.epoch()
             state.status = "completed" if len(state.history) >= state.epochs else "stopped"
             if self.together.interrupted and state.status == "stopped":
                 state.status = "interrupted"
@@ -149,11 +149,18 @@ class _Fit:
     def epoch(self) -> None:
         """Trains for an epoch, or what is left of it, and evaluates."""
         state, together = self.state, self.together
-        with self.trainer.join(lambda: {_KEY: self.place()}):
-            for batch in self.batches():
-                self.step(batch)
-                if together.stopped():
-                    break
+        with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
+            self.position.begin_epoch()
+            self.call("on_train_epoch_start")
+            state.begin_clock()
+            try:
+                for batch in self.position.load():
+                    self.step(batch)
+                    if together.stopped():
+                        break
+            except RuntimeError as error:
+                if not together.has_taken_workers(error):
+                    raise
         shares = together.share(state.share())
         if state.reason or together.interrupted:
             return
@@ -166,31 +173,9 @@ class _Fit:
             if together.interrupted:
                 return
         state.end_epoch(self.trainer, shares)
-        self.frozen = None
+        self.position.end_epoch()
         self.call("on_train_epoch_end")
         state.next_epoch()
-
-    def batches(self) -> Iterator[Any]:
-        """Yields the batches of the epoch that were not trained on; the order and what is drawn are as they were."""
-        state, loader, done = self.state, self.train_loader, self.state.batch
-        if done:
-            restore(self.epoch_random, loader)
-        else:
-            self.frozen = self.epoch_random = capture(loader)
-        self.loading = True
-        self.call("on_train_epoch_start")
-        set_epoch(loader, state.epoch - 1)
-        rest = iter(loader)
-        for number in range(done):
-            if next(rest, _END) is _END:
-                raise ValueError(f"train_loader has {number} batches, but the checkpoint was saved after {done}")
-        if done and self.frozen is not None:
-            restore(self.frozen, loader, own=False)  # what was drawn between the batches
-        state.begin_clock()
-        for batch in rest:
-            yield batch
-            self.loading = True
-        self.loading, self.frozen = False, capture(loader)
 
     def step(self, batch: Any) -> None:
         """Trains on a batch."""
@@ -205,7 +190,7 @@ class _Fit:
             outputs = trainer.train_step(**batch) if isinstance(batch, Mapping) else trainer.train_step(batch)
             loss, _ = _split(trainer, outputs)
             state.count(loss, samples(batch), outputs)
-            self.frozen, self.loading = None, False
+            self.position.count()
         self.call("on_train_batch_end")
 
     def evaluate(self) -> None:
@@ -271,21 +256,18 @@ class _Fit:
 
     def place(self) -> dict[str, Any]:
         """Returns where this process stands in its data."""
-        now = None if self.loading else capture(self.train_loader)
-        return {
-            "state": self.state.place(),
-            "random": now if self.frozen is None else self.frozen,
-            "epoch_random": self.epoch_random,
-        }
+        return {"state": self.state.place(), **self.position.state_dict()}
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Restores trainer, callbacks and random state."""
-        found = self.trainer.load_checkpoint(path)
+    def load(self, load: Load) -> None:
+        """Restores trainer, callbacks and random state, if there is something to restore."""
+        found = load(self.trainer)
+        if found is None:
+            return
         kept = found.get(_KEY)
         if not isinstance(kept, Mapping):
             raise CheckpointError(
-                f"{os.fspath(path)!r} was not saved by fit(), so it does not say where to go on: to begin with its "
-                "weights, call trainer.load_checkpoint(path), then fit() without resume"
+                "the checkpoint was not saved by fit(), so it does not say where to go on: to begin with its weights, "
+                "call trainer.load_checkpoint(path), then fit() without resume"
             )
         self.take_place(kept)
         for name, callback in self.named():
@@ -295,22 +277,12 @@ class _Fit:
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Goes to where this process stood in its data; one that was not there begins where its script has it."""
-        places, size = [kept, *kept.get("others", [])], self.trainer.world_size
-        if len(places) != size and any(place["state"]["batch"] for place in places):
-            raise ValueError(
-                f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each of which has its "
-                f"own part of the data, but there are {size}: start as many, or go on from a checkpoint of the end of "
-                "an epoch"
-            )
-        place = dict(zip(range(size), places, strict=False)).get(self.trainer.world_rank)
-        self.state.load_state_dict(kept["state"] if place is None else {**kept["state"], **place["state"]})
-        if place is None:
-            return
-        self.epoch_random = place["epoch_random"]
-        if self.state.batch:
-            self.frozen = place["random"]
-        else:
-            restore(place["random"], self.train_loader)
+        places = [_position(kept, place) for place in (kept, *kept.get("others", []))]
+        rank = self.trainer.world_rank
+        own = own_place(places, rank, self.trainer.world_size)
+        counted = [kept, *kept.get("others", [])][rank]["state"] if rank < len(places) else {}
+        self.state.load_state_dict({**kept["state"], **counted})
+        self.position.load_state_dict(own)
 
     def named(self) -> Iterator[tuple[str, Callback]]:
         """Yields the callbacks, each with a name of its own."""
@@ -319,6 +291,12 @@ class _Fit:
             kind = type(callback).__name__
             count[kind] += 1
             yield f"{kind}_{count[kind]}", callback
+
+
+def _position(kept: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the position that a checkpoint has of a process; those of the first versions had only a part of it."""
+    state, epoch = place["state"], len(kept["state"]["history"]) + 1
+    return {"epoch": epoch, "batch": state["batch"], "batches": state["batches"], **place}
 
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:
@@ -345,19 +323,28 @@ def _new_state(
     return FitState(epochs, batches, expected, "eval_loss" if evaluates else "loss")
 
 
-def _path_to_resume(resume: Any, checkpoints: Checkpoints | None) -> str | os.PathLike[str] | None:
-    """Returns the checkpoint to go on from, or None to begin."""
+def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None) -> Load | None:
+    """Returns what loads the checkpoint to go on from, or None to begin."""
+    manager = checkpoints.manager if isinstance(checkpoints, ManagedCheckpoints) else None
     if isinstance(resume, (str, os.PathLike)):
-        return resume
+        if manager is not None:
+            return lambda trainer: manager.resume(trainer, path=resume)
+        return lambda trainer: trainer.load_checkpoint(resume)
     if not isinstance(resume, bool):
         raise TypeError(f"resume must be True, False or the path of a checkpoint, but {shown(resume)} was given")
     if checkpoints is None:
         if resume:
             raise ValueError("resume=True goes on from the last checkpoint, but no folder for checkpoints was given")
         return None
-    if resume and checkpoints.last.exists():
-        return checkpoints.last
-    checkpoints.check_overwrite()
+    if isinstance(checkpoints, Checkpoints):
+        last = checkpoints.last
+        if resume and last.exists():
+            return lambda trainer: trainer.load_checkpoint(last)
+        checkpoints.check_overwrite()
+        return None
+    if resume:
+        return checkpoints.manager.resume
+    checkpoints.manager.check_overwrite()
     return None
 
 

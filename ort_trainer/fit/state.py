@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..runs import Position
     from ..trainer import ORTTrainer
 
 __all__ = ["EPOCH_COLUMNS", "FitState", "shown_number"]
@@ -38,6 +39,7 @@ class FitState:
         steps: Steps that this call has made.
         resumed: Whether it began with a checkpoint.
         seconds: What this call has taken; at its end.
+        position: The place in the data, for ``CheckpointManager.save(trainer, it)``.
         checkpoint: Returns the user dict of a checkpoint of now, for ``trainer.save_checkpoint(path, it)``.
         files: The checkpoints that it has written: ``last`` and ``best``.
     """
@@ -57,6 +59,7 @@ class FitState:
         self._loss_sum, self._loss_samples = 0.0, 0
         self._clock, self._timed = 0.0, (0, 0, 0.0)
         self._used: tuple[float | None, ...] = (None, None)
+        self.position: Position | None = None
         self.checkpoint: Callable[[], dict[str, Any]] = dict
 
     def stop(self, reason: str) -> None:
@@ -148,11 +151,6 @@ class FitState:
         """
         if len(state["history"]) > self.epochs:
             raise ValueError(f"the checkpoint has {len(state['history'])} epochs done, but epochs is {self.epochs}")
-        if state["batch"] and state["batches"] != self.batches:
-            raise ValueError(
-                f"the checkpoint was saved in the middle of an epoch of {state['batches']} batches, but train_loader "
-                f"has {self.batches}: resume with the same data and batch size"
-            )
         self.history, self.resumed = list(state["history"]), True
         self.next_epoch()
         self.batch = state["batch"]

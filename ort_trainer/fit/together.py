@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from ..runs.stop import StopSignals
 
 if TYPE_CHECKING:
     from ..trainer import ORTTrainer
@@ -22,17 +22,25 @@ class Together:
     Args:
         trainer: The trainer.
         state: The state of the fit.
+        signals: Names of the signals that end the fit.
 
     Attributes:
         several: Whether there are several processes.
-        pressed: Whether Ctrl-C was pressed in this one of several processes.
-        interrupted: Whether Ctrl-C was pressed, in any of several processes, before they last shared something.
+        interrupted: Whether a signal had come, to any process, when they last shared something.
     """
 
-    def __init__(self, trainer: ORTTrainer, state: FitState) -> None:
+    def __init__(self, trainer: ORTTrainer, state: FitState, signals: Iterable[str]) -> None:
         self._trainer, self._state, self._strategy = trainer, state, trainer.loop.strategy
         self.several = trainer.world_size > 1
-        self.interrupted = self.pressed = False
+        self.interrupted = False
+        self._stop = StopSignals(signals)
+        if self._takes_ctrl_c():
+            self._stop = StopSignals([*self._stop.signals, "SIGINT"])
+
+    @property
+    def pressed(self) -> bool:
+        """Whether a signal to stop has come to this process."""
+        return bool(self._stop)
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Compares what must be equal in all processes.
@@ -60,33 +68,24 @@ class Together:
 
     def stopped(self) -> bool:
         """Whether training is to end here; of several processes all learn that when they meet, and end alike."""
+        asked = bool(self._state.reason) or self.pressed
         if not self.several:
-            return bool(self._state.reason)
-        self._strategy.stop_asked = bool(self._state.reason) or self.pressed
+            return asked
+        self._strategy.stop_asked = asked
         return self._strategy.stop_heard
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A context in which Ctrl-C is a wish, where there are others who would wait for a process that just ends.
+    def has_taken_workers(self, error: RuntimeError) -> bool:
+        """Whether a signal to stop, perhaps sent to a whole group of processes, has ended workers of the loader."""
+        return self.pressed and "DataLoader worker" in str(error)
 
-        The second Ctrl-C raises the usual ``KeyboardInterrupt``.
-        """
-        own = signal.default_int_handler
-        ours = self.several and threading.current_thread() is threading.main_thread()
-        if not ours or signal.getsignal(signal.SIGINT) is not own:
-            yield
-            return
+    def interruptible(self) -> StopSignals:
+        """Returns a context in which the signals that end the fit are wishes, which :meth:`stopped` passes on."""
+        return self._stop
 
-        def wish(number: int, frame: FrameType | None) -> None:
-            if self.pressed:
-                own(number, frame)
-            self.pressed = True
-
-        signal.signal(signal.SIGINT, wish)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, own)
+    def _takes_ctrl_c(self) -> bool:
+        """Whether Ctrl-C is a wish, as there are others who would wait for a process that just ends."""
+        in_main = threading.current_thread() is threading.main_thread()
+        return self.several and in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def end(self) -> None:
         """Forgets the wish to stop."""

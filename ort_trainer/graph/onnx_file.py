@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from ..atomic import atomic_path
+from ..atomic import atomic_path, explained
 from .training_graph import TrainingGraph
 
 __all__ = ["WEIGHTS", "save_model", "with_weights"]
@@ -57,7 +57,7 @@ def save_model(
     # The model names its data file, so both are written under their final names in a folder beside them. The data
     # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
     data = f"{path.name}.data"
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+    with explained(path), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         ir.save(model, Path(folder) / path.name, external_data=data)
         (Path(folder) / data).replace(path.with_name(data))
         (Path(folder) / path.name).replace(path)

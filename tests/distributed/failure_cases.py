@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import threading
@@ -39,8 +40,11 @@ class Widened(nn.Module):
         return self.net(x.float())
 
 
-def make(timeout: float = 60, rate: float = 0.1, net: nn.Module | None = None, **batch: int) -> ORTTrainer:
-    options = ORTTrainerOptions({"distributed": {"timeout": timeout}, "batch": batch})
+def make(
+    timeout: float = 60, rate: float = 0.1, net: nn.Module | None = None, limit: int | None = None, **batch: int
+) -> ORTTrainer:
+    debug = {"max_nonfinite_losses": limit}
+    options = ORTTrainerOptions({"distributed": {"timeout": timeout}, "batch": batch, "debug": debug})
     net = Widened() if net is None else net
     return ORTTrainer(net, DESCRIPTION, optim.SGDConfig(lr=rate), nn.CrossEntropyLoss(), options)
 
@@ -144,6 +148,13 @@ def raises_and_goes_on(rank: int) -> None:
         with contextlib.suppress(TypeError):
             trainer.train_step(*BATCH[:1])
     trainer.train_step(*BATCH)
+
+
+@case
+def has_no_loss(rank: int) -> None:
+    trainer = make(timeout=5, limit=1)
+    trainer.train_step(*BATCH)
+    trainer.train_step(BATCH[0] * (math.nan if rank == 1 else 1.0), BATCH[1])
 
 
 @case

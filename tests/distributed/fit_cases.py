@@ -171,11 +171,15 @@ def monitored(rank: int, size: int) -> dict[str, Any]:
 
 
 def interrupt(rank: int, size: int) -> dict[str, Any]:
-    """Ctrl-C on one rank; then all go on where they were."""
+    """Ctrl-C on one rank, then SIGTERM on another; each time all go on where they were."""
 
     def press(state: FitState) -> None:
         if rank == size - 1:
             signal.raise_signal(signal.SIGINT)
+
+    def terminate(state: FitState) -> None:
+        if rank == 0:
+            signal.raise_signal(signal.SIGTERM)
 
     def start() -> tuple[ORTTrainer, DataLoader[Any]]:
         trainer = new_trainer(2, dropout=0.3)
@@ -188,6 +192,12 @@ def interrupt(rank: int, size: int) -> dict[str, Any]:
     trainer, loader = start()
     callbacks = [Places((2, 3), press)]
     broken = trainer.fit(loader, loader, 3, callbacks=callbacks, checkpoints=folder, progress=False)
+    trainer, loader = start()
+    callbacks = [Places((3, 1), terminate)]
+    signals = ["SIGTERM"] if rank == 0 else []
+    ended = trainer.fit(
+        loader, loader, 3, callbacks=callbacks, checkpoints=folder, resume=True, stop_signals=signals, progress=False
+    )
     again, loader = start()
     torch.manual_seed(99)
     resumed = again.fit(loader, loader, 3, checkpoints=folder, resume=True, progress=False)
@@ -195,6 +205,8 @@ def interrupt(rank: int, size: int) -> dict[str, Any]:
     return {
         "status": broken.status,
         "batch": broken.batch,
+        "status of the second": ended.status,
+        "batch of the second": ended.batch,
         "resumed": resumed.resumed,
         "same": all(np.array_equal(value, found[name]) for name, value in weights(whole).items()),
         "loss": [row["loss"] for row in resumed.history] == [row["loss"] for row in expected.history],

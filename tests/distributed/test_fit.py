@@ -88,6 +88,7 @@ def test_an_interrupt_of_one_process() -> None:
     """All end after the next update, and go on bit for bit: each with its own batches and random numbers."""
     for row in together("interrupt"):
         assert row["status"] == "interrupted" and row["batch"] == 4 and row["handler"]
+        assert row["status of the second"] == "interrupted" and row["batch of the second"] == 2
         assert row["resumed"] and row["same"] and row["loss"]
 
 

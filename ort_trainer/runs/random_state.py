@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "generators", "restore"]
 
 
 def capture(loader: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def capture(loader: Any) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
-        "loader": [generator.get_state() for generator in _generators(loader)],
+        "loader": [generator.get_state() for generator in generators(loader)],
     }
 
 
@@ -33,22 +33,22 @@ def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
     Raises:
         ValueError: If the loader has another number of generators.
     """
-    generators = list(_generators(loader))
-    if len(generators) != len(state["loader"]):
+    found = list(generators(loader)) if own else []
+    if own and len(found) != len(state["loader"]):
         raise ValueError(
-            f"train_loader has {len(generators)} generators of its own, but the checkpoint was saved with "
+            f"the loader has {len(found)} generators of its own, but the checkpoint was saved with "
             f"{len(state['loader'])}: make the loader as it was made then"
         )
     torch.set_rng_state(state["torch"].clone())  # one in a file has any address, which PyTorch crashes on
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    for generator, value in zip(generators, state["loader"], strict=True):
-        if own:
-            generator.set_state(value.clone())
+    for generator, value in zip(found, state["loader"], strict=False):
+        generator.set_state(value.clone())
 
 
-def _generators(loader: Any) -> Iterator[torch.Generator]:
+def generators(loader: Any) -> Iterator[torch.Generator]:
+    """Yields the generators that a loader and its samplers were given."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = {id(generator): generator for owner in owners if (generator := getattr(owner, "generator", None))}

@@ -1,0 +1,384 @@
+"""The checkpoints of a run in one directory: which there are, which are kept, and from which to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..atomic import atomic_path, remove_abandoned
+from ..checkpoint import read_parts, save_checkpoint_file
+from ..errors import CheckpointError, DistributedError, shown, warn
+from ..training import state as training_state
+from ..training.read_state import copied
+from .background import Background
+from .position import Position, own_place
+from .random_state import restore
+from .saved import RUN, SavedCheckpoint, best_of, described, is_foreign, version
+
+if TYPE_CHECKING:
+    from ..trainer import ORTTrainer
+
+__all__ = ["CheckpointManager"]
+
+_PATTERN = "step-*.ortckpt"
+_POSITION = "position"
+
+
+class CheckpointManager:
+    """Saves the checkpoints of a run in a directory, keeps the last and the best ones, and resumes.
+
+    docs/checkpoints.md of the repository shows how. The files are the trainer's checkpoints,
+    ``step-00001200.ortckpt``. A small text file ``latest`` has the name of the newest one. A file is there whole or not
+    at all, whenever the process is killed. Files with other names, and damaged ones, are left alone.
+
+    Args:
+        directory: Where; it is made if it is not there. Several processes of one run share it.
+        keep_last: How many of the newest checkpoints are kept; None for all.
+        keep_best: The name of a metric, and ``min`` or ``max``: the checkpoint with its best value is kept, too.
+        async_save: Whether :meth:`save` only copies the state, and a thread writes it while training goes on. The copy
+            needs as much memory as the state.
+        overwrite: Whether a run that does not :meth:`resume` may replace the checkpoints that are there.
+
+    Attributes:
+        directory: The absolute path, so that it stays the same when the process changes its working directory.
+        keep_last, keep_best, async_save, overwrite: As given.
+
+    Raises:
+        TypeError, ValueError: If an argument is none that can be.
+        NotADirectoryError: If the directory is a file.
+
+    Example:
+        >>> with CheckpointManager("run", keep_last=2, keep_best=("eval_loss", "min")) as manager:
+        ...     position = Position(loader)
+        ...     manager.resume(trainer, position)
+        ...     for epoch in position.epochs(10):
+        ...         for x, y in position.batches():
+        ...             trainer.train_step(x, y)
+        ...         manager.save(trainer, position, {"eval_loss": evaluate()})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep_last: int | None = 3,
+        keep_best: tuple[str, str] | None = None,
+        async_save: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int)):
+            raise TypeError(f"keep_last must be an int, or None to keep all, but {shown(keep_last)} was given")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or None to keep all, but {keep_last} was given")
+        for name, value in (("async_save", async_save), ("overwrite", overwrite)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, but {shown(value)} was given")
+        self.keep_last, self.keep_best = keep_last, None if keep_best is None else _checked_best(keep_best)
+        self.async_save, self.overwrite = async_save, overwrite
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise NotADirectoryError(f"{str(self.directory)!r} for checkpoints is a file: choose another directory")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._ours = overwrite  # whether the checkpoints that are there belong to this run
+        self._known: dict[Path, tuple[tuple[int, int, int], SavedCheckpoint | None]] = {}
+        self._background = Background()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        error = self._background.wait()
+        if error is None:
+            return
+        if value is None:
+            raise error
+        warn(f"a checkpoint was not saved: {type(error).__name__}: {error}")  # what ended the block says more
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """The checkpoints that are there, in the order in which they were saved; only their headers are read.
+
+        One that is still being written is not there yet; after :meth:`wait` it is. So with :attr:`latest` and
+        :attr:`best`.
+        """
+        found = [self._look_at(path) for path in self.directory.glob(_PATTERN)]
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.number, entry.step))
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint; None if there is none."""
+        found = self.checkpoints
+        return found[-1].path if found else None
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best value of the metric of ``keep_best``; None if none has it."""
+        found = best_of(self.checkpoints, self.keep_best)
+        return None if found is None else found.path
+
+    def save(
+        self,
+        trainer: ORTTrainer,
+        position: Position | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        user_dict: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Saves a checkpoint, and removes those that are not to be kept. Of several processes all call it, one writes.
+
+        Args:
+            trainer: The trainer.
+            position: Where the loop stands in its data; without it only random states are saved beside the trainer.
+            metrics: Numbers by name, which :attr:`checkpoints` shows. Without any, a checkpoint is never the best one.
+            user_dict: As for ``ORTTrainer.save_checkpoint``.
+
+        Returns:
+            The path; with ``async_save`` the file is there after :meth:`wait`, the next call, or :meth:`close`.
+
+        Raises:
+            RuntimeError: Before the first step.
+            FileExistsError: If there are checkpoints of another run.
+            OSError: If the file can't be written; the others are still there. With ``async_save`` the error of a file
+                is raised by the next call of any method, or :meth:`close`.
+            TypeError, ValueError: If an argument is none that can be.
+            DistributedError: If it has failed in another process.
+        """
+        failure = self._background.wait()
+        user: Mapping[str, Any] = {} if user_dict is None else user_dict
+        numbers: dict[str, float] = {}
+        place: dict[str, Any] = {}
+        try:  # in several processes, which wait for each other, all learn what is wrong in one
+            _check_position(position)
+            place = (position or Position()).state_dict()
+            training_state.check_started(trainer.loop, "save")
+            numbers = self._checked_metrics(metrics)
+        except (RuntimeError, TypeError, ValueError) as error:
+            failure = failure or error
+        rows = _agree(trainer, failure, {_POSITION: place, "ours": self._ours})
+        # A process without data left has not seen what the others have saved.
+        self._ours = any(row.get("ours") for row in rows)
+        self.check_overwrite()
+        self._ours = True
+        places = [row.get(_POSITION) for row in rows]
+        if None in places:
+            raise ValueError(
+                f"rank {places.index(None)} is at the end of trainer.join() and has not said where it stands in its "
+                "data: give it trainer.join(position.share)"
+            )
+        if self.async_save:
+            user, places = copied(user), copied(places)
+
+        def write(found: dict[str, Any]) -> None:
+            save = partial(self._write, self._path(trainer), found, user, numbers, places)
+            save() if not self.async_save else self._background.start(save)
+
+        training_state.save(trainer.loop, True, write, copy=self.async_save)
+        return self._path(trainer)
+
+    def resume(
+        self, trainer: ORTTrainer, position: Position | None = None, path: str | os.PathLike[str] | None = None
+    ) -> dict[str, Any] | None:
+        """Restores the newest checkpoint that is not damaged; the others are skipped with a warning that says why.
+
+        Call it before anything is saved, also where there may be no checkpoint yet.
+
+        Args:
+            trainer: The trainer, also before its first step.
+            position: What is to go on where the loop stood in its data; without it the trainer and the random states of
+                PyTorch, NumPy and Python are restored.
+            path: One checkpoint to restore instead, such as :attr:`best`.
+
+        Returns:
+            The user's dict; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: If there are checkpoints, but all are damaged; or the one of ``path`` is.
+            FileNotFoundError: If there is no file ``path``.
+            RuntimeError, ValueError: If trainer or loader are others than those that were saved.
+            TypeError: If ``position`` is no :class:`Position`.
+            DistributedError: If it has failed in another process.
+        """
+        failure = self._background.wait()
+        try:
+            _check_position(position)
+        except TypeError as error:
+            failure = failure or error
+        if trainer.world_rank == 0:
+            remove_abandoned(self.directory, _PATTERN)
+            remove_abandoned(self.directory, "latest")
+        own = [entry.name for entry in self._candidates()] if path is None else [os.fspath(path)]
+        names = _agree(trainer, failure, {"names": own})[0]["names"]
+        reasons = []
+        for name in names:
+            file = self.directory / name if path is None else Path(name)
+            try:
+                user = self._load(trainer, position, file)
+            except (CheckpointError, FileNotFoundError) as error:  # another process may have removed it just now
+                if path is not None:
+                    raise
+                reasons.append(str(error))
+                with contextlib.suppress(OSError):
+                    self._known[file] = (version(file), None)
+                if trainer.world_rank == 0:
+                    warn(f"the checkpoint {str(file)!r} is skipped: {error}")
+                continue
+            self._ours = True
+            return user
+        if names:
+            raise CheckpointError(
+                f"none of the {len(names)} checkpoints in {str(self.directory)!r} can be used: {'; '.join(reasons)}. "
+                "To begin anew, move them away or choose another directory"
+            )
+        self._ours = True
+        return None
+
+    def wait(self) -> None:
+        """Waits for the file that is being written.
+
+        Raises:
+            OSError, TypeError: If it could not be.
+        """
+        error = self._background.wait()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits for the file that is being written; the end of a ``with`` block does it, too.
+
+        Raises:
+            OSError, TypeError: If it could not be.
+        """
+        self.wait()
+
+    def check_overwrite(self) -> None:
+        """Checks whether a run that has not resumed may save here.
+
+        Raises:
+            FileExistsError: If there are checkpoints of another run, and ``overwrite`` is False.
+        """
+        found = [] if self._ours else [entry.path for entry in self.checkpoints] or self._foreign()
+        if found:
+            raise FileExistsError(
+                f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: go on with them "
+                "(resume), choose another directory, or pass CheckpointManager(..., overwrite=True)"
+            )
+
+    def _path(self, trainer: ORTTrainer) -> Path:
+        return self.directory / f"step-{trainer.train_step_info.step:08d}.ortckpt"
+
+    def _checked_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        if metrics is None:
+            return {}
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics must be a dict of numbers by name, but {shown(metrics)} was given")
+        numbers = {}
+        for name, value in metrics.items():
+            try:
+                numbers[str(name)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"the metric {name!r} must be a number, but {shown(value)} was given") from error
+        if self.keep_best is not None and self.keep_best[0] not in numbers:
+            raise ValueError(
+                f"keep_best decides by {self.keep_best[0]!r}, but the metrics are {sorted(numbers)}: give it, or no "
+                "metrics at all for a checkpoint that is not to be compared"
+            )
+        return numbers
+
+    def _candidates(self) -> list[Path]:
+        """Returns all files: those of which nothing can be read, the newest first, those that no manager has saved."""
+        readable = [entry.path for entry in reversed(self.checkpoints)]
+        foreign = self._foreign()
+        known = {*readable, *foreign}
+        damaged = [path for path in self.directory.glob(_PATTERN) if path not in known and path.is_file()]
+        return sorted(damaged, reverse=True) + readable + foreign[::-1]
+
+    def _foreign(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob(_PATTERN) if is_foreign(path))
+
+    def _look_at(self, path: Path) -> SavedCheckpoint | None:
+        """Returns what a file says; None if it is damaged or was not saved by a manager."""
+        try:
+            now = version(path)
+            known = self._known.get(path)
+            if known is None or known[0] != now:
+                self._known[path] = known = (now, described(path))
+            return known[1]
+        except OSError:  # removed meanwhile, or nobody may read it
+            return None
+
+    def _write(
+        self, path: Path, state: dict[str, Any], user: Mapping[str, Any], metrics: dict[str, float], places: list[Any]
+    ) -> None:
+        before = self.checkpoints
+        if before and before[-1].path == path and not metrics:
+            metrics = dict(before[-1].metrics)  # the same step once more, perhaps at the end of a run
+        number = before[-1].number + 1 if before else 1
+        run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
+        parts = {RUN: run, _POSITION: {"places": places}}
+        save_checkpoint_file(path, state, user, overwrite=True, parts=parts)
+        found = self.checkpoints
+        with atomic_path(self.directory / "latest") as temporary:
+            temporary.write_text(found[-1].path.name + "\n")
+        kept = found if self.keep_last is None else [*found[-self.keep_last :], best_of(found, self.keep_best)]
+        for entry in found:
+            if entry not in kept:
+                entry.path.unlink(missing_ok=True)
+
+    def _load(self, trainer: ORTTrainer, position: Position | None, path: Path) -> dict[str, Any]:
+        place: Mapping[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            place = _place(path, trainer, position)
+        except (CheckpointError, ValueError, OSError) as error:
+            failure = error
+        _agree(trainer, failure, {})
+        user = trainer.load_checkpoint(path)
+        if position is not None:
+            position.load_state_dict(place)
+        elif place.get("random"):
+            restore(place["random"], None, own=False)
+        return user
+
+
+def _check_position(position: Any) -> None:
+    if position is not None and not isinstance(position, Position):
+        raise TypeError(
+            f"position must be an ort_trainer.Position, such as Position(loader), but {shown(position)} was given"
+        )
+
+
+def _checked_best(value: Any) -> tuple[str, str]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+        raise TypeError(f"keep_best must be the name of a metric and 'min' or 'max', but {shown(value)} was given")
+    if value[1] not in ("min", "max"):
+        raise ValueError(f"the second part of keep_best must be 'min' or 'max', but {shown(value[1])} was given")
+    return value[0], value[1]
+
+
+def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mapping[str, Any]:
+    """Returns where this process stood when a checkpoint was saved; empty if that was not kept, or is not wanted."""
+    (kept,) = read_parts(path, _POSITION)
+    places, rank = kept.get("places", []), trainer.world_rank
+    try:
+        if position is None:
+            return places[rank] if rank < len(places) else {}
+        place = own_place(places, rank, trainer.world_size)
+        position.check(place)
+        return place
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: its place in the data is none: {error!r}") from error
+
+
+def _agree(trainer: ORTTrainer, failure: Exception | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the values of all processes; if something has failed in one, all of them raise."""
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    rows = [dict(values)] if trainer.world_size == 1 else trainer.gather({**values, "failure": text})
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if row.get("failure")]
+    if failed:
+        raise DistributedError(f"checkpoints have failed in another process, {'; '.join(failed)}")
+    return rows

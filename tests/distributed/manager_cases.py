@@ -1,0 +1,137 @@
+"""What the processes of a world do in test_manager.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ort_trainer import CheckpointManager, ORTTrainer, Position
+from ort_trainer.fit import ManagedCheckpoints
+from ort_trainer.runs import manager as manager_module
+
+from .fit_cases import data, new_trainer, part, shared_folder, weights
+
+
+def start(rank: int) -> tuple[ORTTrainer, Position]:
+    """A trainer and the data of this rank, of which rank 1 has less, in an order of its own."""
+    trainer = new_trainer(2, dropout=0.3)
+    torch.manual_seed(5 + rank)
+    return trainer, Position(DataLoader(data(40 - 10 * rank), batch_size=5, shuffle=True))
+
+
+def joined(trainer: ORTTrainer, position: Position) -> AbstractContextManager[None]:
+    return trainer.join(position.share)
+
+
+def own_loop(rank: int, size: int) -> dict[str, Any]:
+    """Two epochs; a second run stops in the middle of an epoch, where rank 1 is at its end, and a third goes on."""
+    whole, position = start(rank)
+    folder = shared_folder(whole)
+
+    def train(trainer: ORTTrainer, position: Position, manager: CheckpointManager | None, last: int = 0) -> None:
+        for epoch in position.epochs(2):
+            with joined(trainer, position):
+                for x, y in position.batches():
+                    trainer.train_step(x, y)
+                    if manager is not None and position.batch == 7:  # rank 0 alone, as rank 1 has six batches
+                        manager.save(trainer, position, {"epoch": epoch})
+                    if (epoch, position.batch) == (2, last):
+                        break
+            if last and epoch == 2:
+                return
+            trainer.optimizer_step()
+            if manager is not None:
+                manager.save(trainer, position, {"epoch": epoch})
+
+    train(whole, position, None)
+    broken, position = start(rank)
+    with CheckpointManager(folder, keep_last=2, async_save=True) as manager:
+        manager.resume(broken, position)
+        train(broken, position, manager, last=7)
+    broken.gather({})  # the file of rank 0 is there
+    again, position = start(rank)
+    torch.manual_seed(99)
+    with CheckpointManager(folder, keep_last=2, async_save=True) as manager:
+        manager.resume(again, position)
+        place = [position.epoch, position.batch]
+        train(again, position, manager)
+    found = weights(again)
+    again.gather({})
+    return {
+        "place": place,
+        "same": all(np.array_equal(value, found[name]) for name, value in weights(whole).items()),
+        "left": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def errors(rank: int, size: int) -> dict[str, Any]:
+    """What goes wrong in one process is an error in all, and then they go on."""
+    trainer, position = start(rank)
+    folder = shared_folder(trainer)
+    x, y = data(8).tensors
+    trainer.train_step(x, y)
+    manager = CheckpointManager(folder, async_save=True)
+    texts = []
+
+    def save(metrics: Any = None) -> None:
+        try:
+            manager.save(trainer, position, metrics)
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    write = manager_module.save_checkpoint_file
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError("the disk is full")
+
+    manager_module.save_checkpoint_file = fails
+    save()
+    manager_module.save_checkpoint_file = write
+    save()
+    save(metrics=["wrong"] if rank else None)
+    save()
+    manager.close()
+    trainer.gather({})
+    other, place = start(rank)
+    before = len(list(folder.glob("step-*")))
+    trainer.train_step(x, y)
+    newest = manager.save(trainer, position)
+    manager.close()
+    trainer.gather({})
+    if rank == 0:
+        content = bytearray(newest.read_bytes())
+        content[-1] ^= 1
+        newest.write_bytes(content)
+    trainer.gather({})
+    fresh = CheckpointManager(folder)
+    if rank == 0:
+        with pytest.warns(UserWarning, match="is skipped"):
+            fresh.resume(other, place)
+    else:
+        fresh.resume(other, place)
+    return {"errors": "\n".join(texts), "before": before, "step": other.train_step_info.step}
+
+
+def fit(rank: int, size: int) -> dict[str, Any]:
+    """One rank has two batches more, with which it saves in the middle of an epoch, when the other is at its end."""
+    batches = list(DataLoader(data(64), batch_size=8))
+    own = batches[:3] if rank else batches[3:]
+    trainer = new_trainer(2)
+    manager = CheckpointManager(shared_folder(trainer), keep_last=1, keep_best=("eval_loss", "min"))
+    saving = ManagedCheckpoints(manager, every_n_batches=4)
+    result = trainer.fit(own, part(rank, size, 16, 8), 2, checkpoints=saving, progress=False)
+    again = new_trainer(2)
+    more = again.fit(own, part(rank, size, 16, 8), 3, checkpoints=saving, resume=True, progress=False)
+    steps = [entry.step for entry in manager.checkpoints]
+    return {
+        "status": result.status,
+        "steps": steps,
+        "epochs": len(more.history),
+        "files": Path(more.files["last"]).name,
+    }

@@ -1,0 +1,39 @@
+"""A ``CheckpointManager`` in several processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .world import run
+
+
+@functools.cache
+def world() -> dict[str, list[dict[str, Any]]]:
+    return run("manager_cases", ("own_loop", "errors", "fit"), 2, timeout=150)
+
+
+def test_each_goes_on_where_it_was() -> None:
+    for rank, found in enumerate(world()["own_loop"]):
+        assert "error" not in found, found
+        # Rank 0 was in the middle of the second epoch, and rank 1 at its end.
+        assert found["place"].tolist() == ([2, 7] if rank == 0 else [2, 6])
+        assert found["same"], rank
+        assert set(found["left"]) >= {"latest"} and len(found["left"]) == 3
+
+
+def test_an_error_in_one_is_an_error_in_all() -> None:
+    first, second = (str(found["errors"]).splitlines() for found in world()["errors"])
+    assert first[0] == "OSError: the disk is full" and first[1].startswith("DistributedError"), first
+    assert "rank 1: TypeError: metrics must be a dict" in first[1]
+    assert second[0].startswith("DistributedError") and "rank 0: OSError: the disk is full" in second[0], second
+    assert second[1].startswith("TypeError: metrics must be a dict")
+    for found in world()["errors"]:
+        assert found["before"] == 1 and found["step"] == 1  # the damaged newest was skipped by all
+
+
+def test_fit() -> None:
+    for found in world()["fit"]:
+        assert "error" not in found, found
+        assert str(found["status"]) == "completed" and found["epochs"] == 3
+        assert len(found["steps"]) <= 2 and str(found["files"]) == f"step-{found['steps'][-1]:08d}.ortckpt"

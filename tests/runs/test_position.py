@@ -1,0 +1,214 @@
+"""The place of a loop in its data, and going on from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from ort_trainer import CheckpointError, Position
+from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
+from ort_trainer.runs.position import own_place
+
+from .loaders import Noisy, Stateful, loader, seed
+
+KINDS = ["list", "shuffled", "generator", "sampler", "workers", "workers generator", "stateful"]
+TORCHDATA = ["torchdata", "torchdata generator", "torchdata sampler"]
+needs_torchdata = pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed")
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    save_checkpoint_file(file, {}, state)
+    file.seek(0)
+    return load_checkpoint_file(file)[1]
+
+
+def go(position: Position, at: tuple[int, int] | None = None) -> tuple[list[Any], dict[str, Any] | None]:
+    """Goes through three epochs, drawing between batches; returns all that was seen behind a place, and the place."""
+    seen: list[Any] = []
+    kept = None
+
+    def keep_at(place: tuple[int, int]) -> None:
+        nonlocal kept
+        if place == at:
+            kept = through_a_file(position.state_dict())
+            seen.clear()
+
+    keep_at((1, 0))
+    for epoch in position.epochs(3):
+        for batch in position.batches():
+            seen.append((epoch, position.batch, *batch, torch.rand(1), random.random(), float(np.random.rand())))
+            keep_at((epoch, position.batch))
+        seen.append((epoch, torch.rand(1)))
+        keep_at((epoch + 1, 0))
+    return seen, kept
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("at", [(1, 0), (1, 4), (2, 6), (3, 0)], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=needs_torchdata) for kind in TORCHDATA)])
+def test_goes_on_bit_for_bit(kind: str, at: tuple[int, int]) -> None:
+    seed(0)
+    expected, kept = go(Position(loader(kind)), at)
+    assert kept is not None and expected
+    seed(99)
+    position = Position(loader(kind))
+    position.load_state_dict(kept)
+    again = through_a_file(position.state_dict())  # saved at once: nothing is lost
+    assert (position.epoch, position.batch) == at
+    found, _ = go(position)
+    assert_equal(found, expected)
+
+    seed(98)
+    position = Position(loader(kind))
+    position.load_state_dict(again)
+    assert_equal(go(position)[0], expected)
+
+
+@needs_torchdata
+def test_a_loader_of_torchdata_with_workers() -> None:
+    """The order is the same; what the workers draw at random is not in its state, as the page says."""
+    for at in ((1, 2), (2, 0)):
+        seed(0)
+        expected, kept = go(Position(loader("torchdata workers")), at)
+        seed(99)
+        position = Position(loader("torchdata workers"))
+        position.load_state_dict(kept or {})
+        found, _ = go(position)
+        labels = [row[3] if len(row) > 2 else row[1] for row in found]
+        theirs = [row[3] if len(row) > 2 else row[1] for row in expected]
+        assert len(labels) == len(theirs) and all(map(torch.equal, labels, theirs))
+
+
+def test_a_loader_with_a_state_loads_nothing_twice() -> None:
+    position = Position(Stateful())
+    _, kept = go(position, (2, 4))
+    resumed = Stateful()
+    position = Position(resumed)
+    position.load_state_dict(kept or {})
+    go(position)
+    assert resumed.loaded == 2 + 6
+
+
+def test_a_loop_may_leave_an_epoch_and_come_back() -> None:
+    seed(0)
+    expected = [label.tolist() for _, label in DataLoader(Noisy(), batch_size=4, shuffle=True)]
+    seed(0)
+    position = Position(loader("shuffled"))
+    found = []
+    for _, label in position.batches():
+        found.append(label.tolist())
+        if position.batch == 2:
+            break
+    state = torch.get_rng_state()
+    rest = position.batches()
+    found.append(next(rest)[1].tolist())
+    assert position.batch == 3 and not torch.equal(state, torch.get_rng_state())
+    assert [*found, *(label.tolist() for _, label in rest)] == expected
+    assert (position.epoch, position.batch) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stateful"])
+def test_a_break_ends_the_epoch(kind: str) -> None:
+    position = Position(loader(kind))
+    epochs = []
+    for epoch in position.epochs(3):
+        epochs.append(epoch)
+        for _ in position.batches():
+            break
+    assert epochs == [1, 2, 3] and list(position.epochs(3)) == []
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    told = []
+
+    class Told(RandomSampler):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    position = Position(DataLoader(Noisy(), batch_size=11, sampler=Told(Noisy())))
+    for _ in position.epochs(2):
+        list(position.batches())
+    assert told == [0, 1]
+
+
+def test_another_loader_is_refused() -> None:
+    _, kept = go(Position(loader("generator")), (1, 4))
+    assert kept is not None
+    position = Position(DataLoader(Noisy(), batch_size=2, shuffle=True, generator=torch.Generator()))
+    with pytest.raises(ValueError, match="of an epoch of 6 batches, but the loader has 11: .*no position"):
+        position.load_state_dict(kept)
+    with pytest.raises(ValueError, match="has 0 generators of its own, but the checkpoint was saved with 1"):
+        Position(loader("shuffled")).load_state_dict(kept)
+    assert (position.epoch, position.batch) == (1, 0)
+    _, between = go(Position(loader("generator")), (2, 0))
+    position.load_state_dict(between or {})  # another batch size is fine between epochs
+    assert position.epoch == 2 and len(list(position.batches())) == 11
+
+    class Shorter(Noisy):
+        def __iter__(self) -> Any:
+            yield torch.zeros(1)
+
+    position = Position(Shorter())
+    position.load_state_dict({**kept, "batches": 22, "random": None, "epoch_random": Position().state_dict()["random"]})
+    with pytest.raises(ValueError, match="the loader has 1 batches, but the checkpoint was saved after 4"):
+        list(position.batches())
+    with pytest.raises(TypeError, match="is an iterator, which gives its batches once, but there are 2 epochs"):
+        list(Position(iter([1])).epochs(2))
+    with pytest.raises(TypeError, match="count must be an int"):
+        list(position.epochs(1.0))  # type: ignore[arg-type]
+
+
+def test_another_number_of_processes() -> None:
+    middle, between = {"epoch": 2, "batch": 3, "random": 1}, {"epoch": 2, "batch": 0, "random": 1}
+    assert own_place([middle, {**middle, "random": 2}], 1, 2)["random"] == 2
+    with pytest.raises(ValueError, match="in the middle of an epoch by 2 processes.* there are 3"):
+        own_place([middle, between], 0, 3)
+    assert own_place([between, {**between, "random": 2}], 1, 3)["random"] == 2
+    new = own_place([between, between], 2, 3)
+    assert new["epoch"] == 2 and new["random"] is None
+    with pytest.raises(CheckpointError, match="no CheckpointManager has saved it"):
+        own_place([], 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "stateful"])
+def test_a_loop_may_go_back(kind: str) -> None:
+    """Which it does by a break: behind it the epoch goes on where it was saved."""
+    seed(0)
+    expected, _ = go(Position(loader(kind)), (2, 2))
+    seed(0)
+    position, seen, kept = Position(loader(kind)), [], None
+    for epoch in position.epochs(3):
+        for batch in position.batches():
+            seen.append((epoch, position.batch, *batch, torch.rand(1), random.random(), float(np.random.rand())))
+            if kept is None and (epoch, position.batch) == (2, 2):
+                kept = through_a_file(position.state_dict())
+            elif kept and (epoch, position.batch) == (2, 4):
+                position.load_state_dict(kept)
+                kept = {}
+                seen.clear()
+                break
+        else:
+            seen.append((epoch, torch.rand(1)))
+    assert_equal(seen, expected)
+
+    position = Position(loader(kind))
+    rest = position.batches()
+    next(rest)
+    position.load_state_dict(through_a_file(position.state_dict()))
+    with pytest.raises(RuntimeError, match=r"restored in the middle of these batches.*by a break"):
+        next(rest)
