@@ -9,6 +9,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .errors import shown
+
 __all__ = ["evaluate", "fixed_dimensions", "holds", "symbols_of"]
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -18,7 +20,6 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -42,9 +43,26 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+# More than sizes and strides of 64 bits and what they are computed from can have.
+_LARGEST_BITS = 512
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Raises for what would take for ever, which no size of a tensor is: an expression may come from a file."""
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
+        raise ValueError(f"{base} ** {exponent} is no size")
+    return base**exponent
+
+
+_BINARY[ast.Pow] = _power
+
+
 @functools.lru_cache(maxsize=4096)
 def _parse(expression: str) -> ast.expr:
-    return ast.parse(expression, mode="eval").body
+    try:
+        return ast.parse(expression, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{shown(expression)} is no arithmetic over dimensions: {error!r}") from error
 
 
 def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
@@ -59,7 +77,13 @@ def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
         ValueError: If the expression holds anything else.
         KeyError: If a symbol has no size.
     """
-    return expression if isinstance(expression, int) else int(_evaluate(_parse(expression), sizes))
+    if isinstance(expression, int):
+        return expression
+    parsed = _parse(expression)
+    try:
+        return int(_evaluate(parsed, sizes))
+    except (RecursionError, OverflowError, TypeError) as error:
+        raise ValueError(f"{shown(expression)} has no value for {shown(dict(sizes))}: {error!r}") from error
 
 
 def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
@@ -75,11 +99,11 @@ def symbols_of(expression: int | str) -> set[str]:
     if isinstance(expression, int):
         return set()
     calls = (node for node in ast.walk(_parse(expression)) if isinstance(node, ast.Call))
-    return {_symbol(call) for call in calls if ast.unparse(call.func) == "dim"}
+    return {_symbol(call) for call in calls if isinstance(call.func, ast.Name) and call.func.id == "dim"}
 
 
 def _symbol(call: ast.Call) -> str:
-    (argument,) = call.args
+    argument = call.args[0] if len(call.args) == 1 else None
     if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
         raise ValueError(f"a symbol must be written as dim('name'), not as {ast.unparse(call)}")
     return argument.value

@@ -1,11 +1,20 @@
-"""Makes sessions of ONNX Runtime, which is given: each engine of this package imports it in a place of its own."""
+"""Makes sessions of ONNX Runtime, and says which operators it has of itself.
+
+ONNX Runtime is given: each engine of this package imports it in a place of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["new_session"]
+__all__ = ["CALLING_OUT", "DOMAINS", "new_session"]
+
+DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
+"""Of operators that every ONNX Runtime has of itself; those of any other domain come from a library that is loaded."""
+
+CALLING_OUT = ("EPContext", "PythonOp", "PythonOpGrad")
+"""Of these, operators that call back into Python, or that read files which they name."""
 
 _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 

@@ -147,5 +147,8 @@ class DynamicLossScaler(LossScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
+        count = int(state_dict["stable_steps_count"])
+        if count < 0:
+            raise ValueError(f"stable_steps_count must be at least 0, but it is {count}")
         super().load_state_dict(state_dict)
-        self._stable_steps_count = int(state_dict["stable_steps_count"])
+        self._stable_steps_count = count

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from ..errors import shown
+
 __all__ = [
     "FORMAT",
     "METADATA",
@@ -168,10 +170,14 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
     try:
         found: dict[str, Any] = json.loads(text)
         given, kind = found.pop("format"), found["kind"]
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata can't be read ({error})") from error
     if given != FORMAT:
-        raise ValueError(f"{name} has the format {given!r} of artifacts; this ort_trainer reads {FORMAT}: export again")
+        newer = isinstance(given, int) and given > FORMAT
+        way = "update ort_trainer, or export again" if newer else "export again"
+        raise ValueError(f"{name} has the format {shown(given)} of artifacts; this ort_trainer reads {FORMAT}: {way}")
+    if kind not in ("training", "evaluation", "optimizer"):
+        raise ValueError(f"{name} is damaged: its metadata name the kind {shown(kind)}, which there is not")
     if kind not in cls.kinds:
         raise ValueError(f"{name} is the {kind} model of an export, where the {' or '.join(cls.kinds)} model belongs")
     try:
@@ -181,7 +187,7 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         if cls is OptimizerModel:
             found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
         return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
-    except (TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name} is damaged: its metadata do not describe a {kind} model ({error})") from error
 
 

@@ -13,6 +13,8 @@ from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 from ..errors import shown
 from ..sessions import new_session
 from .artifact import METADATA, OptimizerModel, StepModel, from_metadata
+from .artifact_checks import check_described, check_fits
+from .contained import check_contained, custom_operators
 
 if TYPE_CHECKING:
     from .checkpoint_file import Array
@@ -88,6 +90,7 @@ def default_options() -> SessionOptions:
     options = SessionOptions()
     # The threads of one session would spin after its run, and take the cores from the other session's run.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.enable_mem_pattern = False  # which would keep a plan for every combination of shapes that there ever is
     options.log_severity_level = 3
     return options
 
@@ -200,10 +203,16 @@ def load_model(
             f"{name} is an artifact of the flavor 'onnxruntime-training', which only onnxruntime.training.api of "
             "onnxruntime-training runs: train with that, or export again with the default flavor"
         )
+    check_contained(data, name)
     session = _make_session(data, name, options, _providers(device))
-    model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
-    if model.kind != kind:
-        raise ValueError(f"{name} is the {model.kind} model of an export, where the {kind} model belongs")
+    try:
+        model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
+        if model.kind != kind:
+            raise ValueError(f"{name} is the {model.kind} model of an export, where the {kind} model belongs")
+        check_described(model, name)
+        check_fits(model, session.get_inputs(), session.get_outputs(), name)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is damaged: a name in it is no text ({error})") from error
     return Loaded[Model](session, model, name, data)
 
 
@@ -232,7 +241,21 @@ def _make_session(data: bytes, name: str, options: SessionOptions, providers: Se
         session: InferenceSession = new_session(onnxruntime, data, options, providers)
         return session
     except Exception as error:  # ONNX Runtime's errors have no common class
+        custom = _custom_operators(data)
+        if custom:
+            raise ValueError(
+                f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}: it has custom operators, "
+                f"{shown(custom)}. A library of operators is never loaded because a model asks for it: where you trust "
+                "one, call register_custom_ops_library(path) of the SessionOptions that you give as session_options"
+            ) from error
         raise ValueError(
             f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}; it is damaged, cut short, or no ONNX "
             f"model: {error}"
         ) from error
+
+
+def _custom_operators(data: bytes) -> list[str]:
+    try:
+        return custom_operators(data)
+    except ValueError:  # it is no ONNX model
+        return []

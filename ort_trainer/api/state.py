@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,9 @@ from .engine import CPU, Device, StateTensor
 from .random_numbers import RandomNumbers
 
 __all__ = ["State"]
+
+# Elements that an optimizer may keep for each one of a parameter; the known ones keep two or three.
+_LARGEST_STATE = 16
 
 
 class State:
@@ -109,8 +113,9 @@ class State:
                 f"{model_name} and {self.name} come from different exports ({model.export[:12]!r} and "
                 f"{self.export[:12]!r}): use the models and the checkpoint that were written together"
             )
-        names = model.weights if isinstance(model, OptimizerModel) else model.state
-        unknown = [name for name in names if name not in self.values]
+        names = [*model.gradients, *(model.weights if isinstance(model, OptimizerModel) else model.state)]
+        names += [] if isinstance(model, OptimizerModel) else model.buffer_updates
+        unknown = [name for name in dict.fromkeys(names) if name not in self.values]
         if unknown:
             raise CheckpointError(f"{self.name} is damaged: it lacks {unknown}, which {model_name} needs")
 
@@ -158,6 +163,7 @@ class State:
             return
         kept = self._kept
         if kept is None:
+            self._check_size(slots)
             kept = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
         found = {key: (str(value.dtype), value.shape) for key, value in kept.items()}
         expected = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
@@ -166,6 +172,16 @@ class State:
             raise CheckpointError(f"{self.name} has another optimizer's state: {wrong} are not what the model keeps")
         self.optimizer = {key: StateTensor(kept[key], self.device) for key in slots}
         self._kept = None
+
+    def _check_size(self, slots: Mapping[str, Slot]) -> None:
+        """Checks that tensors that the optimizer model asks for, which no file has, are not absurdly large."""
+        size = sum(math.prod(slot.shape) for slot in slots.values())
+        largest = _LARGEST_STATE * (self.size(trainable_only=False) + len(slots))
+        if size > largest:
+            raise CheckpointError(
+                f"the optimizer model asks for {size} elements of state, more than {_LARGEST_STATE} for each of the "
+                f"parameters of {self.name}: it is damaged, or that of another export"
+            )
 
     def rates(self) -> list[float]:
         """Returns the learning rates of the coming update."""

@@ -6,6 +6,7 @@ a pickle, which can execute anything when it is loaded: it is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
+from .rehearsal import rehearse
 
-__all__ = ["aggregate_legacy_files", "is_legacy_file", "load_legacy_file"]
+__all__ = ["aggregate_legacy_files", "is_legacy_file", "legacy_values", "load_legacy_file"]
 
 StateDict = dict[str, Any]
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -79,7 +81,30 @@ def aggregate_legacy_files(files: Sequence[Any]) -> StateDict:
     return _aggregate([_read(path, repr(str(path))) for path in paths])
 
 
+def legacy_values(path: Path, name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields where each value of a file is, and the value, which is read when its turn comes; of a user dict None.
+
+    Args:
+        path: The file.
+        name: What to call it in messages.
+
+    Raises:
+        CheckpointError: If it is damaged or no checkpoint.
+        ImportError: If h5py is not installed.
+    """
+    with _opened(path, name) as (file, h5py):
+        _check_sections(file, name)
+        yield from _leaves(file, h5py, name, path.stat().st_size)
+
+
 def _read(path: Path, name: str) -> StateDict:
+    with _opened(path, name) as (file, h5py):
+        return _nest(file, h5py, name, path.stat().st_size)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
+    """Gives the open file and the library; what fails meanwhile says that the file is damaged."""
     try:
         import h5py
     except ImportError as error:
@@ -87,22 +112,35 @@ def _read(path: Path, name: str) -> StateDict:
             f"{name} is a checkpoint of the legacy ORTTrainer (HDF5); to read it, install h5py: "
             "pip install 'ort_trainer[legacy]'"
         ) from error
+    size = path.stat().st_size
+
+    def read_all() -> None:
+        with h5py.File(path, "r") as file:
+            _check_sections(file, name)
+            for _ in _leaves(file, h5py, name, size):
+                pass
+
+    rehearse(read_all, size, name)
     try:
         with h5py.File(path, "r") as file:
-            return _nest(file, h5py, name, path.stat().st_size)
+            yield file, h5py
     except CheckpointError:
         raise
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{name} is damaged: {error!r}") from error
 
 
-def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
-    """Returns the nested state dict; a parameter name with slashes, which HDF5 made into groups, is one key again."""
+def _check_sections(file: Any, name: str) -> None:
     unknown = sorted(set(file) - set(_SECTIONS))
     if unknown or "model" not in file:
         raise CheckpointError(
             f"{name} is an HDF5 file, but no checkpoint of the legacy ORTTrainer: it holds {sorted(file)[:10]}"
         )
+
+
+def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
+    """Returns the nested state dict; a parameter name with slashes, which HDF5 made into groups, is one key again."""
+    _check_sections(file, name)
     state: StateDict = {key: {} for key in file if key != "user_dict"}
     for (section, *path), value in _leaves(file, h5py, name, size):
         if section == "user_dict":
@@ -169,6 +207,15 @@ def _is_sharded(state: Mapping[str, Any]) -> bool:
 
 
 def _aggregate(states: list[StateDict]) -> StateDict:
+    try:
+        return _put_together(states)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError) as error:
+        raise CheckpointError(f"the checkpoints of the ranks are damaged: {error!r}") from error
+
+
+def _put_together(states: list[StateDict]) -> StateDict:
     options = [state.get("trainer_options", {}) for state in states]
     if any(entry.get("horizontal_parallel_size", 1) > 1 for entry in options):
         raise CheckpointError(
@@ -178,10 +225,14 @@ def _aggregate(states: list[StateDict]) -> StateDict:
         )
     size = options[0].get("world_size", 1)
     ranks = sorted(entry.get("world_rank", 0) for entry in options)
-    if ranks != list(range(size)) or any(entry.get("world_size", 1) != size for entry in options):
+    if (
+        size != len(ranks)
+        or ranks != list(range(len(ranks)))
+        or any(entry.get("world_size", 1) != size for entry in options)
+    ):
         raise CheckpointError(
-            f"the checkpoint belongs to a run of {size} ranks, and the files of all of them are needed, each once; "
-            f"those of ranks {ranks} were given"
+            f"the checkpoint belongs to a run of {shown(size)} ranks, and the files of all of them are needed, each "
+            f"once; those of ranks {ranks} were given"
         )
     states = sorted(states, key=lambda state: state.get("trainer_options", {}).get("world_rank", 0))
     first = states[0]

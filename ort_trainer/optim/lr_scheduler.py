@@ -78,8 +78,15 @@ class LRScheduler:
         return {"last_lr": [float(lr) for lr in self._known_lr()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
-        self._last_lr = list(state_dict["last_lr"])
+        """Restores what :meth:`state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is something else; nothing has changed then.
+        """
+        rates = [float(rate) for rate in state_dict["last_lr"]]
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise ValueError(f"last_lr must be finite numbers, at least 0, but it is {shown(rates)}")
+        self._last_lr = rates
 
 
 def _listed(given: Any) -> list[float]:

@@ -99,8 +99,11 @@ class ExportCache:
             if problem:
                 return None, f"exports kept in {self.folder} are not used: the folder {problem}"
             with path.open("rb") as file:
-                problem = _problem(os.fstat(file.fileno()))
-                data = b"" if problem else file.read()
+                status = os.fstat(file.fileno())
+                problem = _problem(status)
+                if status.st_size > self.limit:
+                    problem = "is larger than all files together may be"
+                data = b"" if problem else file.read(self.limit + 1)
         except FileNotFoundError:
             return None, ""
         except OSError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +13,7 @@ from onnx import TensorProto, helper
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer
 
-from .artifacts import Artifacts, make_artifacts
+from .artifacts import FLOAT, Artifacts, make_artifacts
 from .test_module import batches, load
 
 
@@ -48,6 +50,106 @@ def test_models_that_are_none(artifacts: Artifacts, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"flavor 'onnxruntime-training', which only onnxruntime.training.api"):
         Module(helper.make_model(graph).SerializeToString(), state)
+
+
+def test_models_that_reach_out_of_their_file(artifacts: Artifacts, tmp_path: Path) -> None:
+    """ONNX Runtime would read external data of a model in bytes from any path, and from the current folder."""
+    (tmp_path / "secret.bin").write_bytes(np.ones(4, np.float32).tobytes())
+    state = state_of(artifacts)
+
+    def refused(model: onnx.ModelProto, match: str, path: bool) -> None:
+        data = model.SerializeToString()
+        (tmp_path / "model.onnx").write_bytes(data)
+        with pytest.raises(ValueError, match=match):
+            Module(tmp_path / "model.onnx" if path else data, state)
+
+    for location in ("secret.bin", str(tmp_path / "secret.bin"), f"../{tmp_path.name}/secret.bin"):
+        model = onnx.load_from_string(artifacts.training)
+        tensor = model.graph.initializer.add(name="leak", data_type=FLOAT, dims=[4])
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
+        for path in (True, False):
+            refused(model, "keeps the data of 'leak' in another file, which could be any file", path)
+    # Of a constant within a body.
+    model = onnx.load_from_string(artifacts.training)
+    body = model.graph.node[-1].attribute[0].g
+    body.node.append(helper.make_node("Constant", [], ["c"], value=tensor))
+    refused(model, "keeps the data of 'leak' in another file", False)
+    for domain, operator in (
+        ("org.pytorch.aten", "ATen"),
+        ("com.microsoft", "PythonOp"),
+        ("com.microsoft", "EPContext"),
+    ):
+        model = onnx.load_from_string(artifacts.training)
+        model.graph.node.append(helper.make_node(operator, ["y"], ["z"], name="out", domain=domain))
+        refused(model, f"has the node 'out', a {operator} of the domain '{domain}', which reaches out", False)
+    # Of a field that is there twice, the last one counts.
+    data = artifacts.training.replace(b"org.pytorch.aten", b"")
+    node = (
+        helper.make_node("ATen", ["y"], ["z"], name="out").SerializeToString()
+        + b"\x3a\x00"
+        + b"\x3a\x10org.pytorch.aten"
+    )
+    graph = b"\x0a" + bytes([len(node)]) + node
+    with pytest.raises(ValueError, match="has the node 'out', a ATen of the domain 'org.pytorch.aten'"):
+        Module(data + b"\x3a" + bytes([len(graph)]) + graph, state)
+
+
+def test_libraries_of_operators_are_the_users_own(artifacts: Artifacts) -> None:
+    model = onnx.load_from_string(artifacts.training)
+    model.graph.node.append(helper.make_node("Strange", ["y"], ["z"], name="out", domain="own"))
+    model.opset_import.add(domain="own", version=1)
+    text = r"custom operators, .*node 'out', a 'Strange' of the domain 'own'.*register_custom_ops_library\(path\)"
+    with pytest.raises(ValueError, match=text):
+        Module(model.SerializeToString(), state_of(artifacts))
+
+
+def test_what_metadata_and_graph_say_differently(artifacts: Artifacts) -> None:
+    """Each of them is refused when the model is loaded, and none takes the time or memory that it claims."""
+    changes: dict[str, Any] = {
+        "output 'loss' is a tensor.float., but its metadata say int8": lambda d: d["outputs"][0].update(dtype="int8"),
+        "output 'loss' has shape": lambda d: d["outputs"][0].update(shape=[0]),
+        "output 'y' has shape": lambda d: d["outputs"][1].update(shape=["dim('batch')", 1 << 50]),
+        "inputs: .'gone'": lambda d: d["state"].update(w="gone"),
+        "outputs: .'gone'": lambda d: d["gradients"].update(w=["w_grad.accumulation.buffer", "gone"]),
+        "state has a value of a wrong kind": lambda d: d.update(state=[1]),
+        "inputs or outputs: dtype": lambda d: d["inputs"][0].update(dtype="O"),
+        "inputs or outputs: shape": lambda d: d["outputs"][1].update(shape=[-5, 2]),
+        "guards": lambda d: d.update(guards=[3.5]),
+        "no arithmetic over dimensions": lambda d: d.update(guards=["(" * 5000 + ")" * 5000]),
+        "missing 1 required positional argument": lambda d: d.pop("state"),
+        "update ort_trainer, or export again": lambda d: d.update(format=99),
+        "name the kind 'x', which there is not": lambda d: d.update(kind="x"),
+    }
+    for message, change in changes.items():
+        model = onnx.load_from_string(artifacts.training)
+        (entry,) = model.metadata_props
+        found = json.loads(entry.value)
+        change(found)
+        entry.value = json.dumps(found)
+        with pytest.raises(ValueError, match=message):
+            Module(model.SerializeToString(), state_of(artifacts))
+    model = onnx.load_from_string(artifacts.training)
+    found = json.loads(model.metadata_props[0].value)
+    found["guards"] = ["dim('batch') ** dim('batch') ** 999999 > 0"]
+    model.metadata_props[0].value = json.dumps(found)
+    with pytest.raises(ValueError, match=r"is no size"):
+        Module(model.SerializeToString(), state_of(artifacts))(*batches(1)[0])
+
+
+def test_an_optimizer_model_that_asks_for_too_much(artifacts: Artifacts) -> None:
+    model = onnx.load_from_string(artifacts.optimizer)
+    found = json.loads(model.metadata_props[0].value)
+    found["state"]["w.Moment"]["shape"] = [1 << 40]
+    model.metadata_props[0].value = json.dumps(found)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.startswith("w.Moment"):
+            value.type.CopyFrom(helper.make_tensor_type_proto(FLOAT, [1 << 40]))
+    del model.graph.node[:]
+    made = [value.name for value in model.graph.output]
+    model.graph.node.extend(helper.make_node("Identity", [name.replace(".updated", "")], [name]) for name in made)
+    with pytest.raises(ValueError, match="asks for .* elements of state"):
+        Optimizer(model.SerializeToString(), Module(artifacts.training, state_of(artifacts)))
 
 
 def test_models_in_the_wrong_place(artifacts: Artifacts) -> None:

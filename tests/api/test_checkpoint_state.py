@@ -110,7 +110,7 @@ def test_wrong_files(artifacts: Artifacts, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         CheckpointState.load_checkpoint(path)
     for data in (b"", artifacts.training, artifacts.checkpoint[:40]):
-        with pytest.raises(CheckpointError, match="the checkpoint given as bytes is damaged, or no checkpoint"):
+        with pytest.raises(CheckpointError, match="the checkpoint given as bytes is (damaged|no checkpoint)"):
             CheckpointState.load_checkpoint_from_buffer(data)
     with pytest.raises(TypeError, match="must be given as bytes, but 'x' was given"):
         CheckpointState.load_checkpoint_from_buffer("x")  # type: ignore[arg-type]

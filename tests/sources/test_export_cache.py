@@ -449,3 +449,20 @@ def test_a_found_graph_needs_no_exporter(folder: Path) -> None:
         for _ in range(2)
     ]
     assert outputs == [str(heavy), "[]"]
+
+
+def test_an_export_that_is_none_is_made_again(folder: Path, log: pytest.LogCaptureFixture) -> None:
+    """With the right checksum, as the user's own programs could write it; and one that is too large to be read."""
+    made = trained(MLP())
+    (path,) = entries(folder)
+    cache = export_cache()
+    assert cache is not None
+    for content in (b"", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"):
+        cache.store(path.stem, content)
+        said(log)
+        again = trained(MLP())
+        assert "is damaged, so the model is exported again: this is no export" in (text := said(log)) and MADE in text
+    assert again[0][0].shape == made[0][0].shape
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+    assert "is larger than all files together may be" in cache.load(path.stem)[1]

@@ -19,8 +19,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ...errors import ExportError
+from ...errors import ExportError, shown
 from ...graph.onnx_file import WEIGHTS
+from .outside import check_external_data, check_operators
 
 __all__ = ["OnnxModel", "load_onnx_model"]
 
@@ -86,8 +87,17 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 
     Raises:
         FileNotFoundError: If the file, or one with its external data, does not exist.
-        ExportError: If it is no ONNX model, or one that can't be read.
+        ExportError: If it is no ONNX model, one that can't be read, or one that asks for files outside of its folder or
+            for a library of operators.
     """
+    try:
+        return _load(source)
+    except (ir.serde.SerdeError, ir.passes.PassError) as error:
+        reason = error.__cause__ or error
+        raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
+
+
+def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     model = _read(source)
     ir.passes.Sequential(
         common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
@@ -116,8 +126,10 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
         if name in weights or name in statistics:
             state[graph.initializers.pop(name)] = _weight(value)
             value.const_value = None
-        elif isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
+    for part in model.graphs():
+        for name, value in part.initializers.items():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
     graph.inputs.clear()
     graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
     graph.inputs.extend(value for value in state if value.name in statistics)
@@ -136,13 +148,13 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 
 def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
     """Returns a model whose external data is found."""
-    what, folder = "the model", ""
+    what, folder = "the model", None
     if isinstance(source, onnx.ModelProto):
         proto = source
     else:
         if not isinstance(source, bytes):
             path = Path(source)
-            what, folder, source = f"{str(path)!r}", str(path.absolute().parent), path.read_bytes()
+            what, folder, source = f"{str(path)!r}", path.absolute().parent, path.read_bytes()
         if source[4:8] == _ORT_FORMAT:
             raise ExportError(
                 f"{what} is in ONNX Runtime's own format (.ort), which is for inference and can't be differentiated: "
@@ -157,8 +169,10 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
     if proto.graph.sparse_initializer:
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers, {names}: make them dense")
+    check_external_data(proto, folder, what)
+    check_operators(proto, what)
     model = ir.from_proto(proto)
-    ir.external_data.set_base_dir(model.graph, folder)
+    ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
     return model
 
 
@@ -202,11 +216,6 @@ def _with_weights(value: ir.Value) -> bool:
 
 def _array(value: ir.Value) -> np.ndarray[Any, Any]:
     tensor = value.const_value
-    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir:
-        raise ExportError(
-            f"initializer {value.name!r} is in an external file, but only the model itself was given: pass the "
-            "path, or load the model with its external data"
-        )
     assert tensor is not None
     try:
         return tensor.numpy()

@@ -47,11 +47,22 @@ class Export:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
-        """Returns what :meth:`to_bytes` wrote."""
+        """Returns what :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: If it is something else.
+        """
         end = 8 + int.from_bytes(data[:8], "little")
-        head = json.loads(data[8:end])
-        lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
-        return cls(graph=data[end:], **{**head, **lists})
+        try:
+            head = json.loads(data[8:end])
+            lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
+            found = cls(graph=data[end:], **{**head, **lists})
+            for guard in found.guards:
+                symbols_of(guard)
+            dict(found.fixed), dict(found.reasons)
+        except (TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"this is no export: {error!r}") from error
+        return found
 
 
 def violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -12,13 +11,13 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ...errors import ExportError, IdleOptionError
+from ...forked import forked
 
 __all__ = ["can_isolate", "run_in_child"]
 
@@ -69,16 +68,7 @@ def run_in_child(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns that threads of the parent are not in the child. PyTorch's data loaders fork likewise, with the
-        # same precaution: the child computes on one thread, and so never waits for one that is not there.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
-        child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _run_and_exit(function, writer)
-    os.close(writer)
+    child, reader = forked(lambda writer: _answer(function, writer))
     try:
         if meanwhile is not None:
             meanwhile()
@@ -122,25 +112,16 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _run_and_exit(function: Callable[[], bytes], writer: int) -> None:
-    """The child's whole life: it ends without running any clean-up of the parent's."""
-    status = 1
+def _answer(function: Callable[[], bytes], writer: int) -> None:
+    """What the child does. It computes on one thread, and so never waits for one that is not there."""
+    torch.set_num_threads(1)
     try:
-        # A collection here would run the destructors of the parent's garbage, which wait for threads that are not here.
-        gc.freeze()
-        # The exporter's millions of small objects cause many collections, which find next to nothing.
-        gc.disable()
-        torch.set_num_threads(1)
-        try:
-            answer = b"+" + function()
-        except Exception as error:
-            known = type(error).__name__ in _ERRORS
-            message = str(error) if known else "".join(traceback.format_exception(error))
-            answer = b"-" + json.dumps([type(error).__name__, message]).encode()
-        with os.fdopen(writer, "wb") as stream:
-            stream.write(answer)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        status = 0
-    finally:
-        os._exit(status)
+        answer = b"+" + function()
+    except Exception as error:
+        known = type(error).__name__ in _ERRORS
+        message = str(error) if known else "".join(traceback.format_exception(error))
+        answer = b"-" + json.dumps([type(error).__name__, message]).encode()
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()

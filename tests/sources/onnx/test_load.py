@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +143,70 @@ def test_external_data(relative: bool, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_external_data_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    """By no name: the file is there, and a reader that trusts the model would find it."""
     given = proto()
     convert_model_to_external_data(given, location="data.bin", size_threshold=0)
     onnx.save(given, tmp_path / "m.onnx")
-    (tmp_path / "inner").mkdir()
-    text = (tmp_path / "m.onnx").read_bytes().replace(b"data.bin", b"../d.bin")
-    (tmp_path / "inner" / "m.onnx").write_bytes(text)
-    (tmp_path / "data.bin").rename(tmp_path / "d.bin")
-    with pytest.raises(ExportError, match="the external data of 'w' can't be read"):
-        load_onnx_model(tmp_path / "inner" / "m.onnx")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "data.bin").rename(tmp_path / "secret.bin")
+    (inner / "link.bin").symlink_to("../secret.bin")
+    (inner / "folder").symlink_to(tmp_path)
+    (inner / "loop").symlink_to("loop")
+    os.mkfifo(inner / "pipe")
+    for location, reason in (
+        ("../secret.bin", r"leads out of the model's folder by '..'"),
+        ("x/../../secret.bin", "by '..'"),
+        ("..\\secret.bin", "by '..'"),
+        (str(tmp_path / "secret.bin"), "is an absolute path"),
+        ("C:\\secret.bin", "is an absolute path"),
+        ("link.bin", "is a symbolic link, or lies behind one"),
+        ("folder/secret.bin", "is a symbolic link, or lies behind one"),
+        ("loop", "symbolic link|looked up|no regular file|leads out"),
+        ("pipe", "is no regular file"),
+        (".", "is no regular file"),
+        ("", "is no name of a file"),
+        ("a\0b", "is no name of a file"),
+        ("a" * 5000, "can't be looked up"),
+    ):
+        entry = next(entry for entry in given.graph.initializer[0].external_data if entry.key == "location")
+        entry.value = location
+        (inner / "m.onnx").write_bytes(given.SerializeToString())
+        with pytest.raises(ExportError, match=f"m.onnx' keeps the data of 'w' in .*(?:{reason})"):
+            load_onnx_model(inner / "m.onnx")
+    entry.value = "inside.bin"
+    (inner / "m.onnx").write_bytes(given.SerializeToString())
+    (inner / "inside.bin").symlink_to("data.bin")  # a link within the folder is none of the model's matters
+    (tmp_path / "secret.bin").rename(inner / "data.bin")
+    assert torch.equal(load_onnx_model(inner / "m.onnx").parameters["w"], torch.from_numpy(W))
+    entry.key = "place"
+    (inner / "m.onnx").write_bytes(given.SerializeToString())
+    with pytest.raises(ExportError, match="the external data of 'w' have 0 places"):
+        load_onnx_model(inner / "m.onnx")
+
+
+def test_external_data_of_constants_and_bodies(tmp_path: Path) -> None:
+    body = "else_branch = e () => (float[N,M] b) { b = Sub(a, c) }, then_branch = t () => (float[N,M] b) { b = Neg(a) }"
+    given = proto(f"a = MatMul(x, w) i = Constant <value = bool {{1}}> () y = If (i) <{body}>")
+    branch = given.graph.node[2].attribute[0].g
+    branch.initializer.append(onnx.numpy_helper.from_array(np.float32(3), "c"))
+    convert_model_to_external_data(given, location="data.bin", size_threshold=0)
+    (tensor,) = branch.initializer
+    tensor.raw_data, tensor.data_location = b"", onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="more.bin")
+    onnx.save(given, tmp_path / "m.onnx")
+    (tmp_path / "more.bin").write_bytes(np.float32(3).tobytes())
+    loaded = load_onnx_model(tmp_path / "m.onnx")
+    (tmp_path / "more.bin").unlink()
+    found = [v.const_value for g in loaded.model.graphs() for v in g.initializers.values()]
+    assert [value.numpy().tolist() for value in found if value is not None] == [3]
+    tensor.external_data[0].value = "/etc/hostname"
+    (tmp_path / "m.onnx").write_bytes(given.SerializeToString())
+    with pytest.raises(ExportError, match="keeps the data of 'c' in '/etc/hostname', which is an absolute path"):
+        load_onnx_model(tmp_path / "m.onnx")
+    given.graph.node[1].attribute[0].t.external_data.add(key="location", value="/etc/hostname")
+    with pytest.raises(ExportError, match="a constant of a node, in an external file"):
+        load_onnx_model(given)
 
 
 def test_external_data_of_a_model_without_a_folder(tmp_path: Path) -> None:
@@ -160,6 +216,37 @@ def test_external_data_of_a_model_without_a_folder(tmp_path: Path) -> None:
     for source in (onnx.load(tmp_path / "m.onnx", load_external_data=False), (tmp_path / "m.onnx").read_bytes()):
         with pytest.raises(ExportError, match="'w' is in an external file, but only the model itself was given"):
             load_onnx_model(source)
+
+
+def test_libraries_of_operators_are_not_loaded() -> None:
+    """Neither of the graph, nor of a body or a function; a function of the model's own is none."""
+    message = "the model has a custom operator: node {} is a 'Strange' of the domain '{}'. Libraries of operators are"
+    given = proto("a = MatMul(x, w) y = own.Strange(a)")
+    given.graph.node[1].name = "the node"
+    with pytest.raises(ExportError, match=message.format("'the node'", "own")):
+        load_onnx_model(given)
+    given.graph.node[1].name = ""
+    with pytest.raises(ExportError, match=message.format(r"that computes \['y'\]", "own")):
+        load_onnx_model(given.SerializeToString())
+    given.graph.node[1].domain, given.graph.node[1].op_type = "com.microsoft", "PythonOp"
+    with pytest.raises(
+        ExportError, match="is a PythonOp of the domain 'com.microsoft', which reaches out of the model"
+    ):
+        load_onnx_model(given)
+    given = proto(
+        "i = Constant <value = bool {1}> () a = MatMul(x, w) y = If (i) <then_branch = t () => (b) { b = "
+        "org.other.Strange(a) }, else_branch = e () => (b) { b = Neg(a) }>"
+    )
+    with pytest.raises(ExportError, match=message.format(r"that computes \['b'\]", "org.other")):
+        load_onnx_model(given)
+    function = '<domain: "own", opset_import: ["" : 18, "far" : 1]> F (p) => (q) {{ q = {}(p) }}'
+    used = "a = MatMul(x, w) y = own.F(a)"
+    assert [node.op_type for node in load_onnx_model(proto(used, functions=function.format("Neg"))).model.graph] == [
+        "MatMul",
+        "Neg",
+    ]
+    with pytest.raises(ExportError, match=message.format(r"that computes \['q'\]", "far")):
+        load_onnx_model(proto(used, functions=function.format("far.Strange")))
 
 
 @pytest.mark.parametrize(("opset", "expected"), [(13, 18), (18, 18), (21, 21), (22, 21)])

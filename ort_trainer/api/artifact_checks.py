@@ -1,0 +1,182 @@
+"""Checks what a model of an export says about itself: in its own terms, and against the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..dims import symbols_of
+from .artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor
+
+__all__ = ["check_described", "check_fits"]
+
+_DTYPES = {
+    "float32": "float",
+    "float64": "double",
+    **{name: name for name in ("float16", "bool", "int8", "int16", "int32", "int64")},
+    **{name: name for name in ("uint8", "uint16", "uint32", "uint64")},
+}
+"""NumPy's name of an element type -> ONNX Runtime's."""
+
+
+def check_described(model: StepModel | OptimizerModel, name: str) -> None:
+    """Checks that all fields have values of their kinds.
+
+    Args:
+        model: What a model says about itself.
+        name: What messages call the model.
+
+    Raises:
+        ValueError: If one does not; the message says which.
+    """
+    try:
+        _check_optimizer(model) if isinstance(model, OptimizerModel) else _check_step(model)
+    except ValueError as error:
+        raise ValueError(f"{name} is damaged: its metadata do not describe a {model.kind} model ({error})") from error
+
+
+def _check_optimizer(model: OptimizerModel) -> None:
+    _require(isinstance(model.export, str), "export")
+    _texts([model.name, model.learning_rate], "name")
+    _require(isinstance(model.rates, int) and 0 < model.rates < 1 << 20, "rates")
+    _pairs(model.weights, "weights")
+    _texts(_items(model.gradients, "gradients").values(), "gradients")
+    for key, slot in _items(model.state, "state").items():
+        _tensor(slot, f"state {key!r}", (slot.input, slot.output), sized=True)
+        _require(_is_number(slot.initial), f"state {key!r}")
+
+
+def _check_step(model: StepModel) -> None:
+    _require(isinstance(model.export, str), "export")
+    for spec in (*_sequence(model.inputs, "inputs"), *_sequence(model.outputs, "outputs")):
+        _tensor(spec, "inputs or outputs", (spec.name,))
+    named = {size for spec in model.inputs for size in spec.shape or ()}
+    for spec in model.outputs:
+        _require(_symbols(spec.shape or ()) <= named, f"outputs: the shape of {spec.name!r}")
+    _texts([model.loss, model.reset], "loss")
+    _texts(_items(model.state, "state").values(), "state")
+    _pairs(model.gradients, "gradients")
+    _texts(_items(model.buffer_updates, "buffer_updates").values(), "buffer_updates")
+    for random in _sequence(model.random, "random"):
+        _tensor(random, "random", (random.name, random.kind))
+        _require(_symbols(random.shape) <= named, f"random: the shape of {random.name!r}")
+        _require(all(_is_number(value) for value in _sequence(random.parameters, "random")), "random")
+    for guard in _sequence(model.guards, "guards"):
+        _require(isinstance(guard, str), "guards")
+        symbols_of(guard)
+    for size in _items(model.fixed, "fixed").values():
+        _require(isinstance(size, int), "fixed")
+
+
+def _tensor(spec: Tensor | RandomTensor | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:
+    _texts(texts, where)
+    _require(isinstance(spec.dtype, str) and spec.dtype in _DTYPES, f"{where}: dtype")
+    if spec.shape is None and isinstance(spec, Tensor):
+        return
+    for size in _sequence(spec.shape, where):
+        if isinstance(size, str) and not sized:
+            if "dim(" in size:  # otherwise it is a name, which may be any text
+                symbols_of(size)
+        else:
+            _require(isinstance(size, int) and not isinstance(size, bool) and size >= 0, f"{where}: shape")
+
+
+def _symbols(shape: Iterable[int | str]) -> set[str]:
+    return set().union(*(symbols_of(size) for size in shape))
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{what} has a value of a wrong kind")
+
+
+def _sequence(value: Any, what: str) -> Sequence[Any]:
+    _require(isinstance(value, tuple), what)
+    return value  # type: ignore[no-any-return]
+
+
+def _items(value: Any, what: str) -> Mapping[str, Any]:
+    _require(isinstance(value, Mapping), what)
+    return value  # type: ignore[no-any-return]
+
+
+def _texts(values: Iterable[Any], what: str) -> None:
+    _require(all(isinstance(value, str) for value in values), what)
+
+
+def _pairs(value: Any, what: str) -> None:
+    for pair in _items(value, what).values():
+        _require(isinstance(pair, tuple) and len(pair) == 2, what)
+        _texts(pair, what)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_fits(model: StepModel | OptimizerModel, inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> None:
+    """Checks that the graph has the inputs and outputs that the model says.
+
+    Args:
+        model: What the model says about itself.
+        inputs: ONNX Runtime's descriptions of the graph's inputs.
+        outputs: The same of its outputs.
+        name: What messages call the model.
+
+    Raises:
+        ValueError: If it lacks one, has one more, or has one of another type or shape.
+    """
+    taken, given = _named(model)
+    for kind, described, found in (("input", taken, inputs), ("output", given, outputs)):
+        known = {value.name: value for value in found}
+        # An output more does no harm.
+        strange = [key for key in described if key not in known] + [
+            key for key in known if key not in described and kind == "input"
+        ]
+        if strange:
+            raise ValueError(f"{name} is damaged: its metadata and its graph do not have the same {kind}s: {strange}")
+        for key, (dtype, shape) in described.items():
+            value = known[key]
+            if dtype is not None and value.type != f"tensor({_DTYPES[dtype]})":
+                raise ValueError(f"{name} is damaged: {kind} {key!r} is a {value.type}, but its metadata say {dtype}")
+            if shape is not None and not _fits(value.shape, shape):
+                raise ValueError(
+                    f"{name} is damaged: {kind} {key!r} has shape {value.shape}, but its metadata say {list(shape)}"
+                )
+
+
+def _fits(found: Sequence[Any], described: Sequence[int | str]) -> bool:
+    return len(found) == len(described) and all(
+        size == wanted
+        for size, wanted in zip(found, described, strict=True)
+        if isinstance(size, int) and isinstance(wanted, int)
+    )
+
+
+_Described = dict[str, tuple[str | None, Sequence[int | str] | None]]
+
+
+def _named(model: StepModel | OptimizerModel) -> tuple[_Described, _Described]:
+    """Returns dtype and shape, as far as they are said, of the inputs and of the outputs that the graph must have."""
+    inputs: _Described = {}
+    outputs: _Described = {}
+    if isinstance(model, OptimizerModel):
+        inputs[model.learning_rate] = "float32", (model.rates,)
+        inputs |= dict.fromkeys((*(old for old, _ in model.weights.values()), *model.gradients.values()), (None, None))
+        outputs |= dict.fromkeys((new for _, new in model.weights.values()), (None, None))
+        for slot in model.state.values():
+            inputs[slot.input] = outputs[slot.output] = slot.dtype, slot.shape
+        return inputs, outputs
+    inputs |= dict.fromkeys(model.state.values(), (None, None))
+    inputs |= {spec.name: (spec.dtype, spec.shape) for spec in model.inputs}
+    inputs |= {spec.name: (spec.dtype, spec.shape) for spec in model.random}
+    outputs |= {spec.name: (spec.dtype, spec.shape) for spec in model.outputs}
+    if model.kind == "training":
+        inputs |= dict.fromkeys((old for old, _ in model.gradients.values()), (None, None))
+        if model.gradients:
+            inputs[model.reset] = "bool", (1,)
+        outputs |= dict.fromkeys(
+            (*(new for _, new in model.gradients.values()), *model.buffer_updates.values()), (None, None)
+        )
+    return inputs, outputs

@@ -1,0 +1,126 @@
+"""All readers of files, each with sound files of its format, and how it refuses others."""
+
+from __future__ import annotations
+
+import functools
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+
+from ort_trainer import CheckpointError, ExportError
+from ort_trainer.api import CheckpointState, Module
+from ort_trainer.api.contained import check_contained, custom_operators
+from ort_trainer.api.onnx_bytes import inference_model
+from ort_trainer.artifacts.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes
+from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
+from ort_trainer.graph import TrainingGraph
+from ort_trainer.sources.onnx import load_onnx_model
+from ort_trainer.sources.torch.exported import Export
+
+from ..api.artifacts import make_artifacts
+from ..artifacts.test_upstream_checkpoint import sample
+
+LEGACY = Path(__file__).parent.parent / "checkpoint" / "data" / "legacy_1_16.h5"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader.
+
+    Attributes:
+        sound: Sound files.
+        read: Reads bytes, with a folder to write them to.
+        refusals: What it raises for all others.
+    """
+
+    sound: tuple[bytes, ...]
+    read: Callable[[bytes, Path], Any]
+    refusals: tuple[type[Exception], ...] = (CheckpointError,)
+
+    def accepts(self, data: bytes, folder: Path) -> bool:
+        """Whether it reads a file; anything but a refusal is an error of the test."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of files without checksums
+            try:
+                self.read(data, folder)
+            except self.refusals:
+                return False
+        return True
+
+
+def _checkpoint() -> bytes:
+    file = io.BytesIO()
+    weights = {"a": np.ones((3, 4), np.float32), "b": np.arange(5), "empty": np.zeros((0, 2), np.float16)}
+    save_checkpoint_file(file, {"model": {"full_precision": weights}, "step": 3}, {"x": [1, 2.5, {"y": "z"}]})
+    return file.getvalue()
+
+
+def _from_path(data: bytes, folder: Path) -> Any:
+    path = folder / "file"
+    path.write_bytes(data)
+    return load_checkpoint_file(path)
+
+
+def _model() -> bytes:
+    branches = (
+        "then_branch = t () => (float[N,M] d) { d = Neg(c) }, else_branch = e () => (float[N,M] d) { d = Abs(c) }"
+    )
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 18, "own" : 1]> g (float[N,3] x) => (float[N,M] y) '
+        "{ a = MatMul(x, w) b = Mul(a, n) c = own.F(b) i = Constant <value = bool {1}> () "
+        f"y = If (i) <{branches}> }} "
+        '<domain: "own", opset_import: ["" : 18]> F (p) => (q) { q = Neg(p) }'
+    )
+    for name, value in {"w": np.ones((3, 4), np.float32), "n": np.float32(3)}.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    return model.SerializeToString()
+
+
+def _load_model(data: bytes, folder: Path) -> Any:
+    path = folder / "model.onnx"
+    path.write_bytes(data)
+    return load_onnx_model(path)
+
+
+def _read_wire(data: bytes, folder: Path) -> Any:
+    check_contained(data + b"", "the model")
+    custom_operators(data)
+    return inference_model(data, {}, ["y"])
+
+
+def _export() -> bytes:
+    graph = TrainingGraph(b"model", True, (), (), "loss", {"w": "w"}, guards=("dim('n') > 2",), fixed={"m": 3})
+    return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), {"m": "here"}).to_bytes()
+
+
+def _read_export(data: bytes, folder: Path) -> Any:
+    found = Export.from_bytes(data)
+    return found, TrainingGraph.from_bytes(found.graph)
+
+
+@functools.cache
+def readers() -> dict[str, Reader]:
+    artifacts = make_artifacts(dropout=True)
+
+    def module(data: bytes, folder: Path) -> Any:
+        return Module(data, CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint))
+
+    return {
+        "checkpoint": Reader((_checkpoint(),), _from_path),
+        "training API's checkpoint": Reader(
+            (artifacts.checkpoint, artifacts.nominal), lambda data, _: CheckpointState.load_checkpoint_from_buffer(data)
+        ),
+        "legacy": Reader((LEGACY.read_bytes(),), _from_path),
+        "upstream": Reader((upstream_checkpoint_bytes(sample()),), lambda data, _: read_upstream_checkpoint(data)),
+        "artifact": Reader((artifacts.training,), module, (ValueError,)),
+        "ONNX bytes": Reader((artifacts.evaluation,), _read_wire, (ValueError,)),
+        "ONNX model": Reader((_model(),), _load_model, (ExportError,)),
+        "export": Reader((_export(),), _read_export, (ValueError,)),
+    }

@@ -1,0 +1,206 @@
+"""Checkpoints that a trainer must refuse leave it as it was, bit for bit; what does not fit is listed at once."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ort_trainer import CheckpointError, ORTTrainer, amp, optim
+from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
+
+from ..helpers import MLP, mlp_batches, mlp_trainer
+from .damage import HEADERS, changed, truncated, with_header
+
+# What a trainer's load_checkpoint raises for a file: no TypeError, as no argument is wrong.
+REFUSALS = (CheckpointError, RuntimeError, ValueError)
+WRONG: tuple[Any, ...] = (
+    *(None, True, -1, 0, 5, 1 << 70, 0.5, math.nan, math.inf, "text", "", "../evil", [], [[[]]], {}, {"a": {"b": 3}}),
+    *(
+        np.zeros((0,), np.float32),
+        np.full(3, np.nan),
+        np.array(-(2**62)),
+        np.array(2**62),
+        np.ones((2, 2), np.complex64),
+    ),
+    *(np.zeros((1, 1, 1), np.uint8), torch.ones(2, dtype=torch.bfloat16), [np.ones(3)]),
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are the same, bit for bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (np.ndarray, torch.Tensor)):
+        a, b = np.asarray(a), np.asarray(b)
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and (a == b or a != a)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[ORTTrainer]:
+    """In the middle of a window, with a schedule and a loss scaler."""
+    options = {
+        "mixed_precision": {"enabled": True, "loss_scaler": amp.DynamicLossScaler()},
+        "batch": {"gradient_accumulation_steps": 3},
+        "lr_scheduler": optim.LinearWarmupLRScheduler(20, 0.1),
+        "utils": {"grad_norm_clip": False},
+    }
+    made = mlp_trainer(options)
+    for batch in mlp_batches(5):
+        made.train_step(*batch)
+    yield made
+
+
+def bytes_of(state: dict[str, Any], user: dict[str, Any] | None = None) -> bytes:
+    file = io.BytesIO()
+    save_checkpoint_file(file, state, user or {})
+    return file.getvalue()
+
+
+def loads(trainer: ORTTrainer, data: bytes) -> bool:
+    """Whether a trainer takes a checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.load_checkpoint(io.BytesIO(data))
+        except REFUSALS:
+            return False
+    return True
+
+
+def test_damaged_files_leave_it_as_it_was(trainer: ORTTrainer) -> None:
+    before = trainer.state_dict()
+    whole = bytes_of(before, {"epoch": 3})
+    headers = [with_header(whole, change) for change in HEADERS.values()]
+    cases = [*truncated(whole), *changed(whole, 300), *headers]
+    assert len(cases) > 430
+    assert not any(loads(trainer, data) for data in cases)
+    assert same(trainer.state_dict(), before)
+    assert loads(trainer, whole)
+
+
+def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from places(entry, (*path, key))
+
+
+def test_wrong_values_in_any_place(trainer: ORTTrainer) -> None:
+    """In a file whose checksums are right: it is read whole, or refused and nothing has changed."""
+    original = trainer.state_dict()
+    before, refused, cases = original, 0, 0
+    for *above, last in places(original):
+        for wrong in WRONG:
+            state = copy.copy(original)
+            inner = state
+            for key in above:
+                inner[key] = dict(inner[key])
+                inner = inner[key]
+            inner[last] = wrong
+            cases += 1
+            if loads(trainer, bytes_of(state)):
+                trainer.load_state_dict(original)
+                before = trainer.state_dict()
+                assert same(before, original), (above, last, wrong)
+            else:
+                refused += 1
+                assert same(trainer.state_dict(), before), (above, last, wrong)
+    assert cases > 500 and refused > cases // 2
+    assert math.isfinite(float(trainer.train_step(*mlp_batches(1)[0])[0]))
+
+
+def test_keys_that_are_gone_or_too_many(trainer: ORTTrainer) -> None:
+    original = trainer.state_dict()
+    for *above, last in places(original):
+        for change in ("drop", "add"):
+            state = copy.copy(original)
+            inner = state
+            for key in above:
+                inner[key] = dict(inner[key])
+                inner = inner[key]
+            if change == "drop":
+                del inner[last]
+            else:
+                inner["../evil"] = inner[last]
+            if loads(trainer, bytes_of(state)):
+                trainer.load_state_dict(original)
+            assert same(trainer.state_dict(), original), (above, last, change)
+
+
+class Other(nn.Module):
+    """Another model with names of the same kind: of another width, with a layer more, and one less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 4)
+        self.fc3 = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc3(torch.tanh(self.fc1(x)))
+
+
+def test_a_mismatch_is_listed_whole(trainer: ORTTrainer) -> None:
+    """As PyTorch's load_state_dict lists it: missing, unexpected and mis-shaped keys in one message."""
+    other = mlp_trainer(model=Other())
+    other.train_step(*mlp_batches(1)[0])
+    before = trainer.state_dict()
+    where = r"state_dict\[model\]\[full_precision\]"
+    with pytest.raises(RuntimeError) as caught:
+        trainer.load_checkpoint(io.BytesIO(bytes_of(other.state_dict())))
+    for part in (
+        rf"Missing keys: \['fc2.weight', 'fc2.bias'\] in {where}",
+        rf"Unexpected keys: \['fc3.weight', 'fc3.bias'\] in {where}",
+        r"Unexpected keys: \['fc3.weight', 'fc3.bias'\] in state_dict\[optimizer\]",
+        rf"Mis-shaped keys: {where}\[fc1.weight\] has shape \[4, 8\], but the trainer has \[16, 8\]",
+        rf"and {where}\[fc1.bias\] has shape \[4\], but the trainer has \[16\]",
+        r"\[optimizer\]\[fc1.bias\]\[Moment_2\] has shape \[4\]",
+    ):
+        assert caught.match(part)
+    assert "strict=False" not in str(caught.value), "which would not help"
+    assert same(trainer.state_dict(), before)
+    # PyTorch names the same keys of the weights alone.
+    weights = other.state_dict(pytorch_format=True)
+    with pytest.raises(RuntimeError) as theirs:
+        MLP().load_state_dict(weights)
+    with pytest.raises(RuntimeError) as ours:
+        trainer.load_state_dict(weights)
+    for key in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"):
+        assert key in str(theirs.value) and key in str(ours.value)
+    with pytest.raises(ValueError, match=r"Mis-shaped keys: .*fc1.weight.* and .*fc1.bias"):
+        trainer.load_state_dict(weights, strict=False)
+    of_integers = {**trainer.state_dict(pytorch_format=True), "fc2.bias": torch.ones(3, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"Keys of another dtype: state_dict\[fc2.bias\] has dtype torch.int64"):
+        trainer.load_state_dict(of_integers)
+    assert same(trainer.state_dict(), before)
+
+
+def test_what_is_of_a_wrong_kind_in_a_file_is_an_error_of_the_file(trainer: ORTTrainer) -> None:
+    state = trainer.state_dict()
+    state["model"] = {"full_precision": 7}
+    with pytest.raises(CheckpointError, match="holds something that no checkpoint of a trainer has: .*must be a dict"):
+        trainer.load_checkpoint(io.BytesIO(bytes_of(state)))
+    with pytest.raises(TypeError, match="path must be a path or a binary file"):
+        trainer.load_checkpoint(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a dict"):
+        trainer.load_state_dict(state)
+
+
+def test_no_json_of_python_is_lost(trainer: ORTTrainer) -> None:
+    """What is refused above is refused for what it is: the same file with sound values is read."""
+    user = {"deep": json.loads("[" * 50 + "]" * 50), "nan": math.nan, "large": 1 << 70}
+    _, found = load_checkpoint_file(io.BytesIO(bytes_of(trainer.state_dict(), user)))
+    assert same(found, user)
