@@ -16,6 +16,7 @@ from cookbook_diffs import with_diffs
 from option_types import option_types
 
 from ort_trainer.options.checks import SPELLINGS
+from ort_trainer.options.listing import leaves, listed_options
 from ort_trainer.options.schema import load_schema
 
 HERE = Path(__file__).resolve().parent
@@ -38,26 +39,12 @@ NAMES_HEAD = """<!-- options: written by make docs -->
 NAMES_TAIL = "<!-- /options -->"
 
 
-def leaves(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the dotted path and the rules of every option."""
-    for key, rules in schema.items():
-        here = f"{path}.{key}" if path else key
-        if "schema" in rules and rules["type"] == "dict":
-            yield from leaves(rules["schema"], here)
-        else:
-            yield here, rules
-
-
-def rows(schema: Mapping[str, Any]) -> Iterator[str]:
+def rows() -> Iterator[str]:
     """Yields a table row for every option."""
-    for path, rules in leaves(schema):
-        limits = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
-        limits += [f"`{rules['regex']}`".replace("|", "\\|")] if "regex" in rules else []
-        limits += [", ".join(rules["allowed"])] if "allowed" in rules else []
-        state = rules["meta"].get("state", "only the default" if "only_default" in rules["meta"] else "works")
-        kind = rules["type"] + (" or None" if rules.get("nullable") else "")
-        meaning = rules["meta"]["doc"]
-        yield f"| `{path}` | {kind} | `{rules['default']!r}` | {', '.join(limits)} | {state} | {meaning} |"
+    for option in listed_options():
+        allowed = ", ".join(option.allowed).replace("|", "\\|")
+        facts = f"{option.type} | `{option.default!r}` | {allowed} | {option.state}"
+        yield f"| `{option.key}` | {facts} | {option.meaning} |"
 
 
 def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -85,7 +72,7 @@ def main() -> None:
     block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
     begin = re.escape(NAMES_HEAD.splitlines()[0])
     targets = {
-        HERE / "options.md": HEAD + "\n".join(rows(schema)) + "\n",
+        HERE / "options.md": HEAD + "\n".join(rows()) + "\n",
         ROOT / "ort_trainer" / "options" / "sections.py": option_types(
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),

@@ -1,11 +1,16 @@
-"""Trains from the artifacts of an export, with nothing but NumPy, ONNX Runtime and safetensors."""
+"""Trains from the artifacts of an export, with nothing but NumPy, ONNX Runtime and xxhash."""
 
-from .checkpoint_state import CheckpointState, Parameter, Parameters, Properties
-from .lr_scheduler import LinearLRScheduler
-from .module import Module
-from .optimizer import Optimizer
-from .random_numbers import set_seed
-from .training_session import TrainingSession
+from typing import TYPE_CHECKING
+
+from ..lazy import lazily
+
+if TYPE_CHECKING:
+    from .checkpoint_state import CheckpointState, Parameter, Parameters, Properties
+    from .lr_scheduler import LinearLRScheduler
+    from .module import Module
+    from .optimizer import Optimizer
+    from .random_numbers import set_seed
+    from .training_session import TrainingSession
 
 __all__ = [
     "CheckpointState",
@@ -18,3 +23,21 @@ __all__ = [
     "TrainingSession",
     "set_seed",
 ]
+
+# Files are looked into and converted without ONNX Runtime.
+_PLACES = {
+    "CheckpointState": "checkpoint_state",
+    "LinearLRScheduler": "lr_scheduler",
+    "Module": "module",
+    "Optimizer": "optimizer",
+    "Parameter": "checkpoint_state",
+    "Parameters": "checkpoint_state",
+    "Properties": "checkpoint_state",
+    "TrainingSession": "training_session",
+    "set_seed": "random_numbers",
+}
+__getattr__ = lazily(__name__, _PLACES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

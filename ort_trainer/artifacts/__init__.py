@@ -1,7 +1,8 @@
 """Writes what ``ort_trainer.api`` trains from: models of step, evaluation and update, and a checkpoint."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazily
 
 if TYPE_CHECKING:
     from .convert import convert_checkpoint, trainer_state_dict
@@ -10,8 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LossType", "OptimType", "convert_checkpoint", "generate_artifacts", "trainer_state_dict"]
 
-# Public name -> the module that has it. Checkpoints are converted where there is no torch, too, and
-# ``python -m ort_trainer.artifacts.convert`` must find its module not imported yet.
+# Checkpoints are converted where there is no torch.
 _PLACES = {
     "LossType": "kinds",
     "OptimType": "kinds",
@@ -19,15 +19,7 @@ _PLACES = {
     "generate_artifacts": "generate",
     "trainer_state_dict": "convert",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is asked for first."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
-    globals()[name] = found
-    return found
+__getattr__ = lazily(__name__, _PLACES)
 
 
 def __dir__() -> list[str]:

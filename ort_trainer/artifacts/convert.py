@@ -1,14 +1,9 @@
-"""Converts checkpoints between onnxruntime-training's own training API and ours.
-
-As a command: ``python -m ort_trainer.artifacts.convert SOURCE TARGET [--like CHECKPOINT]``.
-"""
+"""Converts checkpoints between onnxruntime-training's own training API and ours, for programs and the command line."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ from .upstream.checkpoint import read_upstream_checkpoint
 from .upstream.conversion import from_upstream, state_dict_of, to_upstream
 from .upstream.write_checkpoint import write_upstream_checkpoint
 
-__all__ = ["convert_checkpoint", "trainer_state_dict"]
+__all__ = ["convert_checkpoint", "trainer_state_dict", "write_as_upstream"]
 
 PathLike = str | os.PathLike[str]
 
@@ -62,6 +57,15 @@ def convert_checkpoint(
     checkpoint = read_checkpoint(source)
     if not include_optimizer_state:
         checkpoint = dataclasses.replace(checkpoint, optimizer=None)
+    write_as_upstream(target, checkpoint)
+
+
+def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint of ours as onnxruntime-training has it, with a warning of what it can't hold.
+
+    Raises:
+        ValueError: If it is of an optimizer that onnxruntime-training does not have.
+    """
     found, left_out = to_upstream(checkpoint)
     if left_out:
         warn(f"onnxruntime-training has no place for {', '.join(left_out)}: left out of {os.fspath(target)!r}")
@@ -99,26 +103,3 @@ def _is_upstream(source: PathLike) -> bool:
         raise FileNotFoundError(f"there is no checkpoint {os.fspath(source)!r}")
     with Path(source).open("rb") as file:
         return is_upstream_checkpoint(file.read(8))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ort_trainer.artifacts.convert",
-        description="Converts a checkpoint of onnxruntime-training's training API to one of ort_trainer.api, or back.",
-    )
-    parser.add_argument("source", help="the checkpoint; its kind says which way")
-    parser.add_argument("target", help="the file to write")
-    parser.add_argument("--like", help="of ort_trainer: the checkpoint of the export that the new one is for")
-    parser.add_argument("--no-optimizer-state", action="store_true", help="leave out the state of the optimizer")
-    given = parser.parse_args(arguments)
-    try:
-        convert_checkpoint(given.source, given.target, given.like, include_optimizer_state=not given.no_optimizer_state)
-    except (OSError, ValueError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

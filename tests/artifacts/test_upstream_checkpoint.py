@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from ort_trainer import CheckpointError, optim
 from ort_trainer.api import CheckpointState
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
-from ort_trainer.artifacts.convert import main
 from ort_trainer.artifacts.upstream import (
     OptimizerGroup,
     UpstreamCheckpoint,
@@ -259,7 +256,7 @@ def test_what_has_no_place_there_is_said(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path / "ours",
         ours(
-            schedule={"kind": "x"},
+            schedule={"kind": "constant", "warmup_steps": 0, "total_steps": 5},
             gradients={"a": array(3, 2)},
             random={"state": np.zeros(625, np.uint32)},
             learning_rates=[0.5, 0.125],
@@ -309,19 +306,6 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="source must be a path, but 3"):
         convert_checkpoint(3, tmp_path / "new")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
-
-
-def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path / "ours", ours())
-    command = [sys.executable, "-m", "ort_trainer.artifacts.convert", str(tmp_path / "ours"), str(tmp_path / "theirs")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    assert done.stdout + done.stderr == ""
-    assert main([str(tmp_path / "theirs"), str(tmp_path / "again"), "--like", str(tmp_path / "ours")]) == 0
-    assert_same_checkpoint(read_checkpoint(tmp_path / "again"), ours())
-    assert main([str(tmp_path / "again"), str(tmp_path / "weights"), "--no-optimizer-state"]) == 0
-    assert not read_upstream_checkpoint(tmp_path / "weights").groups
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "new")]) == 1
-    assert "error: there is no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.needs_gradient_builder

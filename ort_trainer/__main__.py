@@ -1,0 +1,8 @@
+"""Runs the command line as ``python -m ort_trainer``."""
+
+import sys
+
+from .command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

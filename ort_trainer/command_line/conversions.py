@@ -1,0 +1,236 @@
+"""Checkpoints of one kind as those of another: what each kind can hold is carried, and a warning says what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..api.checkpoint_file import Array, Checkpoint, as_stored, read_checkpoint, write_checkpoint
+from ..artifacts.convert import convert_checkpoint, trainer_state_dict, write_as_upstream
+from ..atomic import atomic_path
+from ..errors import warn
+from ..sealed import Stored, read_tensors, write
+from .formats import Format, manifest_of, open_sealed, recognize
+
+__all__ = ["TARGETS", "convert"]
+
+TARGETS = {
+    "trainer": Format.TRAINER,
+    "api": Format.API,
+    "upstream": Format.UPSTREAM,
+    "weights": Format.TENSORS,
+}
+_USUAL = {
+    Format.TRAINER: "trainer",
+    Format.LEGACY: "trainer",
+    Format.API: "upstream",
+    Format.UPSTREAM: "api",
+    Format.TENSORS: "trainer",
+}
+
+State = dict[str, Any]
+_MAIN_PARTS = ("format", "version", "state", "user")
+
+
+def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | None, with_optimizer: bool) -> str:
+    """Converts a checkpoint.
+
+    Args:
+        sources: The file; of a legacy run with ZeRO the files of all ranks.
+        target: The file to write; it is replaced if it exists.
+        like: A checkpoint that has what the source has not.
+        to: A key of :data:`TARGETS`; None for what is usual for the kind of the source.
+        with_optimizer: Whether to carry the state of the optimizer.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        FileNotFoundError, CheckpointError: If a file does not exist or is damaged.
+        ValueError: If the kinds do not fit, or ``like`` is missing or of no use.
+    """
+    kind = recognize(sources[0])
+    if kind not in _USUAL:
+        raise ValueError(f"{str(sources[0])!r} is of the kind {kind.value!r}, which can't be converted")
+    if len(sources) > 1 and kind is not Format.LEGACY:
+        raise ValueError("several files together are converted of a legacy run with ZeRO only, one of each rank")
+    wanted = to or _USUAL[kind]
+    if like is not None and wanted in ("trainer", "weights"):
+        raise ValueError(f"--like has no effect where a file for {wanted!r} is written: leave it out")
+    writers: dict[str, Callable[[], None]] = {
+        "trainer": lambda: _write_trainer(sources, kind, target, with_optimizer),
+        "weights": lambda: _write_weights(sources, kind, target),
+        "api": lambda: _write_api(sources, kind, target, like, with_optimizer),
+        "upstream": lambda: _write_upstream(sources, kind, target, like, with_optimizer),
+    }
+    writers[wanted]()
+    return TARGETS[wanted].value
+
+
+def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_optimizer: bool) -> None:
+    from ..checkpoint import save_checkpoint_file
+
+    state, user_dict = _state(sources, kind)
+    if not with_optimizer:
+        for key in ("optimizer", "torch_optimizer", "gradients"):
+            state.pop(key, None)
+    if kind in (Format.API, Format.UPSTREAM):
+        warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
+    parts = _parts(sources[0]) if kind is Format.TRAINER else {}
+    save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
+
+
+def _parts(source: Path) -> dict[str, State]:
+    """Returns what a checkpoint has beside the state and the user's dict, such as the position in the data."""
+    from ..checkpoint import read_parts
+
+    with open_sealed(source) as (_, header):
+        names = [name for name in manifest_of(header, repr(str(source))) if name not in _MAIN_PARTS]
+    return dict(zip(names, read_parts(source, *names), strict=True))
+
+
+def _state(sources: Sequence[Path], kind: Format) -> tuple[State, State]:
+    """Returns the state of a trainer and the user's own values, from any kind of file."""
+    source = sources[0]
+    if kind is Format.TENSORS:
+        return {"model": {"full_precision": _torch_tensors(source)}}, {}
+    if kind in (Format.TRAINER, Format.LEGACY):
+        from ..checkpoint import load_checkpoint_file
+
+        return load_checkpoint_file(*sources)
+    if kind is Format.API:
+        return trainer_state_dict(source), dict(read_checkpoint(source).properties)
+    from ..artifacts.upstream import read_upstream_checkpoint
+
+    return trainer_state_dict(source), dict(read_upstream_checkpoint(source).properties)
+
+
+def _torch_tensors(source: Path) -> State:
+    """Returns the tensors of a safetensors file as those of PyTorch, which has data types that NumPy lacks."""
+    from ..checkpoint.file import as_tensor
+
+    with open_sealed(source) as (file, header):
+        read = read_tensors(file, header, repr(str(source)), header.tensors)
+        return {name: as_tensor(header.tensors[name], data) for name, data in read.items()}
+
+
+def _write_weights(sources: Sequence[Path], kind: Format, target: Path) -> None:
+    """Writes parameters and buffers under their names in PyTorch, nothing else."""
+    state, _ = _state(sources, kind)
+    weights = state.get("model", {}).get("full_precision", {})
+    if not weights:
+        raise ValueError(f"{str(sources[0])!r} has no weights")
+    with atomic_path(target) as temporary, temporary.open("wb") as file:
+        # Libraries that read the file ask for this entry.
+        write(file, {name: _stored(value) for name, value in weights.items()}, {"format": "pt"})
+
+
+def _stored(value: Any) -> Stored:
+    if isinstance(value, np.ndarray):
+        return as_stored(np.asarray(value, order="C"))
+    from ..checkpoint.file import as_stored as tensor_as_stored
+
+    return tensor_as_stored(value.contiguous())
+
+
+def _write_api(sources: Sequence[Path], kind: Format, target: Path, like: Path | None, with_optimizer: bool) -> None:
+    source = sources[0]
+    if kind is Format.UPSTREAM:
+        convert_checkpoint(source, target, like, include_optimizer_state=with_optimizer)
+    elif kind is Format.API:
+        found = read_checkpoint(source)
+        write_checkpoint(target, found if with_optimizer else dataclasses.replace(found, optimizer=None))
+    else:
+        write_checkpoint(target, _for_export(sources, kind, like, with_optimizer))
+
+
+def _write_upstream(
+    sources: Sequence[Path], kind: Format, target: Path, like: Path | None, with_optimizer: bool
+) -> None:
+    if kind is Format.API:
+        convert_checkpoint(sources[0], target, like, include_optimizer_state=with_optimizer)
+    elif kind is Format.UPSTREAM:
+        raise ValueError(f"{str(sources[0])!r} is a checkpoint of onnxruntime-training already")
+    else:
+        write_as_upstream(target, _for_export(sources, kind, like, with_optimizer))
+
+
+def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_optimizer: bool) -> Checkpoint:
+    """Returns the state of a trainer as the checkpoint of an export, which has what belongs to the models."""
+    if like is None:
+        raise ValueError(
+            f"{kind.value} has names and values, but not what belongs to the models of an export: give the "
+            "'checkpoint' that export_artifacts() wrote for the same model with --like"
+        )
+    export = read_checkpoint(like)
+    state, user_dict = _state(sources, kind)
+    weights = state.get("model", {}).get("full_precision", {}) | state.get("transient_buffers", {})
+    optimizer = _optimizer_of(state, export) if with_optimizer and "optimizer" in state else None
+    if state.get("gradients"):
+        warn("gradients of an unfinished accumulation window are left out: the window begins anew")
+    properties = {name: value for name, value in user_dict.items() if _is_property(value)}
+    if len(properties) < len(user_dict):
+        warn(f"values of your own that are no number and no text are left out: {[*user_dict.keys() - properties]}")
+    info = state.get("train_step_info", {})
+    return dataclasses.replace(
+        export,
+        parameters={name: _fitting(name, weights, value) for name, value in export.parameters.items()},
+        buffers={name: _fitting(name, weights, value) for name, value in export.buffers.items()},
+        optimizer=optimizer,
+        optimization_step=info.get("optimization_step", 0) if optimizer is not None else 0,
+        gradients={},
+        random=_random_of(state) if "random" in state else export.random,
+        properties=properties,
+        nominal=False,
+    )
+
+
+def _is_property(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+
+
+def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
+    if name not in weights:
+        raise ValueError(f"{name!r} is missing, which the checkpoint given with --like has")
+    value = np.asarray(weights[name])
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(
+            f"{name!r} has shape {list(value.shape)} and dtype {value.dtype}, but {list(like.shape)} and {like.dtype} "
+            "in the checkpoint given with --like"
+        )
+    return value
+
+
+def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Array] | None:
+    """Returns the optimizer's state by the keys of an export; None, with a warning, if it is of another optimizer."""
+    kept: Mapping[str, Any] = state["optimizer"]
+    counts = {int(own["Update_Count"][0]): own["Update_Count"] for own in kept.values() if "Update_Count" in own}
+    found, missing = {}, []
+    for key, like in (export.optimizer or {}).items():
+        name, _, slot = key.rpartition(".")
+        value = kept.get(name or "shared_optimizer_state", {}).get(slot)
+        if value is None and key == "Update_Count" and len(counts) == 1:
+            (value,) = counts.values()
+        if value is None or value.shape != like.shape:
+            missing.append(key)
+        else:
+            found[key] = value
+    if missing or export.optimizer is None:
+        what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
+        warn(f"the optimizer's state is left out, so that training starts with a new one: {what}")
+        return None
+    return found
+
+
+def _random_of(state: Mapping[str, Any]) -> dict[str, Array]:
+    import torch
+
+    from ..artifacts.running_state import random_state
+
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(state["random"].copy()))
+    return random_state(generator)

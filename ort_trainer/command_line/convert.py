@@ -1,0 +1,53 @@
+"""The command ``convert``: a checkpoint of one kind as one of another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .output import OK, WRONG_USAGE, complain, say
+
+__all__ = ["add"]
+
+_KINDS = ("trainer", "api", "upstream", "weights")
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="a checkpoint of one kind as one of another",
+        description="Converts checkpoints of the trainer, of ort_trainer.api, of onnxruntime-training (upstream), of "
+        "the legacy trainer, and safetensors files of weights. Warnings say what the new file can't hold.",
+        epilog="Exit codes: 0 the file was written, 1 it was not, 2 wrong usage, or the target exists.",
+    )
+    parser.add_argument("source", nargs="+", help="the checkpoint; of a legacy run with ZeRO those of all ranks")
+    parser.add_argument("target", help="the file to write")
+    parser.add_argument(
+        "--to",
+        choices=_KINDS,
+        help="the kind of the target; by default trainer, but upstream for one of ort_trainer.api, and api for one of "
+        "upstream. weights is a safetensors file with the names of PyTorch",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="CHECKPOINT",
+        help="for api, and for upstream from a trainer's: the checkpoint of the export that the new one is for",
+    )
+    parser.add_argument("--no-optimizer-state", action="store_true", help="leave out the state of the optimizer")
+    parser.add_argument("--force", action="store_true", help="replace the target if it exists")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    sources, target = [Path(name) for name in given.source], Path(given.target)
+    if target.exists() and not given.force:
+        complain(f"error: {str(target)!r} exists already: choose another target, or give --force")
+        return WRONG_USAGE
+    from .conversions import convert
+
+    like = None if given.like is None else Path(given.like)
+    written = convert(sources, target, like, given.to, with_optimizer=not given.no_optimizer_state)
+    say(f"{target}: {written}")
+    return OK

@@ -1,0 +1,122 @@
+"""Which kind of file a file is, by its first bytes; nothing is loaded for that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import CheckpointError
+from ..foreign import is_upstream_checkpoint
+from ..sealed import Header, read_header
+
+__all__ = ["Format", "files_of", "manifest_of", "open_sealed", "recognize"]
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_CACHED = b"ort_trainer export "
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+_HEAD = 32
+# Files with these endings are expected to be of a known kind, so that one that is not is damaged.
+_ENDINGS = (".onnx", ".ortckpt", ".safetensors")
+
+
+class Format(Enum):
+    """A kind of file, in words."""
+
+    TRAINER = "checkpoint of ORTTrainer"
+    API = "checkpoint of ort_trainer.api"
+    UPSTREAM = "checkpoint of onnxruntime-training's training API (flatbuffers)"
+    LEGACY = "checkpoint of the legacy ORTTrainer (HDF5)"
+    TENSORS = "safetensors file"
+    ONNX = "ONNX model"
+    CACHED = "export kept by the cache"
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether files of this kind may have checksums of their tensors."""
+        return self in (Format.TRAINER, Format.API, Format.TENSORS)
+
+
+# Metadata of a safetensors file that say what it is.
+_MANIFESTS = {"manifest": Format.TRAINER, "ort_trainer.checkpoint": Format.API}
+
+
+def recognize(path: Path) -> Format:
+    """Returns the kind of a file.
+
+    Raises:
+        FileNotFoundError: If it does not exist.
+        ValueError: If it is of no kind that is known here; the message says what it may be.
+        CheckpointError: If it is a damaged safetensors file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {str(path)!r}")
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file")
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    if head.startswith(_HDF5):
+        return Format.LEGACY
+    if is_upstream_checkpoint(head):
+        return Format.UPSTREAM
+    if head.startswith(_CACHED):
+        return Format.CACHED
+    if head.startswith(_PICKLES):
+        raise ValueError(
+            f"{str(path)!r} was written by torch.save or pickle. Such files could execute anything, so they are not "
+            "read: torch.load(path, weights_only=True) reads them where you trust them"
+        )
+    if head[8:9] == b"{":
+        with open_sealed(path) as (_, header):
+            return next((kind for key, kind in _MANIFESTS.items() if key in header.metadata), Format.TENSORS)
+    if head[:1] == b"\x08":  # the field ir_version, which is written first
+        return Format.ONNX
+    raise ValueError(
+        f"{str(path)!r} is {'empty' if not head else 'of no kind that is known'}: neither checkpoint nor ONNX model "
+        "nor safetensors file"
+    )
+
+
+@contextlib.contextmanager
+def open_sealed(path: Path) -> Iterator[tuple[BinaryIO, Header]]:
+    """Gives an open safetensors file and its header."""
+    with path.open("rb") as file:
+        yield file, read_header(file, repr(str(path)))
+
+
+def manifest_of(header: Header, name: str) -> dict[str, Any]:
+    """Returns what a checkpoint says about its tensors.
+
+    Raises:
+        CheckpointError: If it is no JSON object.
+    """
+    text = next(header.metadata[key] for key in _MANIFESTS if key in header.metadata)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is damaged: its manifest can't be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name} is damaged: its manifest is no JSON object")
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Returns the files of a folder whose kind is known, or should be by their names, in the order of these."""
+    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _is_of_interest(path)]
+
+
+def _is_of_interest(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    if path.suffix in _ENDINGS:
+        return True
+    try:
+        recognize(path)
+    except CheckpointError:  # it is damaged, which the command says
+        return True
+    except (ValueError, OSError):
+        return False
+    return True

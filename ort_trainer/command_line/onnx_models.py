@@ -1,0 +1,158 @@
+"""What is in an ONNX model, read from the bytes of its file; nothing is loaded that is not looked at."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..api.artifact import METADATA
+from ..api.protobuf import Field, Malformed, content, decoded, fields, text, varints
+
+__all__ = ["describe_model"]
+
+# Field numbers of onnx.proto.
+_MODEL_IR_VERSION, _MODEL_PRODUCER, _MODEL_GRAPH, _MODEL_OPSET, _MODEL_METADATA = 1, 2, 7, 8, 14
+_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 5, 11, 12
+_NODE_TYPE, _NODE_DOMAIN = 4, 7
+_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_LOCATION = 1, 2, 8, 14
+_INFO_NAME, _INFO_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_SIZE, _DIM_NAME = 1, 2, 1, 2, 1, 1, 2
+_OPSET_DOMAIN, _OPSET_VERSION, _ENTRY_KEY, _ENTRY_VALUE = 1, 2, 1, 2
+_EXTERNAL = 1
+
+# Number of an element type -> its name, and the bits of an element.
+_TYPES = {
+    1: ("float32", 32),
+    2: ("uint8", 8),
+    3: ("int8", 8),
+    4: ("uint16", 16),
+    5: ("int16", 16),
+    6: ("int32", 32),
+    7: ("int64", 64),
+    8: ("string", 0),
+    9: ("bool", 8),
+    10: ("float16", 16),
+    11: ("float64", 64),
+    12: ("uint32", 32),
+    13: ("uint64", 64),
+    16: ("bfloat16", 16),
+}
+
+
+def describe_model(path: Path) -> dict[str, Any]:
+    """Returns what a model has, as JSON values.
+
+    Raises:
+        ValueError: If the file is no ONNX model.
+    """
+    with path.open("rb") as file:  # the map lives as long as there is a view of it
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    try:
+        return _model(whole)
+    except Malformed as error:
+        raise ValueError(f"{str(path)!r} is damaged, or no ONNX model: {error}") from error
+
+
+def _model(data: memoryview) -> dict[str, Any]:
+    found: dict[str, Any] = {"ir_version": 0, "producer": "", "opsets": {}, "metadata": []}
+    graph: dict[str, Any] | None = None
+    for part in fields(data):
+        if part.number == _MODEL_IR_VERSION:
+            found["ir_version"] = _number(part)
+        elif part.number == _MODEL_PRODUCER:
+            found["producer"] = decoded(content(part))
+        elif part.number == _MODEL_OPSET:
+            entry = content(part)
+            found["opsets"][text(entry, _OPSET_DOMAIN) or "ai.onnx"] = _first_number(entry, _OPSET_VERSION)
+        elif part.number == _MODEL_METADATA:
+            key = text(content(part), _ENTRY_KEY)
+            found["metadata"].append(key)
+            if key == METADATA:
+                found["artifact"] = _artifact(text(content(part), _ENTRY_VALUE))
+        elif part.number == _MODEL_GRAPH:
+            graph = _graph(content(part))
+    if graph is None:
+        raise Malformed("it has no graph")
+    return found | graph
+
+
+def _artifact(metadata: str) -> dict[str, Any]:
+    """Returns the kind of an artifact of ours, and the export that it is of."""
+    try:
+        said = json.loads(metadata)
+        return {key: said.get(key) for key in ("kind", "export", "format")}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise Malformed(f"its metadata {METADATA!r} are no JSON object ({error})") from error
+
+
+def _graph(data: memoryview) -> dict[str, Any]:
+    inputs, outputs, tensors = [], [], []
+    operators: Counter[str] = Counter()
+    for part in fields(data):
+        if part.number == _GRAPH_NODE:
+            node = content(part)
+            domain, kind = text(node, _NODE_DOMAIN), text(node, _NODE_TYPE)
+            operators[f"{domain}.{kind}" if domain not in ("", "ai.onnx") else kind] += 1
+        elif part.number == _GRAPH_INITIALIZER:
+            tensors.append(_tensor(content(part)))
+        elif part.number == _GRAPH_INPUT:
+            inputs.append(_value(content(part)))
+        elif part.number == _GRAPH_OUTPUT:
+            outputs.append(_value(content(part)))
+    return {
+        "inputs": inputs,
+        "outputs": outputs,
+        "nodes": sum(operators.values()),
+        "operators": dict(sorted(operators.items(), key=lambda entry: (-entry[1], entry[0]))),
+        "tensors": tensors,
+    }
+
+
+def _tensor(data: memoryview) -> dict[str, Any]:
+    """Returns what an initializer is; its values are skipped."""
+    shape: list[int] = []
+    kind, name, outside = 0, "", False
+    for part in fields(data):
+        if part.number == _TENSOR_DIMS:  # one by one, or packed into one field
+            shape += [part.value] if isinstance(part.value, int) else varints(part.value)
+        elif part.number == _TENSOR_TYPE:
+            kind = _number(part)
+        elif part.number == _TENSOR_NAME:
+            name = decoded(content(part))
+        elif part.number == _TENSOR_LOCATION:
+            outside = _number(part) == _EXTERNAL
+    dtype, bits = _TYPES.get(kind, (f"type {kind}", 0))
+    found = {"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * bits // 8}
+    return found | ({"external": True} if outside else {})
+
+
+def _value(data: memoryview) -> dict[str, Any]:
+    """Returns an input or output; sizes may be names, and None where they are not known."""
+    kind: str | None = None
+    shape: list[int | str | None] | None = None
+    for part in (f for f in fields(data) if f.number == _INFO_TYPE):
+        for tensor in (content(f) for f in fields(content(part)) if f.number == _TYPE_TENSOR):
+            kind = _TYPES.get(_first_number(tensor, 1), (None, 0))[0]
+            for sizes in (content(f) for f in fields(tensor) if f.number == _TENSOR_SHAPE):
+                shape = [_size(content(f)) for f in fields(sizes) if f.number == _SHAPE_DIM]
+    return {"name": text(data, _INFO_NAME), "dtype": kind, "shape": shape}
+
+
+def _size(data: memoryview) -> int | str | None:
+    found = next(fields(data), None)
+    if found is None:
+        return None
+    return _number(found) if found.number == _DIM_SIZE else text(data, _DIM_NAME) or None
+
+
+def _first_number(data: memoryview, number: int) -> int:
+    return next((_number(f) for f in fields(data) if f.number == number), 0)
+
+
+def _number(found: Field) -> int:
+    if not isinstance(found.value, int):
+        raise Malformed(f"field {found.number} is no number")
+    return found.value

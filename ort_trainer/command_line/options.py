@@ -1,0 +1,75 @@
+"""The command ``options``: the table of the trainer's options, or one of them in full."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from .output import OK, WRONG_USAGE, complain, say, say_facts, say_json, say_table
+
+if TYPE_CHECKING:
+    from ..options.listing import ListedOption
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser(
+        "options",
+        help="the trainer's options",
+        description="Prints all options of the trainer, those of a section, or one with its meaning.",
+        epilog="Exit codes: 0, or 2 if there is no such option.",
+    )
+    parser.add_argument("key", nargs="?", help="an option or a section, such as utils or utils.kernels")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    from ..options.listing import listed_options
+
+    known = listed_options()
+    chosen = [option for option in known if given.key is None or _is_meant(option, given.key)]
+    if not chosen:
+        complain(f"error: there is no option {given.key!r}{_close(known, given.key)}")
+        return WRONG_USAGE
+    if given.json:
+        say_json([option._asdict() for option in chosen])
+    elif len(chosen) == 1:
+        _say_whole(chosen[0])
+    else:
+        say_table(
+            ("option", "type", "default", "allowed", "state"),
+            [(o.key, o.type, repr(o.default), ", ".join(o.allowed), o.state) for o in chosen],
+            indent="",
+        )
+    return OK
+
+
+def _is_meant(option: ListedOption, key: str) -> bool:
+    return key in (option.key, *option.spellings) or option.key.startswith(f"{key}.")
+
+
+def _close(known: list[ListedOption], key: str) -> str:
+    """Returns a question for the keys that are meant perhaps: the last part of a key is what people remember."""
+    keys = [option.key for option in known]
+    found = difflib.get_close_matches(key, keys, n=3)
+    last = key.rpartition(".")[2]
+    found += [name for name in keys if difflib.SequenceMatcher(None, name.rpartition(".")[2], last).ratio() > 0.75]
+    found = list(dict.fromkeys(found))[:3]
+    return f" (did you mean {' or '.join(found)}?)" if found else ": 'ort-trainer options' prints all of them"
+
+
+def _say_whole(option: ListedOption) -> None:
+    say(option.key)
+    facts = {"type": option.type, "default": repr(option.default)}
+    facts |= {"allowed": ", ".join(option.allowed)} if option.allowed else {}
+    facts |= {"state": option.state}
+    facts |= {"also as": ", ".join(option.spellings)} if option.spellings else {}
+    say_facts(facts)
+    say()
+    for line in textwrap.wrap(option.meaning, 100):
+        say(f"  {line}")

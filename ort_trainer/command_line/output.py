@@ -1,0 +1,90 @@
+"""What commands print: lines that any terminal takes, tables, and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+__all__ = ["FAILED", "OK", "WRONG_USAGE", "complain", "say", "say_facts", "say_json", "say_table", "size"]
+
+OK, FAILED, WRONG_USAGE = 0, 1, 2
+"""Exit codes; argparse ends with the last one by itself."""
+
+
+def tolerate_any_terminal() -> None:
+    """Lets characters that a terminal does not have be printed as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def say(line: str = "") -> None:
+    """Prints a line; nobody need read it to the end.
+
+    What is not printable is escaped, as names come from files, and a terminal obeys some characters.
+    """
+    _write(sys.stdout, line)
+
+
+def complain(message: str) -> None:
+    """Prints a message to stderr, in one line."""
+    _write(sys.stderr, " ".join(message.split()))
+
+
+def _write(stream: TextIO, line: str) -> None:
+    try:
+        stream.write("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        # The reader has gone. Python would complain when it flushes at the end, so it gets something that takes all.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say_json(value: Any) -> None:
+    """Prints a value as JSON, in ASCII, which every terminal and program takes; numbers that are not finite as null."""
+    for line in json.dumps(_with_finite_numbers(value), indent=2, allow_nan=False).splitlines():
+        say(line)
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_finite_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_finite_numbers(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say_facts(facts: Mapping[str, Any], indent: str = "  ") -> None:
+    """Prints names and values, one a line, the values below each other."""
+    width = max(map(len, facts), default=0)
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            say(f"{indent}{name}")
+            say_facts(value, indent + "  ")
+        else:
+            value = ("yes" if value else "no") if isinstance(value, bool) else value
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            say(f"{indent}{name:<{width}}  {text}".rstrip())
+
+
+def say_table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> None:
+    """Prints a table whose columns are as wide as they need."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        say((indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))).rstrip())
+
+
+def size(count: int) -> str:
+    """Returns a number of bytes as people read it: in powers of 1000, three digits."""
+    amount, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if amount < 999.5:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{count} bytes" if unit == "bytes" else f"{amount:.3g} {unit}"

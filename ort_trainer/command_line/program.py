@@ -1,0 +1,66 @@
+"""The parser of the command line, and what all commands have in common: errors, warnings and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from . import convert, env, inspect, options, verify
+from .output import FAILED, complain, say, tolerate_any_terminal
+
+__all__ = ["main"]
+
+_COMMANDS = (inspect, verify, convert, env, options)
+_EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: Without the program's name; by default those of the process.
+
+    Returns:
+        The exit code: 0 if all is well, 1 if not, 130 after Ctrl-C. Wrong usage ends the process with 2.
+    """
+    tolerate_any_terminal()
+    given = _parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        warnings.simplefilter("always", UserWarning)
+        try:
+            code: int = given.run(given)
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except Exception as error:  # a user of the command line can do nothing with a traceback
+            kind = "" if isinstance(error, _EXPECTED) else f"{type(error).__name__}: "
+            complain(f"error: {kind}{error}")
+            return FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ort-trainer",
+        description="Looks into the files of ort_trainer, checks and converts them, and describes the installation.",
+        epilog="Exit codes: 0 all is well, 1 it is not, 2 wrong usage.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        say(env.own_version())
+        parser.exit()
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    if issubclass(category, (UserWarning, RuntimeWarning)):
+        complain(f"warning: {message}")

@@ -1,0 +1,27 @@
+"""Names of a room that are imported when they are asked for, so that a part of it can be used without the rest."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazily"]
+
+
+def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a package.
+
+    Args:
+        package: Its ``__name__``.
+        places: Public name -> the module of the package that has it.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f".{places[name]}", package), name)
+        setattr(importlib.import_module(package), name, found)
+        return found
+
+    return __getattr__
