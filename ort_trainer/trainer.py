@@ -27,6 +27,7 @@ from .sources import BORROWED, loss_function, model_source
 from .sources.torch import LossFunction
 from .trainer_state import TrainerState
 from .training import state
+from .training.begin_profile import begin_profile
 from .training.inference_mode import outside_inference_mode
 from .training.learning_rates import Schedule
 from .training.loop import TrainingLoop
@@ -257,7 +258,7 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
             RuntimeError: If another profile is not finished yet.
             TypeError, ValueError, OSError: If ``steps`` is no int of at least 1, or there can be no file at ``trace``.
         """
-        return self._loop.profile(steps, trace)
+        return begin_profile(self._loop, steps, trace)
 
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.

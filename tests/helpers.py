@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -71,6 +72,19 @@ def assert_same_weights(trainer: ORTTrainer, model: nn.Module, relative: float) 
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         assert_close(ours[name], value, relative, name)
+
+
+def assert_same_state(first: Any, second: Any, path: str = "state") -> None:
+    """Compares two state dicts bit by bit."""
+    if isinstance(first, dict):
+        assert isinstance(second, dict) and first.keys() == second.keys(), path
+        for key, value in first.items():
+            assert_same_state(value, second[key], f"{path}[{key!r}]")
+    elif hasattr(first, "dtype"):
+        assert first.dtype == second.dtype and first.shape == second.shape, path
+        assert bytes(np.asarray(first)) == bytes(np.asarray(second)), path  # NaN equals NaN
+    else:
+        assert first == second, f"{path}: {first!r} != {second!r}"
 
 
 def assert_same_training(

@@ -99,6 +99,8 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "utils.run_symbolic_shape_infer": [(0, "must be of boolean type")],
     "debug.deterministic_compute": [("no", "must be of boolean type")],
     "debug.check_model_export": [(1, "must be of boolean type")],
+    "debug.check_indices": [(1, "must be of boolean type")],
+    "debug.max_nonfinite_losses": [(0, "min value is 1"), (1.0, "must be of integer type")],
     **{
         f"debug.graph_save_paths.model_{key}_path": [(3, "must be of string type")]
         for key in (

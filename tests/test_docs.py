@@ -96,7 +96,7 @@ def test_the_readme_trains_on_without_pytorch(tmp_path: Path, monkeypatch: pytes
 
 def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("usage.md", "onnx_models.md", "fit.md", "distributed.md"):
+    for name in ("usage.md", "onnx_models.md", "fit.md", "checkpoints.md", "distributed.md"):
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
         assert blocks
         for block in blocks:

@@ -13,18 +13,21 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
 LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
-LEAVES |= {"undisturbed"}
+LEAVES |= {"forked", "lazy", "sealed", "undisturbed"}
 ALLOWED = {
     "errors": set(),
     "foreign": {"errors"},
     "interrupts": set(),
     "atomic": {"interrupts"},
-    "dims": set(),
+    "dims": {"errors"},
+    "forked": set(),
+    "lazy": set(),
     "masks": set(),
     "nested": set(),
     "sessions": set(),
     "schedules": set(),
     "ownership": set(),
+    "sealed": {"errors"},
     "undisturbed": set(),
     "optim": LEAVES | {"graph"},
     "amp": LEAVES | {"optim"},
@@ -33,8 +36,8 @@ ALLOWED = {
     "runtime": LEAVES | {"graph", "optim"},
     "profiling": LEAVES | {"graph", "runtime"},
     "checkpoint": LEAVES,
-    # Imports nothing but numpy, onnxruntime and safetensors, so only leaves that do not import PyTorch.
-    "api": {"atomic", "dims", "errors", "foreign", "interrupts", "schedules", "masks", "sessions"},
+    # Imports nothing but numpy, onnxruntime and xxhash, so only leaves that do not import PyTorch.
+    "api": {"atomic", "dims", "errors", "foreign", "interrupts", "lazy", "schedules", "masks", "sealed", "sessions"},
     "sources": LEAVES | {"graph", "optim", "options", "runtime"},
     "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
     "distributed": LEAVES | {"optim", "options", "training"},
@@ -44,9 +47,10 @@ ALLOWED = {
     # The trainer imports it when it is asked to export.
     "artifacts": LEAVES | {"api", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "exporting": LEAVES | {"artifacts", "training"},
-    # The trainer for type checkers only; the trainer imports it when it is asked to fit.
-    "fit": LEAVES | {"trainer"},
-    "fitting": LEAVES | {"fit", "training"},
+    # Both have the trainer for type checkers only; it imports them when it is asked to fit.
+    "runs": LEAVES | {"checkpoint", "trainer", "training"},
+    "fit": LEAVES | {"runs", "trainer"},
+    "fitting": LEAVES | {"fit", "runs", "training"},
     "trainer": LEAVES
     | {
         "amp",
@@ -66,11 +70,14 @@ ALLOWED = {
     | {"trainer_state", "training"},
     "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "integrations": LEAVES | {"optim", "options", "trainer"},
+    # Each command imports what it needs when it runs; checkpoints of exports are looked into without PyTorch.
+    "command_line": LEAVES | {"api", "artifacts", "checkpoint", "options", "runtime", "sources"},
+    "__main__": {"command_line"},
     # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
     "compat": LEAVES
     | {"amp", "api", "artifacts", "checkpoint", "optim", "options", "runtime", "sources", "training"}
     | {"training_session"},
-    "__init__": {"amp", "checkpoint", "errors", "optim", "options", "sources", "trainer", "training_session"},
+    "__init__": {"amp", "checkpoint", "errors", "optim", "options", "runs", "sources", "trainer", "training_session"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -119,7 +126,7 @@ def test_only_compat_uses_the_package_from_outside() -> None:
         ("torch._functorch", {"sources/torch/capture.py", "sources/torch/autograd_watch.py"}),
         ("torch.export", {"sources/torch/translate.py"}),
         ("onnxruntime", {"api/engine.py", "runtime/engine.py"}),
-        ("safetensors", {"api/checkpoint_file.py", "checkpoint/file.py"}),
+        ("xxhash", {"sealed.py"}),
         ("cerberus", {"options/schema.py"}),
         ("h5py", {"checkpoint/legacy.py"}),
         ("transformers", {"integrations/transformers.py"}),
@@ -192,7 +199,7 @@ names = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print(sorted(names - sys.stdlib_module_names))
 assert not logging.getLogger().handlers and sys.path == path
 """
-    assert run(program) == "['cerberus', 'ort_trainer', 'safetensors']"
+    assert run(program) == "['cerberus', 'ort_trainer', 'xxhash']"
 
 
 def test_a_capture_does_not_import_the_translator() -> None:

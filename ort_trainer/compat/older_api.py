@@ -256,7 +256,7 @@ class ORTTrainer:
             scale = one_number("the loss scale", given)
         loop = self._trainer.loop
         bound = loop.graphs.bind((self._renamed(batch),), {})
-        plan = loop.prepare(bound, True, loop.graphs.fetches(fetches or ()))  # may be interrupted, the step not
+        plan = loop.plan(bound, True, loop.graphs.fetches(fetches or ()))  # may be interrupted, the step not
         with uninterrupted():
             outputs = self._step(plan, bound, learning_rate, scale)
         if external_scale and not fetches and not loop.window.micro_batches:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..dims import holds, symbols_of
+from .index_range import IndexRange
 
 if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need not wait for
     import onnx_ir as ir
@@ -91,6 +92,7 @@ class TrainingGraph:
             keys.
         origins: Where in the user's model the nodes come from, as text of :class:`~ort_trainer.graph.origins.Origins`;
             empty where that is not known.
+        index_ranges: What operators allow in the integer inputs that they index with.
     """
 
     stored: ir.Model | bytes
@@ -107,6 +109,7 @@ class TrainingGraph:
     fixed: Mapping[str, int] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
     origins: str = ""
+    index_ranges: tuple[IndexRange, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("state", "gradients", "buffer_updates", "fixed", "programs"):
@@ -169,15 +172,23 @@ class TrainingGraph:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainingGraph:
-        """Returns the graph that :meth:`to_bytes` wrote."""
+        """Returns the graph that :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: If it is something else.
+        """
         end = 8 + int.from_bytes(data[:8], "little")
-        rest = json.loads(data[8:end])
-        for key, kind in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
-            rest[key] = tuple(_spec_from_json(kind, spec) for spec in rest[key])
-        if rest["loss_scale"] is not None:
-            rest["loss_scale"] = _spec_from_json(TensorSpec, rest["loss_scale"])
-        rest["guards"] = tuple(rest["guards"])
-        return cls(stored=data[end:], **rest)
+        try:
+            rest = json.loads(data[8:end])
+            for key, kind in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
+                rest[key] = tuple(_spec_from_json(kind, spec) for spec in rest[key])
+            if rest["loss_scale"] is not None:
+                rest["loss_scale"] = _spec_from_json(TensorSpec, rest["loss_scale"])
+            rest["guards"] = tuple(rest["guards"])
+            rest["index_ranges"] = tuple(map(IndexRange.from_json, rest["index_ranges"]))
+            return cls(stored=data[end:], **rest)
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"this is no training graph: {error!r}") from error
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
         """Returns the part of a graph that some of its outputs and its buffers need, without the other inputs.
@@ -198,6 +209,7 @@ class TrainingGraph:
             gradients={},
             loss_scale=self.loss_scale if self.loss_scale is not None and self.loss_scale.name in left else None,
             random=tuple(spec for spec in self.random if spec.name in left),
+            index_ranges=tuple(entry for entry in self.index_ranges if entry.input in left),
         )
 
 
@@ -213,4 +225,7 @@ def _to_json(value: Any) -> Any:
 
 def _spec_from_json(kind: type[Any], spec: Mapping[str, Any]) -> Any:
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.items()}
-    return kind(**{**values, "dtype": getattr(torch, values["dtype"])})
+    dtype = getattr(torch, values["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{values['dtype']!r} is no element type")
+    return kind(**{**values, "dtype": dtype})

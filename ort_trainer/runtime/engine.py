@@ -223,6 +223,9 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
         # weights, to the end, and holds everything that they are computed from until then.
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.use_deterministic_compute = deterministic
+    # ONNX Runtime would keep a plan of the memory for every combination of shapes that it ever meets: 6 KB each for two
+    # layers. Without, a step takes no longer, and 3% less memory.
+    options.enable_mem_pattern = False
     options.log_severity_level = 3
     return options
 

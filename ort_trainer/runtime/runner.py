@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..dims import evaluate
-from ..graph import Dim, RandomInput, TrainingGraph
+from ..graph import Dim, IndexRange, RandomInput, TrainingGraph
 from ..masks import KEYS
 from .aten.dropout import draw_mask, unpacked
 from .engine import make_session
@@ -19,7 +19,11 @@ from .engine import make_session
 if TYPE_CHECKING:
     from .engine import InferenceSession, SessionOptions
 
-__all__ = ["GraphRunner", "Plan", "load", "sample"]
+__all__ = ["Check", "GraphRunner", "Plan", "load", "sample"]
+
+Check = Callable[[Mapping[str, torch.Tensor], str], None]
+"""Looks at the fetched outputs of a run by name, of which one is the loss, and raises if nothing may come of them."""
+
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -74,12 +78,14 @@ class Plan:
         runner: The graph's.
         outputs: What is fetched.
         random: The random inputs with their shapes.
+        indices: What is allowed in inputs that are indices, where that matters to what is fetched, with the sizes.
         bindings: Key of a set of destinations -> the binding for it.
     """
 
     runner: GraphRunner
     outputs: tuple[_Output, ...]
     random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
+    indices: tuple[tuple[IndexRange, int], ...] = ()
     bindings: dict[str, _Binding] = field(default_factory=dict)
 
 
@@ -150,6 +156,11 @@ class GraphRunner:
                 for name in dict.fromkeys(names)
             ),
             tuple((spec, _sizes(spec.shape, sizes) or ()) for spec in self.graph.random),
+            tuple(
+                (entry, evaluate(entry.size, sizes))
+                for entry in self.graph.index_ranges
+                if self.graph.training or not set(names).isdisjoint(entry.outputs)
+            ),
         )
 
     def run(

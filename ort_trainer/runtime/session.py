@@ -18,7 +18,8 @@ from ..optim.update import Again, OptimizerUpdate
 from .aten.runner import KernelRunner, calls_pytorch
 from .engine import providers_for, session_options
 from .gradients import Gradients
-from .runner import GraphRunner, Plan, load
+from .random_state import put_back_on_error
+from .runner import Check, GraphRunner, Plan, load
 
 if TYPE_CHECKING:
     from .engine import InferenceSession, SessionOptions
@@ -207,7 +208,9 @@ class StepSession:
                 del self._plans[next(iter(self._plans))]
         return plan
 
-    def train(self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0) -> list[torch.Tensor]:
+    def train(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
+    ) -> list[torch.Tensor]:
         """Runs forward and backward pass and adds to the gradients.
 
         If the run fails, gradients, buffers and random state are what they were.
@@ -216,6 +219,7 @@ class StepSession:
             plan: From :meth:`plan`, for the shapes of the batch.
             batch: Inputs by name, contiguous and on the session's device.
             loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
+            check: Looks at the outputs before anything is made of the run, and may raise.
 
         Returns:
             The outputs that the plan fetches, as new tensors.
@@ -224,12 +228,12 @@ class StepSession:
         fresh = self._gradients.are_fresh
         if fresh:
             self.forget()
-        results, written = self._run(plan, batch, fresh, loss_scale)
+        results, written = self._run(plan, batch, fresh, loss_scale, check)
         self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
         return results
 
     def gradients_of(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Does what :meth:`train` does, but leaves the gradients that it adds to alone.
 
@@ -238,7 +242,7 @@ class StepSession:
         """
         if self._gradients.are_fresh:
             self.forget()
-        results, written = self._run(plan, batch, False, loss_scale)
+        results, written = self._run(plan, batch, False, loss_scale, check)
         found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
         # What is bound is written anew by the next run.
         return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
@@ -342,7 +346,7 @@ class StepSession:
         return self._runners.setdefault((training, self._variants[training]), [])
 
     def _run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None = None
     ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs a graph in training mode; returns the fetched outputs, and tensors that hold the others by name.
 
@@ -355,8 +359,7 @@ class StepSession:
             found = self._gradients.destinations(graph.gradients, fresh)
             destinations = {output: found[name] for name, output in graph.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
-        random_state = self.generator.get_state() if graph.random else None
-        try:
+        with put_back_on_error(self.generator if graph.random else None):
             results, written = plan.runner.run(
                 plan,
                 batch,
@@ -365,16 +368,11 @@ class StepSession:
                 loss_scale=plan.runner.scale(loss_scale),
                 generator=self.generator,
             )
-        except Exception:
-            if random_state is not None:
-                self.generator.set_state(random_state)
-            raise
+            if check is not None:
+                check(results, graph.loss)
         for name, output in graph.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         return list(results.values()), written
-
-    def _state(self, name: str) -> torch.Tensor:
-        return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
         return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
@@ -390,7 +388,8 @@ class StepSession:
         return self._pruned[key]
 
     def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
-        state = {name: self._state(name) for name in graph.state}
+        tensors = {**self.parameters, **self.buffers}
+        state = {name: tensors[name] for name in graph.state}
         try:
             if calls_pytorch(graph):
                 return KernelRunner(graph, state, self._providers, self._one_thread, self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..atomic import atomic_path, check_target
 from ..graph import TrainingGraph
 from ..optim import OptimizerConfig
+from ..options import ORTTrainerOptions
 from ..runtime import StepSession
 
 if TYPE_CHECKING:
@@ -36,26 +38,24 @@ def check_graph_paths(paths: Mapping[str, str]) -> None:
 
 
 def save_graphs(
-    paths: Mapping[str, str],
+    options: ORTTrainerOptions,
     graph: TrainingGraph,
     session: StepSession,
     config: OptimizerConfig,
-    *,
-    max_value: float,
     accumulate: bool,
     check_finite: bool,
 ) -> None:
     """Writes the graphs that were asked for.
 
     Args:
-        paths: Key of ``debug.graph_save_paths`` -> path, empty for none.
+        options: All settings.
         graph: The first training graph.
         session: Knows what is updated, and how ONNX Runtime is set up.
         config: The update rule.
-        max_value: What each element of a gradient is clipped to; infinite for not at all.
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped where gradients are not finite.
     """
+    paths = options.debug.graph_save_paths.to_dict()
     if not any(paths.values()):
         return
     # Most users never ask for these files, and what writes them takes half a second to import.
@@ -73,7 +73,7 @@ def save_graphs(
             with_optimizer(
                 graph,
                 {
-                    name: ParameterUpdate(config.rule, index, hyper, limit, max_value)
+                    name: ParameterUpdate(config.rule, index, hyper, limit, options.utils.max_grad_value or math.inf)
                     for index, hyper, limit, names in session.optimizer.groups
                     for name in names
                 },
@@ -83,7 +83,7 @@ def save_graphs(
             ),
             to,
         ),
-        "model_with_training_graph_after_optimization_path": lambda to: session.save_optimized(graph, to),
+        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(session, graph, to),
     }
     for key, path in paths.items():
         if path:
@@ -96,3 +96,13 @@ def _write(model: ir.Model, path: Path) -> None:
     import onnx_ir as ir
 
     path.write_bytes(ir.to_proto(model).SerializeToString())
+
+
+def _write_optimized(session: StepSession, graph: TrainingGraph, path: Path) -> None:
+    try:
+        session.save_optimized(graph, path)
+    except Exception as error:  # ONNX Runtime has no class of its own for a file that it can't write
+        raise OSError(
+            f"ONNX Runtime can't write the graph that it runs into {str(path.parent)!r}: {error}; make room there, or "
+            "choose another folder"
+        ) from error

@@ -6,8 +6,6 @@ All faces of the trainer run this one loop and translate arguments only.
 from __future__ import annotations
 
 import functools
-import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +17,13 @@ from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
 from ..optim.update import Again
 from ..options import ORTTrainerOptions
-from ..profiling import Profile, Profiler
-from ..runtime import Plan, StepSession
+from ..profiling import Profiler
+from ..runtime import Check, Plan, StepSession
 from ..sources import BORROWED, ModelSource
 from .batch import Batch
 from .debug_files import check_graph_paths, save_graphs
+from .finite_losses import FiniteLosses
+from .indices import check_indices
 from .layout import Layout
 from .learning_rates import learning_rates
 from .make_session import make_session
@@ -32,6 +32,7 @@ from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
 from .strategy import SingleProcess, Strategy, noted
 from .traits import traits_of
+from .undo import undone_without_update
 from .update import follow, update
 from .user_objects import claim
 from .window import AccumulationWindow
@@ -53,13 +54,14 @@ class TrainingLoop:
         strategy: How several processes work together; None for one process.
 
     Attributes:
-        source, config, options: As given.
+        source, config, options, device: As given.
         graphs: The description and the graphs.
         window: The micro-batches since the last update.
         precision: Loss scale and check for finite gradients.
         rates: The learning rates.
         strategy: Where gradients of several processes meet.
         info: The counters.
+        losses: Looks whether they are finite.
         profiler: Measures the steps, where that was asked for.
         layout: What the state consists of.
         holds_gradients: Whether the model's parameters hold gradients that were made for an update.
@@ -75,7 +77,7 @@ class TrainingLoop:
         strategy: Strategy | None = None,
     ) -> None:
         self.source, self.config, self.options = source, config, options
-        self._device = device
+        self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
         self.graphs = StepGraphs(source, model_desc, device, options.lenient, self._graph_built)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
@@ -84,6 +86,7 @@ class TrainingLoop:
         self.strategy = SingleProcess() if strategy is None else strategy
         self.info = TrainStepInfo(config)
         self.layout = Layout.of(source, config, device)
+        self.losses = FiniteLosses(options.debug.max_nonfinite_losses)
         self.profiler: Profiler | None = None
         self.holds_gradients = False
         self._pending: Restored | None = None
@@ -158,6 +161,20 @@ class TrainingLoop:
             return self.graphs.plan(self._session, batch, training, names, backward)
         return self._start(batch, training, names, backward)
 
+    def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
+        """Does what :meth:`prepare` does for a batch that is run then; so it looks at its values as well.
+
+        Raises:
+            IndexError: If one is an index that is out of range.
+            ValueError: If losses are to be looked at, and there would be none.
+        """
+        plan = self.prepare(batch, training, names, backward)
+        if training and backward:
+            self.losses.check_fetched(names, plan.runner.graph.loss)
+        if self.options.debug.check_indices:
+            check_indices(plan, batch)
+        return plan
+
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Binds arguments to inputs and runs a :meth:`step`.
 
@@ -176,21 +193,6 @@ class TrainingLoop:
             self.profiler = None  # before anything else, so that whatever happens no later step is measured
             profiler.report()
         return outputs
-
-    def profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
-        """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
-
-        Raises:
-            RuntimeError: If steps are being measured already.
-            TypeError, ValueError, OSError: If an argument is none that can be.
-        """
-        if self.profiler is not None:
-            raise RuntimeError(
-                f"a profile of {self.profiler.profile.steps} steps is under way, and {self.profiler.profile.left} of "
-                "them are left: call train_step that often, then profile() again"
-            )
-        self.profiler = Profiler(steps, trace, self._device, self.strategy.world_rank)
-        return self.profiler.profile
 
     def step(
         self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
@@ -219,9 +221,10 @@ class TrainingLoop:
         # Asked before anything has changed, as either may refuse.
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
-        outputs = self.backward(plan, batch, weight)
-        if self.window.complete:
-            self.optimizer_step(rates, again)
+        with undone_without_update(self, plan):
+            outputs = self.backward(plan, batch, weight)
+            if self.window.complete:
+                self.optimizer_step(rates, again)
         return outputs
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
@@ -237,21 +240,29 @@ class TrainingLoop:
         """
         assert self._session is not None
         window, scale = self.window, self.precision.loss_scale
-        outputs = self._session.train(plan, batch, loss_scale=window.factor(weight, scale))
+        factor = window.factor(weight, scale)
+        outputs = self._session.train(plan, batch, loss_scale=factor, check=self.losses.check)
         self.source.publish(plan.runner.graph.buffer_updates)
         window.add(weight, scale)
         self.info.step += 1
         return outputs
 
-    def gradients_of(self, plan: Plan, batch: Batch) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def gradients_of(
+        self, plan: Plan, batch: Batch, check: Check | None = None
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Runs forward and backward pass and changes nothing but random state and buffers.
+
+        Args:
+            plan: From :meth:`plan`, for this batch.
+            batch: The batch.
+            check: Looks at the outputs before that, and may raise.
 
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
         """
         assert self._session is not None
         scale = self.precision.loss_scale
-        outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale)
+        outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
         self.source.publish(plan.runner.graph.buffer_updates)
@@ -315,7 +326,7 @@ class TrainingLoop:
             The outputs.
         """
         batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
-        plan = self.prepare(batch, False, self.graphs.fetches(fetches))
+        plan = self.plan(batch, False, self.graphs.fetches(fetches))
         assert self._session is not None
         return self._session.evaluate(plan, batch)
 
@@ -335,14 +346,14 @@ class TrainingLoop:
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         weight, kwargs = self.take_weight(kwargs)
         batch = self.graphs.bind(args, kwargs)
-        plan = self.prepare(batch, True, self.graphs.fetches(self.info.fetches))
+        plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
         if self.profiler is not None:
             plan = self.profiler.plan(plan)
         with uninterrupted():
             return self.step(plan, batch, weight)
 
     def _make_session(self) -> StepSession:
-        return make_session(self.source, self.config, self.options, self._device, self._seed, self.strategy)
+        return make_session(self.source, self.config, self.options, self.device, self._seed, self.strategy)
 
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns loss and gradients of a batch with the weights of now."""
@@ -384,12 +395,5 @@ class TrainingLoop:
         """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
         self.precision.name_input(graph)
         if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # all have the same
-            save_graphs(
-                self.options.debug.graph_save_paths.to_dict(),
-                graph,
-                session,
-                self.config,
-                max_value=self.options.utils.max_grad_value or math.inf,
-                accumulate=self.window.size > 1,
-                check_finite=self.precision.checks_finite,
-            )
+            accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
+            save_graphs(self.options, graph, session, self.config, accumulate, check_finite)

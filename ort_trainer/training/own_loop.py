@@ -27,9 +27,9 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
     _check_not_joining(loop, "forward_backward")
     loop.source.add_gradients({})  # which is refused where there is no place for them
     batch = loop.graphs.bind(args, kwargs)
-    plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches))
+    plan = loop.plan(batch, True, loop.graphs.fetches(loop.info.fetches))
     with uninterrupted():
-        outputs, gradients = loop.gradients_of(plan, batch)
+        outputs, gradients = loop.gradients_of(plan, batch, loop.losses.check)
         session, strategy = loop.start_session(), loop.strategy
         if strategy.world_size > 1:
             meeting = strategy.meet("pass", Share(1.0), (), gradients, session.changed_buffers)
@@ -45,7 +45,7 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
 def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Runs the model in training mode; see ``ORTTrainer.forward``."""
     batch = loop.graphs.bind(args, kwargs)
-    plan = loop.prepare(batch, True, loop.graphs.fetches(loop.info.fetches), backward=False)
+    plan = loop.plan(batch, True, loop.graphs.fetches(loop.info.fetches), backward=False)
     assert loop.session is not None
     with uninterrupted():
         outputs = loop.session.forward(plan, batch)

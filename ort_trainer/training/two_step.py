@@ -66,7 +66,7 @@ class TwoStepSession:
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
         batch: Batch = loop.graphs.bind((self._named(inputs),), {})
-        plan = loop.prepare(batch, True, loop.graphs.fetches(names or ()))
+        plan = loop.plan(batch, True, loop.graphs.fetches(names or ()))
         with uninterrupted():
             return loop.backward(plan, batch, weight)
 

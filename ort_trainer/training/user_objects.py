@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..errors import warn
-from .read_state import compare_keys
+from .differences import compare_keys
 
 __all__ = ["HasState", "claim", "load_state"]
 

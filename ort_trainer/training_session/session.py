@@ -293,7 +293,7 @@ class TrainingSession(TrainerSession):
             scaler.loss_scale = scale
         scale = loop.precision.loss_scale
         batch = loop.graphs.bind((inputs,), {})
-        plan = loop.prepare(batch, True, own or [parameters.loss_output_name])
+        plan = loop.plan(batch, True, own or [parameters.loss_output_name])
         if binding is not None:
             check_binding(binding, plan.runner.graph, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}

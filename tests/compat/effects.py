@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -99,6 +101,25 @@ def precision(options: dict[str, Any], _: Path) -> Any:
     trainer.train_step_info.fetches = ["logits"]
     logits = trainer.train_step(*mlp_batches(1)[0])
     return logits.tolist(), None if trainer.loss_scaler is None else trainer.loss_scaler.loss_scale
+
+
+def wrong_label(options: dict[str, Any], _: Path) -> str:
+    """What becomes of a label that PyTorch refuses, and ONNX Runtime takes for one from the end."""
+    trainer = trainer_after(options, 0)
+    ((x, y),) = mlp_batches(1)
+    try:
+        trainer.train_step(x, torch.where(y == 2, -1, y))
+    except IndexError:
+        return "refused"
+    return "taken"
+
+
+def infinite_loss(options: dict[str, Any], _: Path) -> int:
+    """The steps that are counted where the loss is none."""
+    trainer = trainer_after(options, 0)
+    with contextlib.suppress(FloatingPointError):
+        trainer.train_step(mlp_batches(1)[0][0] * math.inf, mlp_batches(1)[0][1])
+    return trainer.train_step_info.step
 
 
 @functools.cache
@@ -272,6 +293,8 @@ OPTIONS: dict[str, Effect] = {
         True, own_session(lambda s: s.get_session_options().use_deterministic_compute)
     ),
     "debug.check_model_export": Effect(True, checked),
+    "debug.check_indices": Effect(False, wrong_label, {"utils": {"kernels": "onnxruntime"}}),
+    "debug.max_nonfinite_losses": Effect(1, infinite_loss),
     **{
         f"debug.graph_save_paths.model_{key}_path": Effect(InFolder(), written)
         for key in (

@@ -429,3 +429,34 @@ def test_bfloat16_as_it_was_translated() -> None:
         prediction = model.train()(x)
     assert_close(logits, prediction.detach(), 1e-2, "logits")
     assert torch.isfinite(loss)
+
+
+@pytest.mark.options(kernels="onnxruntime")
+def test_the_gradient_of_a_bfloat16_number() -> None:
+    """It is a sum, which type promotion computes in float32 and casts back: the cast is the result."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.bfloat16() * self.scale
+
+    model = Scaled()
+    x, label = mlp_batches(1)[0]
+    desc = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 8])]}
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+
+    def loss_fn(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float(), label)
+
+    reference = copy.deepcopy(model)
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_fn, options=options)
+    loss, _ = trainer.train_step(x, label)
+    expected = loss_fn(reference(x), label)
+    expected.backward()
+    assert_close(loss, expected.detach(), 1e-4, "loss")
+    gradient, theirs = trainer.get_gradient("scale"), reference.scale.grad
+    assert gradient is not None and theirs is not None
+    assert abs(float(gradient) - float(theirs)) <= 2**-7 * abs(float(theirs))

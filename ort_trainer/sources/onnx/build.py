@@ -14,12 +14,13 @@ import torch
 
 from ...dims import fixed_dimensions
 from ...errors import ExportError
-from ...graph import TensorSpec, TrainingGraph
+from ...graph import IndexRange, TensorSpec, TrainingGraph
 from ...graph.postprocess import postprocessed
 from ...graph.prune import KeepOutputsPass, RemoveUnusedPass
 from ...graph.run_passes import run_passes
 from ...options import ModelDescription
 from ..torch import LossFunction
+from .index_ranges import label_ranges
 from .load import OnnxModel
 from .loss import LossExport
 from .nodes import SizeNeededError, dims, dtype_of, named_symbols, shape_of, with_sizes
@@ -77,7 +78,7 @@ class OnnxGraphBuilder:
     step: OnnxStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
     portable: bool = False
-    losses: dict[Any, ir.Model] = field(default_factory=dict, repr=False, compare=False)
+    losses: dict[Any, tuple[ir.Model, tuple[IndexRange, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
         """Builds a graph for a batch; symbolic dimensions stay free unless a rewrite needs a number.
@@ -142,6 +143,8 @@ class OnnxGraphBuilder:
         passes = self._forward(batch, training, fixed, measured, found)
         forward = run_passes(step.model.model.clone(), *passes)
         outputs = {value.name: value for value in forward.graph.outputs}
+        if step.loss_fn is None:
+            found.index_ranges = tuple(label_ranges(forward, description.input_names, description.loss.name))
         specs = [_output(entry, outputs[entry.name], symbols) for entry in description.outputs]
         model = run_passes(forward, *self._backward(found)) if training else forward
         model = run_passes(model, StandardOperatorsPass()) if self.portable else model
@@ -167,6 +170,7 @@ class OnnxGraphBuilder:
             loss_scale=TensorSpec(found.loss_scale, torch.float32, ()) if training else None,
             random=tuple(found.random),
             fixed=dict(fixed),
+            index_ranges=tuple(entry for entry in found.index_ranges if entry.input in used),
         )
 
     def _forward(
@@ -186,7 +190,7 @@ class OnnxGraphBuilder:
         if measured:
             yield MeasureShapesPass(description, batch, {**step.model.parameters, **step.model.buffers}, fixed)
         if step.loss_fn is not None:
-            loss = LossExport(step.loss_fn, description, batch, fixed, self.losses)
+            loss = LossExport(step.loss_fn, description, batch, fixed, self.losses, found)
             behind = description.output_names[1:]
             yield MergeLossPass(loss, behind[0] if behind else step.model.outputs[0], loss.label)
         if measured or step.loss_fn is not None:

@@ -11,7 +11,9 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from ...dims import symbols_of
 from ...errors import ExportError
+from ...graph import IndexRange
 from ...graph.run_passes import run_passes
 from ...options import ModelDescription
 from ...runtime.engine import InferenceSession, session_options
@@ -43,13 +45,15 @@ class LossExport:
         fixed: Dimension -> the only size that it has.
         exported: The loss function as exported before, for every description of its inputs; grows. A model is built
             several times, and an export takes seconds.
+        found: Gets what the loss function allows in a label that it indexes with.
     """
 
     loss_fn: LossFunction
     description: ModelDescription
     batch: Mapping[str, torch.Tensor]
     fixed: Mapping[str, int]
-    exported: dict[Any, ir.Model]
+    exported: dict[Any, tuple[ir.Model, tuple[IndexRange, ...]]]
+    found: Found
 
     @property
     def label(self) -> ir.Value:
@@ -83,7 +87,8 @@ class LossExport:
         label_shape = with_sizes(label.shape, self.fixed)
         key = (tuple(shape), label_shape, dtype, batch[label.name].dtype)
         if key in self.exported:
-            return self.exported[key].clone()
+            model, self.found.index_ranges = self.exported[key]
+            return model.clone()
         sample = {
             "prediction": torch.zeros([sizes[size] if isinstance(size, str) else size for size in shape], dtype=dtype),
             label.name: batch[label.name],
@@ -95,10 +100,11 @@ class LossExport:
             }
         )
         step = ExportedStep(_Prediction(), inner, self.loss_fn, frozenset(), opset=opset)
-        graph = GraphBuilder(step).build(sample, training=False).model
-        if _check_gradient_of_loss(graph, self.loss_fn, sample, label.name, description.loss.name):
-            self.exported[key] = graph.clone()
-        return graph
+        built = GraphBuilder(step).build(sample, training=False)
+        self.found.index_ranges = tuple(entry for entry in built.index_ranges if symbols_of(entry.size) <= sizes.keys())
+        if _check_gradient_of_loss(built.model, self.loss_fn, sample, label.name, description.loss.name):
+            self.exported[key] = built.model.clone(), self.found.index_ranges
+        return built.model
 
 
 def _check_gradient_of_loss(

@@ -113,6 +113,7 @@ def assemble(
         fixed={**frozen, **found.symbols.fixed},
         programs=programs,
         origins=origins_of(found, step.model, operators).to_text() if training else "",
+        index_ranges=tuple(found.index_ranges),
     )
 
 

@@ -26,6 +26,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 from ...errors import ExportError
+from ...graph import IndexRange
 from ...options import InputDescription
 from .cell_loops import roll_up_loops
 from .composites import replace_composites
@@ -57,6 +58,7 @@ class Capture:
         gradients: Qualified parameter name -> its gradient.
         buffer_updates: Qualified buffer name -> its new value.
         symbols: The symbolic sizes.
+        index_ranges: What operators allow in the inputs that they index with.
     """
 
     module: torch.fx.GraphModule
@@ -68,6 +70,7 @@ class Capture:
     gradients: dict[str, torch.fx.Node]
     buffer_updates: dict[str, torch.fx.Node]
     symbols: SymbolTable
+    index_ranges: Sequence[IndexRange] = ()
 
 
 def differentiate(

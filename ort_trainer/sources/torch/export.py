@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import ExportError
+from ...graph import TrainingGraph
 from ..export_cache import ExportCache
 from .borrow import borrowed
 from .exported import Export, violated
 from .fingerprint import NoFingerprint, fingerprint
+from .index_ranges import find_index_ranges
 from .kept_state import refuse_kept_tensors
 from .program import Program, capture_program
 from .quiet import quiet
@@ -162,7 +164,14 @@ class _Exporter:
             if data is None:
                 self._keys = self._keys[number:]
                 return None
-            known = Export.from_bytes(data)
+            try:
+                known = Export.from_bytes(data)
+                TrainingGraph.from_bytes(known.graph)
+            except ValueError as error:
+                damaged = self._cache.path(key)
+                self._remarks.append(f"the kept export {damaged} is damaged, so the model is exported again: {error}")
+                self._keys = self._keys[number:]
+                return None
             if known.accepts(self._sizes):
                 path = str(self._cache.path(key))
                 return dataclasses.replace(known, kept=path, found=True, remarks=tuple(self._remarks))
@@ -173,8 +182,10 @@ class _Exporter:
         self._stage("differentiate")
         from .capture import differentiate  # takes seconds, which a graph that is known does not need
 
+        ranges = find_index_ranges(program, self._step.description)  # before operators are replaced
         autocast = self._step.autocast_for(self._sample)
-        return differentiate(program, self._module, self._inputs, autocast, self._for_kernels)
+        found = differentiate(program, self._module, self._inputs, autocast, self._for_kernels)
+        return dataclasses.replace(found, index_ranges=ranges)
 
     def _assembled(self, found: Capture) -> Export:
         from .assemble import assemble  # takes seconds and 100 MB, likewise

@@ -84,7 +84,6 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
     lift_zero_dimensional(graph)
-    results = list(end.args[0])
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
         try:
@@ -93,6 +92,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ExportError(f"the graph can't be translated to ONNX: {what}") from error
         module.recompile()
+        results = list(end.args[0])  # type promotion puts a cast behind a reduction, which may be a result
         call = ModuleCallSignature(
             inputs=[],
             outputs=[],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ....graph import RandomInput
+from ....graph import IndexRange, RandomInput
 
 __all__ = ["Found"]
 
@@ -22,6 +22,7 @@ class Found:
         scaled_loss: The output that is differentiated.
         refused: Node that has no rewrite -> why.
         gradients: Weight -> output with its gradient.
+        index_ranges: What operators allow in the inputs that they index with.
     """
 
     random: list[RandomInput] = field(default_factory=list)
@@ -30,3 +31,4 @@ class Found:
     scaled_loss: str = ""
     refused: dict[ir.Node, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
+    index_ranges: tuple[IndexRange, ...] = ()

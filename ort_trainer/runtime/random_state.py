@@ -1,0 +1,30 @@
+"""Keeps the random state of a run that fails."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+__all__ = ["put_back_on_error"]
+
+
+class put_back_on_error:
+    """A context that, if it is left by an error, gives a generator the state that it had before.
+
+    It is a class, as a generator function takes twice as long, in every step.
+
+    Args:
+        generator: The generator; None if nothing is drawn.
+    """
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> None:
+        if self._generator is not None:
+            self._state = self._generator.get_state()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None and self._generator is not None:
+            self._generator.set_state(self._state)

@@ -1,0 +1,26 @@
+"""Begins to measure the steps of a loop."""
+
+from __future__ import annotations
+
+import os
+
+from ..profiling import Profile, Profiler
+from .loop import TrainingLoop
+
+__all__ = ["begin_profile"]
+
+
+def begin_profile(loop: TrainingLoop, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
+    """Measures the next calls of ``loop.train``; see ``ORTTrainer.profile``.
+
+    Raises:
+        RuntimeError: If steps are being measured already.
+        TypeError, ValueError, OSError: If an argument is none that can be.
+    """
+    if loop.profiler is not None:
+        raise RuntimeError(
+            f"a profile of {loop.profiler.profile.steps} steps is under way, and {loop.profiler.profile.left} of "
+            "them are left: call train_step that often, then profile() again"
+        )
+    loop.profiler = Profiler(steps, trace, loop.device, loop.strategy.world_rank)
+    return loop.profiler.profile

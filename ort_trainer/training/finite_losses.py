@@ -1,0 +1,58 @@
+"""Stops training whose losses are not finite: the option ``debug.max_nonfinite_losses``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+
+__all__ = ["FiniteLosses"]
+
+_OPTION = "debug.max_nonfinite_losses"
+
+
+class FiniteLosses:
+    """Counts losses in a row that are infinite or not a number.
+
+    Args:
+        limit: How many there may not be; None for any number.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._count = 0
+
+    def check_fetched(self, names: Collection[str], loss: str) -> None:
+        """Checks that a step has a loss to look at.
+
+        Raises:
+            ValueError: If it is not among the outputs.
+        """
+        if self._limit is not None and loss not in names:
+            raise ValueError(
+                f"{_OPTION} is {self._limit}, but the outputs {list(names)} of the step are without the loss: add "
+                f"{loss!r} to train_step_info.fetches, or leave the option out"
+            )
+
+    def check(self, outputs: Mapping[str, torch.Tensor], loss: str) -> None:
+        """Looks at the loss of a run before anything is made of it.
+
+        Raises:
+            FloatingPointError: If there have been as many as the limit says, with this one, which is not counted then.
+        """
+        if self._limit is None:
+            return
+        value = outputs[loss].item()
+        if math.isfinite(value):
+            self._count = 0
+        elif self._count + 1 < self._limit:
+            self._count += 1
+        else:
+            before = f", as were the {self._count} before it" if self._count > 1 else ""
+            before = ", as was the one before it" if self._count == 1 else before
+            raise FloatingPointError(
+                f"the loss is {value}{before}: {_OPTION} is {self._limit}. This step was not taken: weights, gradients "
+                "and counters are what they were before it. Look at the batch and at the learning rate, or go back to "
+                "a checkpoint"
+            )
