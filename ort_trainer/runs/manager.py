@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import atomic_path, remove_abandoned
 from ..checkpoint import read_parts, save_checkpoint_file
-from ..errors import CheckpointError, DistributedError, shown, warn
+from ..errors import CheckpointError, shown, warn
 from ..training import state as training_state
 from ..training.read_state import copied
+from .agreement import agree, check_in_all
 from .background import Background
 from .position import Position, own_place
 from .random_state import restore
@@ -157,7 +158,7 @@ class CheckpointManager:
             numbers = self._checked_metrics(metrics)
         except (RuntimeError, TypeError, ValueError) as error:
             failure = failure or error
-        rows = _agree(trainer, failure, {_POSITION: place, "ours": self._ours})
+        rows = agree(trainer, failure, {_POSITION: place, "ours": self._ours})
         # A process without data left has not seen what the others have saved.
         self._ours = any(row.get("ours") for row in rows)
         self.check_overwrite()
@@ -210,7 +211,7 @@ class CheckpointManager:
             remove_abandoned(self.directory, _PATTERN)
             remove_abandoned(self.directory, "latest")
         own = [entry.name for entry in self._candidates()] if path is None else [os.fspath(path)]
-        names = _agree(trainer, failure, {"names": own})[0]["names"]
+        names = agree(trainer, failure, {"names": own})[0]["names"]
         reasons = []
         for name in names:
             file = self.directory / name if path is None else Path(name)
@@ -328,13 +329,15 @@ class CheckpointManager:
                 entry.path.unlink(missing_ok=True)
 
     def _load(self, trainer: ORTTrainer, position: Position | None, path: Path) -> dict[str, Any]:
+        if trainer.world_size > 1:
+            check_in_all(trainer, path)
         place: Mapping[str, Any] = {}
         failure: Exception | None = None
         try:
             place = _place(path, trainer, position)
         except (CheckpointError, ValueError, OSError) as error:
             failure = error
-        _agree(trainer, failure, {})
+        agree(trainer, failure, {})
         user = trainer.load_checkpoint(path)
         if position is not None:
             position.load_state_dict(place)
@@ -370,15 +373,3 @@ def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mappin
         return place
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: its place in the data is none: {error!r}") from error
-
-
-def _agree(trainer: ORTTrainer, failure: Exception | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the values of all processes; if something has failed in one, all of them raise."""
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    rows = [dict(values)] if trainer.world_size == 1 else trainer.gather({**values, "failure": text})
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if row.get("failure")]
-    if failed:
-        raise DistributedError(f"checkpoints have failed in another process, {'; '.join(failed)}")
-    return rows
