@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from .errors import CheckpointError
 
-__all__ = ["UPSTREAM_MARK", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
+__all__ = ["UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
 
 UPSTREAM_MARK = b"ODTC"
 """What such a file has at its fifth byte."""
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def is_hdf5(head: bytes) -> bool:
+    """Returns whether a file that begins with these bytes, at least 8, is HDF5, as checkpoints of legacy are."""
+    return head.startswith(_HDF5)
 
 
 def is_upstream_checkpoint(head: bytes) -> bool:

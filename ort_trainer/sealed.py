@@ -29,6 +29,7 @@ __all__ = [
     "Header",
     "Stored",
     "check_version",
+    "damaged_tensors",
     "read_header",
     "read_tensors",
     "verify",
@@ -308,8 +309,17 @@ def verify(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | N
     Raises:
         CheckpointError: If the file is damaged; the message names the tensors.
     """
+    _refuse(damaged_tensors(file, header, name, tensors), name)
+
+
+def damaged_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | None = None) -> list[str]:
+    """Returns the names of the tensors that are not what their checksums say; for the arguments see :func:`verify`.
+
+    Raises:
+        CheckpointError: If the file becomes shorter meanwhile.
+    """
     if not header.sealed:
-        return
+        return []
     found = {}
     for tensor in header.tensors if tensors is None else tensors:
         entry = header.tensors[tensor]
@@ -320,7 +330,7 @@ def verify(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | N
             _fill(file, piece, name)
             checksum.update(piece)
         found[tensor] = checksum.hexdigest()
-    _compare(header, found, name)
+    return _different(header, found)
 
 
 def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str]) -> dict[str, Array]:
@@ -349,7 +359,7 @@ def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[st
             checksum.update(piece)
         checksums[tensor] = checksum.hexdigest()
     if header.sealed:
-        _compare(header, checksums, name)
+        _refuse(_different(header, checksums), name)
     return found
 
 
@@ -358,8 +368,11 @@ def _fill(file: BinaryIO, piece: memoryview, name: str) -> None:
         raise CheckpointError(f"{name} is damaged: it became shorter while it was read")
 
 
-def _compare(header: Header, found: Mapping[str, str], name: str) -> None:
-    damaged = [tensor for tensor, checksum in found.items() if checksum != header.tensors[tensor].checksum]
+def _different(header: Header, found: Mapping[str, str]) -> list[str]:
+    return [tensor for tensor, checksum in found.items() if checksum != header.tensors[tensor].checksum]
+
+
+def _refuse(damaged: list[str], name: str) -> None:
     if damaged:
         raise CheckpointError(
             f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not have the checksum that "

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, shown
+from ..foreign import is_hdf5
 from .rehearsal import rehearse
 
 __all__ = ["aggregate_legacy_files", "is_legacy_file", "legacy_values", "load_legacy_file"]
 
 StateDict = dict[str, Any]
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NUMERIC_OPTIONS = (
     "zero_stage",
     "world_rank",
@@ -35,7 +35,7 @@ _SECTIONS = ("model", "optimizer", "partition_info", "train_step_info", "trainer
 def is_legacy_file(path: Path) -> bool:
     """Returns whether a file is HDF5, whatever its name."""
     with path.open("rb") as file:
-        return file.read(len(_SIGNATURE)) == _SIGNATURE
+        return is_hdf5(file.read(8))
 
 
 def load_legacy_file(path: Path, name: str) -> StateDict:

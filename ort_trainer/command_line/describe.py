@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..sealed import DTYPES, Header, verify
+from ..sealed import DTYPES, Header, damaged_tensors
 from .formats import Format, files_of, manifest_of, open_sealed, recognize
 
 __all__ = ["check", "describe", "describe_folder"]
@@ -37,7 +36,7 @@ def describe(path: Path) -> dict[str, Any]:
         found |= describe_model(path)
     elif kind.is_sealed:
         found |= _sealed(path, kind)
-    found["checksums"], found["damaged"] = check(path)
+    found["checksums"], found["damaged"] = _check(path, kind)
     tensors = found.pop("tensors", [])
     found["totals"] = {
         "tensors": len(tensors),
@@ -72,7 +71,10 @@ def check(path: Path) -> tuple[str, list[str]]:
         CheckpointError: If the header is damaged, so that nothing can be said about tensors.
         ValueError: If the file is of no kind that is known.
     """
-    kind = recognize(path)
+    return _check(path, recognize(path))
+
+
+def _check(path: Path, kind: Format) -> tuple[str, list[str]]:
     if kind is Format.CACHED:
         return ("ok", []) if _is_whole_export(path) else ("damaged", ["the export"])
     if not kind.is_sealed:
@@ -80,17 +82,8 @@ def check(path: Path) -> tuple[str, list[str]]:
     with open_sealed(path) as (file, header):
         if not header.sealed:
             return NO_CHECKSUMS, []
-        try:
-            verify(file, header, repr(str(path)))
-        except CheckpointError:
-            damaged = []
-            for name in header.tensors:  # the error need not have all names
-                try:
-                    verify(file, header, repr(str(path)), [name])
-                except CheckpointError:
-                    damaged.append(name)
-            return "damaged", damaged
-    return "ok", []
+        damaged = damaged_tensors(file, header, repr(str(path)))
+    return ("damaged", damaged) if damaged else ("ok", [])
 
 
 def _is_whole_export(path: Path) -> bool:

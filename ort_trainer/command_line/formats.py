@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from ..foreign import is_upstream_checkpoint
+from ..foreign import is_hdf5, is_upstream_checkpoint
 from ..sealed import Header, read_header
 
 __all__ = ["Format", "files_of", "manifest_of", "open_sealed", "recognize"]
 
-_HDF5 = b"\x89HDF\r\n\x1a\n"
 _CACHED = b"ort_trainer export "
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
 _HEAD = 32
@@ -58,20 +57,20 @@ def recognize(path: Path) -> Format:
         raise ValueError(f"{str(path)!r} is no file")
     with path.open("rb") as file:
         head = file.read(_HEAD)
-    if head.startswith(_HDF5):
+    if is_hdf5(head):
         return Format.LEGACY
     if is_upstream_checkpoint(head):
         return Format.UPSTREAM
     if head.startswith(_CACHED):
         return Format.CACHED
+    if head[8:9] == b"{":  # before pickles, as the length of a header may begin as one of them
+        with open_sealed(path) as (_, header):
+            return next((kind for key, kind in _MANIFESTS.items() if key in header.metadata), Format.TENSORS)
     if head.startswith(_PICKLES):
         raise ValueError(
             f"{str(path)!r} was written by torch.save or pickle. Such files could execute anything, so they are not "
             "read: torch.load(path, weights_only=True) reads them where you trust them"
         )
-    if head[8:9] == b"{":
-        with open_sealed(path) as (_, header):
-            return next((kind for key, kind in _MANIFESTS.items() if key in header.metadata), Format.TENSORS)
     if head[:1] == b"\x08":  # the field ir_version, which is written first
         return Format.ONNX
     raise ValueError(

@@ -187,7 +187,39 @@ class EarlyStopping(_Monitor):
             self.waited = state["waited"]
 
 
-class Checkpoints(_Monitor):
+class _Saving(Callback):
+    """Saves inside epochs, and at the end what was not saved yet.
+
+    Attributes:
+        every_n_batches: Save inside epochs too, each time so many of their batches are done; None for not.
+    """
+
+    def __init__(self, every_n_batches: int | None) -> None:
+        check_interval("every_n_batches", every_n_batches, optional=True)
+        self.every_n_batches = every_n_batches
+        self._saved = (0, 0)
+
+    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
+            self._save_last(state, trainer)
+
+    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        if state.status == "failed":
+            return
+        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
+        if any(row["due"] for row in trainer.gather({"due": due})):
+            self._save_last(state, trainer)
+
+    def _save_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None = None) -> None:
+        state.files["last"] = str(self._write_last(state, trainer, metrics))
+        self._saved = (state.steps, len(state.history))
+
+    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+        """Writes a checkpoint, with the metrics of an epoch that is complete; returns its path."""
+        raise NotImplementedError
+
+
+class Checkpoints(_Saving, _Monitor):
     """Saves ``last.ortckpt`` after each epoch and at the end, and ``best.ortckpt`` when a number is at its best.
 
     Args:
@@ -210,13 +242,12 @@ class Checkpoints(_Monitor):
         every_n_batches: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        super().__init__(monitor, mode)
-        check_interval("every_n_batches", every_n_batches, optional=True)
-        self.folder, self.every_n_batches, self.overwrite = Path(folder), every_n_batches, overwrite
+        _Monitor.__init__(self, monitor, mode)
+        _Saving.__init__(self, every_n_batches)
+        self.folder, self.overwrite = Path(folder), overwrite
         if not self.folder.is_dir():
             raise FileNotFoundError(f"the folder {str(self.folder)!r} for checkpoints does not exist: make it first")
         self.last, self.best_path = self.folder / "last.ortckpt", self.folder / "best.ortckpt"
-        self._saved = (0, 0)
 
     def check_overwrite(self) -> None:
         """Raises a FileExistsError if checkpoints of another fit are there and may not be replaced."""
@@ -227,31 +258,21 @@ class Checkpoints(_Monitor):
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
-            self._save(state, trainer, "last")
-
     def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
         if self.improved(state):
-            self._save(state, trainer, "best")
-        self._save(state, trainer, "last")
+            state.files["best"] = str(_written(self.best_path, state, trainer))
+        self._save_last(state, trainer)
 
-    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        if state.status == "failed":
-            return
-        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
-        if any(row["due"] for row in trainer.gather({"due": due})):
-            self._save(state, trainer, "last")
-
-    def _save(self, state: FitState, trainer: ORTTrainer, name: str) -> None:
-        path = self.last if name == "last" else self.best_path
-        trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes, of which one writes
-        state.files[name] = str(path)
-        if name == "last":
-            self._saved = (state.steps, len(state.history))
+    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+        return _written(self.last, state, trainer)
 
 
-class ManagedCheckpoints(Callback):
+def _written(path: Path, state: FitState, trainer: ORTTrainer) -> Path:
+    trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes, of which one writes
+    return path
+
+
+class ManagedCheckpoints(_Saving):
     """Saves with a ``CheckpointManager`` after each epoch, whose figures are the metrics, and at the end.
 
     Args:
@@ -265,33 +286,24 @@ class ManagedCheckpoints(Callback):
     def __init__(self, manager: CheckpointManager, every_n_batches: int | None = None) -> None:
         if not isinstance(manager, CheckpointManager):
             raise TypeError(f"manager must be an ort_trainer.CheckpointManager, but {shown(manager)} was given")
-        check_interval("every_n_batches", every_n_batches, optional=True)
-        self.manager, self.every_n_batches = manager, every_n_batches
-        self._saved = (0, 0)
+        super().__init__(every_n_batches)
+        self.manager = manager
 
     def setup(self, state: FitState, trainer: ORTTrainer) -> None:
         if self.manager.keep_best is not None and state.expected is not None:
             _check_name("CheckpointManager(keep_best=...)", self.manager.keep_best[0], state.expected)
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
-            self._save(state, trainer)
-
     def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        self._save(state, trainer, {name: value for name, value in state.history[-1].items() if value is not None})
+        self._save_last(state, trainer, {name: value for name, value in state.history[-1].items() if value is not None})
 
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        super().on_fit_end(state, trainer)
         if state.status == "failed":
             return
-        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
-        if any(row["due"] for row in trainer.gather({"due": due})):
-            self._save(state, trainer)
         self.manager.wait()
         best = self.manager.best
         if best is not None:
             state.files["best"] = str(best)
 
-    def _save(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None = None) -> None:
-        path = self.manager.save(trainer, state.position, metrics, state.checkpoint())
-        state.files["last"] = str(path)
-        self._saved = (state.steps, len(state.history))
+    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+        return self.manager.save(trainer, state.position, metrics, state.checkpoint())

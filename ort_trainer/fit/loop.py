@@ -28,7 +28,6 @@ __all__ = ["fit"]
 
 Load = Callable[["ORTTrainer"], dict[str, Any] | None]
 _KEY = "fit"
-_END = object()
 _ONCE = "give a list of batches or a DataLoader, which is not empty and can be gone through again"
 
 
@@ -277,10 +276,9 @@ class _Fit:
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Goes to where this process stood in its data; one that was not there begins where its script has it."""
-        places = [_position(kept, place) for place in (kept, *kept.get("others", []))]
-        rank = self.trainer.world_rank
-        own = own_place(places, rank, self.trainer.world_size)
-        counted = [kept, *kept.get("others", [])][rank]["state"] if rank < len(places) else {}
+        entries, rank = [kept, *kept.get("others", [])], self.trainer.world_rank
+        own = own_place([_position(kept, entry) for entry in entries], rank, self.trainer.world_size)
+        counted = entries[rank]["state"] if rank < len(entries) else {}
         self.state.load_state_dict({**kept["state"], **counted})
         self.position.load_state_dict(own)
 

@@ -260,7 +260,10 @@ class CheckpointManager:
         Raises:
             FileExistsError: If there are checkpoints of another run, and ``overwrite`` is False.
         """
-        found = [] if self._ours else [entry.path for entry in self.checkpoints] or self._foreign()
+        if self._ours:
+            return
+        found = [entry.path for entry in self.checkpoints]
+        found = found or sorted(path for path in self.directory.glob(_PATTERN) if is_foreign(path))
         if found:
             raise FileExistsError(
                 f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: go on with them "
@@ -291,13 +294,10 @@ class CheckpointManager:
     def _candidates(self) -> list[Path]:
         """Returns all files: those of which nothing can be read, the newest first, those that no manager has saved."""
         readable = [entry.path for entry in reversed(self.checkpoints)]
-        foreign = self._foreign()
-        known = {*readable, *foreign}
-        damaged = [path for path in self.directory.glob(_PATTERN) if path not in known and path.is_file()]
-        return sorted(damaged, reverse=True) + readable + foreign[::-1]
-
-    def _foreign(self) -> list[Path]:
-        return sorted(path for path in self.directory.glob(_PATTERN) if is_foreign(path))
+        others = {*self.directory.glob(_PATTERN)} - {*readable}
+        foreign = {path for path in others if is_foreign(path)}
+        damaged = {path for path in others - foreign if path.is_file()}
+        return sorted(damaged, reverse=True) + readable + sorted(foreign, reverse=True)
 
     def _look_at(self, path: Path) -> SavedCheckpoint | None:
         """Returns what a file says; None if it is damaged or was not saved by a manager."""

@@ -9,12 +9,11 @@ import torch
 
 from ..errors import CheckpointError, shown
 from ..training.read_state import copied
-from .random_state import capture, generators, restore
+from .random_state import WAY_OUT, capture, check_loader, restore
 
 __all__ = ["Position", "own_place"]
 
 _END = object()
-_WAY_OUT = "or go on without the place in the data: give resume() no position, and begin an epoch"
 
 
 class Position:
@@ -228,14 +227,11 @@ class Position:
         if state["batch"] and now != then:
             raise ValueError(
                 f"the checkpoint was saved in the middle of an epoch of {then} batches, but the loader has {now}: "
-                f"resume with the same data and batch size, {_WAY_OUT}"
+                f"resume with the same data and batch size, {WAY_OUT}"
             )
         for kept in (state["random"], state["epoch_random"]):
-            if kept and len(kept["loader"]) != len(list(generators(self.loader))):
-                raise ValueError(
-                    f"the loader has {len(list(generators(self.loader)))} generators of its own, but the checkpoint "
-                    f"was saved with {len(kept['loader'])}: make the loader as it was made then, {_WAY_OUT}"
-                )
+            if kept:
+                check_loader(kept, self.loader)
 
 
 def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int) -> Mapping[str, Any]:

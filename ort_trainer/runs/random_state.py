@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "generators", "restore"]
+__all__ = ["WAY_OUT", "capture", "check_loader", "restore"]
+
+WAY_OUT = "or go on without the place in the data: give resume() no position, and begin an epoch"
+"""What somebody can do who has another loader than the one of the checkpoint."""
 
 
 def capture(loader: Any) -> dict[str, Any]:
@@ -18,7 +21,7 @@ def capture(loader: Any) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
-        "loader": [generator.get_state() for generator in generators(loader)],
+        "loader": [generator.get_state() for generator in _generators(loader)],
     }
 
 
@@ -33,21 +36,31 @@ def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
     Raises:
         ValueError: If the loader has another number of generators.
     """
-    found = list(generators(loader)) if own else []
-    if own and len(found) != len(state["loader"]):
-        raise ValueError(
-            f"the loader has {len(found)} generators of its own, but the checkpoint was saved with "
-            f"{len(state['loader'])}: make the loader as it was made then"
-        )
+    if own:
+        check_loader(state, loader)
     torch.set_rng_state(state["torch"].clone())  # one in a file has any address, which PyTorch crashes on
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    for generator, value in zip(found, state["loader"], strict=False):
+    for generator, value in zip(_generators(loader) if own else (), state["loader"], strict=False):
         generator.set_state(value.clone())
 
 
-def generators(loader: Any) -> Iterator[torch.Generator]:
+def check_loader(state: Mapping[str, Any], loader: Any) -> None:
+    """Checks whether a loader has as many generators as the one that a state was captured with.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    count = len(list(_generators(loader)))
+    if count != len(state["loader"]):
+        raise ValueError(
+            f"the loader has {count} generators of its own, but the checkpoint was saved with {len(state['loader'])}: "
+            f"make the loader as it was made then, {WAY_OUT}"
+        )
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
     """Yields the generators that a loader and its samplers were given."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))

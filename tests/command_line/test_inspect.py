@@ -146,6 +146,18 @@ def test_what_is_no_file_of_ours(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "there is no file" in err[0]
 
 
+@pytest.mark.parametrize("size", [0x280, 0x480, 0x580])  # with the bytes that pickles of three protocols begin with
+def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path, run: Run, size: int) -> None:
+    path = tmp_path / "file"
+    for padding in range(size):
+        with path.open("wb") as file:
+            write(file, {}, {"padding": " " * padding})
+        if path.read_bytes()[:2] == size.to_bytes(2, "little"):
+            break
+    code, out, err = run("inspect", path)
+    assert (code, err) == (0, []) and path.read_bytes()[:2] == size.to_bytes(2, "little")
+
+
 def test_names_in_files_do_not_command_the_terminal(tmp_path: Path, run: Run) -> None:
     import numpy as np
 
