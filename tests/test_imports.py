@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
 LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
-LEAVES |= {"forked", "lazy", "sealed", "undisturbed"}
+LEAVES |= {"forked", "indices", "lazy", "sealed", "undisturbed"}
 ALLOWED = {
     "errors": set(),
     "foreign": {"errors"},
@@ -21,6 +21,7 @@ ALLOWED = {
     "atomic": {"interrupts"},
     "dims": {"errors"},
     "forked": set(),
+    "indices": {"dims"},
     "lazy": set(),
     "masks": set(),
     "nested": set(),
@@ -37,7 +38,8 @@ ALLOWED = {
     "profiling": LEAVES | {"graph", "runtime"},
     "checkpoint": LEAVES,
     # Imports nothing but numpy, onnxruntime and xxhash, so only leaves that do not import PyTorch.
-    "api": {"atomic", "dims", "errors", "foreign", "interrupts", "lazy", "schedules", "masks", "sealed", "sessions"},
+    "api": {"atomic", "dims", "errors", "foreign", "indices", "interrupts", "lazy", "schedules", "masks"}
+    | {"sealed", "sessions"},
     "sources": LEAVES | {"graph", "optim", "options", "runtime"},
     "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
     "distributed": LEAVES | {"optim", "options", "training"},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..dims import holds, symbols_of
-from .index_range import IndexRange
+from ..indices import IndexRange
 
 if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need not wait for
     import onnx_ir as ir
@@ -216,6 +216,8 @@ class TrainingGraph:
 def _to_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, IndexRange):
+        return value._asdict()
     if dataclasses.is_dataclass(value):
         return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "stored"}
     if isinstance(value, Mapping):

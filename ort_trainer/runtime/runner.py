@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..dims import evaluate
-from ..graph import Dim, IndexRange, RandomInput, TrainingGraph
+from ..graph import Dim, RandomInput, TrainingGraph
+from ..indices import IndexRange
 from ..masks import KEYS
 from .aten.dropout import draw_mask, unpacked
 from .engine import make_session

@@ -11,6 +11,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.graph import TrainingGraph
+from ort_trainer.indices import STEPS
 from tests.helpers import MLP, assert_same_state, mlp_batches, mlp_trainer
 
 ROWS = 6
@@ -53,6 +54,7 @@ class Uses(nn.Module):
             F.cross_entropy(x, padded, ignore_index=2),
             F.nll_loss(x[:, :, None].expand(-1, -1, 4), i["images"], reduction="sum"),
             F.multi_margin_loss(x, i["margin"][:, 3].to(torch.int64)),
+            self.rows(i["expanded"].expand(2, *x[:, :4].shape)[0, :, 1:]),
             self.rows(written),
             self.rows(parts),
             self.rows(i["computed"].clamp(0, ROWS - 1)),
@@ -61,9 +63,64 @@ class Uses(nn.Module):
 
 
 CHECKED = ["no_grad", "embedding", "embedding_bag", "one_hot", "gather", "scatter", "scatter_add"]
-CHECKED += ["index_select", "index_add", "index_fill", "getitem", "pairs", "slice", "padded", "images", "margin"]
+CHECKED += [
+    "index_select",
+    "index_add",
+    "index_fill",
+    "getitem",
+    "pairs",
+    "slice",
+    "padded",
+    "images",
+    "margin",
+    "expanded",
+]
 # PyTorch takes any number in the first; what the model itself makes of an input is not looked at.
 OTHERS = ["take_along_dim", "parts", "open", "written", "computed"]
+
+
+STEP_CALLS = [
+    ("constant_pad_nd", ([1, 2], -1)),
+    ("constant_pad_nd", ([-1, 0, 0, -1, 2, -1], -1)),
+    ("expand", ([3, -1, 3, -1],)),
+    ("flatten", (0, -1)),
+    ("flatten", (1, 2)),
+    ("flip", ([0, -1],)),
+    ("movedim", ([0, 1], [2, 0])),
+    ("movedim", (0, -1)),
+    ("narrow", (-1, 1, 2)),
+    ("narrow", (0, 0, 0)),
+    ("narrow", (2, -4, 3)),
+    ("permute", ([2, 0, -2],)),
+    ("reshape", ([4, -1],)),
+    ("roll", ([3], [])),
+    ("roll", ([1, -2], [0, 2])),
+    ("select", (-1, -2)),
+    ("select", (0, 1)),
+    ("slice", (0, None, None, 1)),
+    ("slice", (-1, -3, 2**63 - 1, 2)),
+    ("slice", (2, 1, -1, 1)),
+    ("squeeze", ()),
+    ("squeeze", (1,)),
+    ("squeeze", (0,)),
+    ("squeeze", ([1, 2],)),
+    ("transpose", (0, -1)),
+    ("unflatten", (-1, [2, -1])),
+    ("unsqueeze", (-1,)),
+    ("view", ([2, 2, 2],)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), STEP_CALLS)
+def test_steps_are_those_of_pytorch(name: str, arguments: tuple) -> None:
+    values = torch.arange(8).reshape(2, 1, 4)
+    expected = getattr(torch.ops.aten, name)(values, *arguments)
+    assert STEPS[name](values.numpy(), *arguments).tolist() == expected.tolist()
+
+
+def test_all_steps_are_tested() -> None:
+    assert {name for name, _ in STEP_CALLS} | {"t"} == STEPS.keys()
+    assert STEPS["t"](torch.arange(8).reshape(2, 4).numpy()).tolist() == torch.arange(8).reshape(2, 4).t().tolist()
 
 
 def good() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -14,10 +14,11 @@ import torch
 
 from ...dims import fixed_dimensions
 from ...errors import ExportError
-from ...graph import IndexRange, TensorSpec, TrainingGraph
+from ...graph import TensorSpec, TrainingGraph
 from ...graph.postprocess import postprocessed
 from ...graph.prune import KeepOutputsPass, RemoveUnusedPass
 from ...graph.run_passes import run_passes
+from ...indices import IndexRange
 from ...options import ModelDescription
 from ..torch import LossFunction
 from .index_ranges import label_ranges

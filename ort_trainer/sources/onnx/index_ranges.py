@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
-from ...graph import IndexRange
+from ...indices import IndexRange
 from .nodes import shape_of
 
 __all__ = ["label_ranges"]

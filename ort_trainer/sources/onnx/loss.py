@@ -13,8 +13,8 @@ from torch import nn
 
 from ...dims import symbols_of
 from ...errors import ExportError
-from ...graph import IndexRange
 from ...graph.run_passes import run_passes
+from ...indices import IndexRange
 from ...options import ModelDescription
 from ...runtime.engine import InferenceSession, session_options
 from ..torch import ExportedStep, GraphBuilder, LossFunction

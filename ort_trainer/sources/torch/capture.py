@@ -26,7 +26,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
 from ...errors import ExportError
-from ...graph import IndexRange
+from ...indices import IndexRange
 from ...options import InputDescription
 from .cell_loops import roll_up_loops
 from .composites import replace_composites

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...graph import IndexRange
+from ...indices import STEPS, IndexRange
 from ...options import ModelDescription
 from .program import Program
 from .source_lines import source_line
@@ -23,9 +23,7 @@ Arguments = Mapping[str, Any]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Operators that hand on the values of a tensor as they are, but for their type.
 _COPIES = {"alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"}
-# Operators that hand on all values of a tensor in another shape, and those that hand on some.
-_SHAPES = {"expand", "flatten", "flip", "movedim", "permute", "reshape", "roll", "squeeze", "t", "transpose"}
-_SHAPES |= {"unflatten", "unsqueeze", "view"}
+# Those of STEPS that hand on a part of the values only.
 _PARTS = {"narrow", "select", "slice"}
 _WHOLE = (0, 2**63 - 1)
 
@@ -172,7 +170,7 @@ def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTab
         target, given, part = "aten.constant_pad_nd.default", [given[0], -1], True  # which stands for no place
     elif name == "slice" and (given[1] or 0, given[2], given[3]) == (*_WHOLE, 1):
         return known
-    elif name not in _SHAPES and not part:
+    elif name not in STEPS:
         return None
     arguments = _numbers(given, symbols)
     if arguments is None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ....graph import IndexRange, RandomInput
+from ....graph import RandomInput
+from ....indices import IndexRange
 
 __all__ = ["Found"]
 

@@ -1,0 +1,195 @@
+"""Looks for indices in a batch that its model does not have: classes, rows of an embedding.
+
+Trainer and training API do it alike, so there is no PyTorch in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .dims import evaluate
+
+__all__ = ["STEPS", "IndexRange", "check_indices", "extremes"]
+
+Array = np.ndarray[Any, Any]
+Steps = tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+class IndexRange(NamedTuple):
+    """What an operator allows in an integer input that it indexes with: class labels, rows of an embedding.
+
+    Attributes:
+        input: Name of the input.
+        size: How many rows, classes or elements there are: a number, or an expression over symbolic dimensions.
+        from_end: Whether negative values count from the end, so that ``-size`` is allowed; otherwise 0 is the least.
+        ignored: A value that is allowed all the same, as one that does not count; None for none.
+        operator: Name of the operator.
+        source: Where it is in the user's code; empty where that is not known.
+        outputs: Names of the described outputs that depend on the operator.
+        steps: How the operator sees a part of the input only: operators of :data:`STEPS` with their arguments behind
+            the tensor, in which sizes may be expressions. Empty if it sees all of it.
+    """
+
+    input: str
+    size: int | str
+    from_end: bool = False
+    ignored: int | None = None
+    operator: str = ""
+    source: str = ""
+    outputs: tuple[str, ...] = ()
+    steps: Steps = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> IndexRange:
+        """Returns what JSON has made of one, with lists where there were tuples."""
+        return cls(**{key: _frozen(value) for key, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def check_indices(
+    ranges: Iterable[tuple[IndexRange, int]],
+    array: Callable[[str], Array],
+    sizes: Callable[[], Mapping[str, int]],
+    find_extremes: Callable[[str, int | None], tuple[int, int]] | None = None,
+) -> None:
+    """Checks the inputs of a batch that operators index with; it takes one pass over each of them.
+
+    Args:
+        ranges: What is allowed, with the sizes for this batch.
+        array: Returns the values of an input.
+        sizes: Returns the sizes of the symbolic dimensions.
+        find_extremes: :func:`extremes` of an input, where there is a better way than by its array.
+
+    Raises:
+        IndexError: If one has a value that is out of range.
+    """
+    known: dict[tuple[str, int | None], tuple[int, int]] = {}
+    for entry, size in ranges:
+        key = (entry.input, entry.ignored)
+        if key not in known:
+            known[key] = find_extremes(*key) if find_extremes else extremes(array(entry.input), entry.ignored)
+        lowest, highest = known[key]
+        if lowest < (-size if entry.from_end else 0) or highest >= size:
+            _look_closer(entry, size, array(entry.input), sizes())
+
+
+def extremes(values: Array, ignored: int | None) -> tuple[int, int]:
+    """Returns the lowest and the highest value that count; 0 stands for those that do not."""
+    found = int(values.min()), int(values.max())
+    if ignored is not None and ignored in found:
+        values = np.where(values == ignored, 0, values)
+        found = int(values.min()), int(values.max())
+    return found
+
+
+def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str, int]) -> None:
+    """Raises if a value is out of range that counts, and that the operator sees."""
+    wrong = (values < (-size if entry.from_end else 0)) | (values >= size)
+    if entry.ignored is not None:
+        wrong &= values != entry.ignored
+    if not wrong.any():
+        return
+    # What the operator sees of the input is found by doing the same to the numbers of its places.
+    places = np.arange(values.size).reshape(values.shape)
+    for target, arguments in entry.steps:
+        places = STEPS[_name(target)](places, *_evaluated(arguments, sizes))
+    places = places[places >= 0].reshape(-1)
+    found = places[wrong.reshape(-1)[places]]
+    if not len(found):
+        return
+    place = [int(number) for number in np.unravel_index(found[0], values.shape)]
+    others = f", and {len(found) - 1} more of the kind" if len(found) > 1 else ""
+    ignored = "" if entry.ignored is None else f", or {entry.ignored}, which is ignored"
+    raise IndexError(
+        f"input {entry.input!r} has the value {int(values.flat[found[0]])} at {place}{others}, but {entry.operator} "
+        f"takes it for an index, which must be from {-size if entry.from_end else 0} to {size - 1}{ignored}"
+        f"{'; ' if entry.source else ''}{entry.source}"
+    )
+
+
+def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
+    """Returns arguments with numbers for expressions over symbolic sizes."""
+    return [
+        _evaluated(value, sizes)
+        if isinstance(value, (list, tuple))
+        else evaluate(value, sizes)
+        if isinstance(value, str)
+        else value
+        for value in arguments
+    ]
+
+
+def _name(target: str) -> str:
+    """Returns ``select`` of ``aten.select.int``."""
+    return target.split(".")[1].rstrip("_")
+
+
+def _expand(values: Array, shape: Sequence[int], implicit: bool = False) -> Array:
+    behind = (1,) * (len(shape) - values.ndim) + values.shape
+    return np.broadcast_to(values, [old if new == -1 else new for old, new in zip(behind, shape, strict=True)])
+
+
+def _flatten(values: Array, start: int = 0, end: int = -1) -> Array:
+    shape = values.shape or (1,)
+    first, last = start % len(shape), end % len(shape)
+    return values.reshape(*shape[:first], -1, *shape[last + 1 :])
+
+
+def _pad(values: Array, pad: Sequence[int], value: int) -> Array:
+    for number, amount in enumerate(pad):  # of the last dimension before and behind, then of the one before it
+        axis, behind = values.ndim - 1 - number // 2, number % 2
+        if amount < 0:
+            cut = slice(None, amount) if behind else slice(-amount, None)
+            values = values[(slice(None),) * axis + (cut,)]
+        else:
+            widths = [(0, 0)] * values.ndim
+            widths[axis] = (0, amount) if behind else (amount, 0)
+            values = np.pad(values, widths, constant_values=value)
+    return values
+
+
+def _part(values: Array, axis: int, part: Any) -> Array:
+    return values[(slice(None),) * (axis % values.ndim) + (part,)]
+
+
+def _narrow(values: Array, axis: int, start: int, length: int) -> Array:
+    first = start % values.shape[axis] if start < 0 else start
+    return _part(values, axis, slice(first, first + length))
+
+
+def _squeeze(values: Array, axes: int | Sequence[int] | None = None) -> Array:
+    chosen = range(values.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
+    return values.squeeze(tuple({axis % values.ndim for axis in chosen if values.shape[axis] == 1}))
+
+
+def _unflatten(values: Array, axis: int, shape: Sequence[int]) -> Array:
+    axis %= values.ndim
+    return values.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :])
+
+
+STEPS: dict[str, Callable[..., Array]] = {
+    "constant_pad_nd": _pad,
+    "expand": _expand,
+    "flatten": _flatten,
+    "flip": lambda values, axes: np.flip(values, tuple(axes)),
+    "movedim": lambda values, old, new: np.moveaxis(values, old, new),
+    "narrow": _narrow,
+    "permute": lambda values, axes: values.transpose(axes),
+    "reshape": lambda values, shape: values.reshape(shape),
+    "roll": lambda values, shifts, axes=(): np.roll(values, shifts, axes or None),
+    "select": lambda values, axis, index: _part(values, axis, index),
+    "slice": lambda values, axis, start, end, step: _part(values, axis, slice(start, end, step)),
+    "squeeze": _squeeze,
+    "t": lambda values: values.T,
+    "transpose": lambda values, first, second: values.swapaxes(first, second),
+    "unflatten": _unflatten,
+    "unsqueeze": lambda values, axis: np.expand_dims(values, axis),
+    "view": lambda values, shape: values.reshape(shape),
+}
+"""PyTorch's operators that hand on values as they are, all or some, on arrays."""
