@@ -97,8 +97,8 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
         return
     # What the operator sees of the input is found by doing the same to the numbers of its places.
     places = np.arange(values.size).reshape(values.shape)
-    for target, arguments in entry.steps:
-        places = STEPS[_name(target)](places, *_evaluated(arguments, sizes))
+    for name, arguments in entry.steps:
+        places = STEPS[name](places, *_evaluated(arguments, sizes))
     places = places[places >= 0].reshape(-1)
     found = places[wrong.reshape(-1)[places]]
     if not len(found):
@@ -123,11 +123,6 @@ def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
         else value
         for value in arguments
     ]
-
-
-def _name(target: str) -> str:
-    """Returns ``select`` of ``aten.select.int``."""
-    return target.split(".")[1].rstrip("_")
 
 
 def _expand(values: Array, shape: Sequence[int], implicit: bool = False) -> Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..errors import shown
+from ..indices import IndexRange
 
 __all__ = [
     "FORMAT",
@@ -28,7 +29,8 @@ __all__ = [
 
 METADATA = "ort_trainer.artifact"
 """Key of the metadata."""
-FORMAT = 1
+FORMAT = 2
+"""What is written. Format 1 has no ``index_ranges``; both are read."""
 
 Model = TypeVar("Model", "StepModel", "OptimizerModel")
 
@@ -84,6 +86,7 @@ class StepModel:
         random: What is drawn, in order; masks are drawn from one key, which is drawn first if there are any.
         guards: Conditions on the sizes under which the graph is right; :func:`ort_trainer.dims.holds`.
         fixed: Name of a dimension -> the only size that the graph has for it.
+        index_ranges: What is allowed in inputs that are indices; empty where nothing is looked at.
     """
 
     kind: str
@@ -98,6 +101,7 @@ class StepModel:
     random: tuple[RandomTensor, ...] = ()
     guards: tuple[str, ...] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
+    index_ranges: tuple[IndexRange, ...] = ()
 
     kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation")
 
@@ -172,10 +176,12 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         given, kind = found.pop("format"), found["kind"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata can't be read ({error})") from error
-    if given != FORMAT:
+    if given not in range(1, FORMAT + 1):
         newer = isinstance(given, int) and given > FORMAT
         way = "update ort_trainer, or export again" if newer else "export again"
-        raise ValueError(f"{name} has the format {shown(given)} of artifacts; this ort_trainer reads {FORMAT}: {way}")
+        raise ValueError(
+            f"{name} has the format {shown(given)} of artifacts; this ort_trainer reads 1 to {FORMAT}: {way}"
+        )
     if kind not in ("training", "evaluation", "optimizer"):
         raise ValueError(f"{name} is damaged: its metadata name the kind {shown(kind)}, which there is not")
     if kind not in cls.kinds:
@@ -184,6 +190,8 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         for key, parts in (("inputs", Tensor), ("outputs", Tensor), ("random", RandomTensor)):
             if key in found:
                 found[key] = tuple(parts(**_tuples(entry)) for entry in found[key])
+        if "index_ranges" in found:
+            found["index_ranges"] = tuple(map(IndexRange.from_json, found["index_ranges"]))
         if cls is OptimizerModel:
             found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
         return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
@@ -193,7 +201,7 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
 
 def _plain(value: Any) -> Any:
     """Returns what JSON has for a value: a dict for what has named fields."""
-    if isinstance(value, (Tensor, RandomTensor, Slot)):
+    if isinstance(value, (Tensor, RandomTensor, Slot, IndexRange)):
         return value._asdict()
     if isinstance(value, tuple):
         return [_plain(part) for part in value]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dims import symbols_of
+from ..indices import STEPS, IndexRange
 from .artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor
 
 __all__ = ["check_described", "check_fits"]
@@ -67,6 +68,36 @@ def _check_step(model: StepModel) -> None:
         symbols_of(guard)
     for size in _items(model.fixed, "fixed").values():
         _require(isinstance(size, int), "fixed")
+    integers = {spec.name for spec in model.inputs if "int" in spec.dtype}
+    for entry in _sequence(model.index_ranges, "index_ranges"):
+        _check_range(entry, integers, named)
+
+
+def _check_range(entry: IndexRange, inputs: Collection[str], named: Collection[int | str]) -> None:
+    what = "index_ranges"
+    _texts([entry.input, entry.operator, entry.source, *_sequence(entry.outputs, what)], what)
+    _require(entry.input in inputs, f"{what}: input")
+    _require(isinstance(entry.from_end, bool), f"{what}: from_end")
+    _require(entry.ignored is None or _is_whole(entry.ignored), f"{what}: ignored")
+    _require(_is_size(entry.size, named), f"{what}: size")
+    for step in _sequence(entry.steps, what):
+        _require(isinstance(step, tuple) and len(step) == 2 and step[0] in STEPS, f"{what}: steps")
+        _require(all(_is_argument(value, named) for value in _sequence(step[1], what)), f"{what}: steps")
+
+
+def _is_argument(value: Any, named: Collection[int | str]) -> bool:
+    """Returns whether something may be an argument of a step."""
+    if isinstance(value, tuple):
+        return all(_is_argument(part, named) for part in value)
+    return value is None or isinstance(value, bool) or _is_size(value, named)
+
+
+def _is_size(value: Any, named: Collection[int | str]) -> bool:
+    return _is_whole(value) or (isinstance(value, str) and symbols_of(value) <= {*named})
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _tensor(spec: Tensor | RandomTensor | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:

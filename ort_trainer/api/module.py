@@ -87,6 +87,7 @@ class Module:
         Raises:
             TypeError: If an input is missing, unknown, no tensor, or of another dtype.
             ValueError: If one has a wrong shape.
+            IndexError: If one has an index that is out of range, such as a label of a class that there is not.
             RuntimeError: If there is no evaluation model, or the parameters have no values yet.
         """
         runner = self._runner(self.training)

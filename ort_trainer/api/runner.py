@@ -9,6 +9,7 @@ import numpy as np
 
 from ..dims import evaluate, holds, symbols_of
 from ..errors import shown
+from ..indices import IndexRange, check_indices
 from ..interrupts import uninterrupted
 from .artifact import RandomTensor, StepModel, Tensor
 from .checkpoint_file import Array
@@ -37,10 +38,14 @@ class _Plan(NamedTuple):
     Attributes:
         outputs: The user's, with their sizes; None where ONNX Runtime finds them out.
         random: What is drawn, with its sizes.
+        indices: What is allowed in inputs that are indices, with the sizes.
+        sizes: Of the named dimensions.
     """
 
     outputs: tuple[_Output, ...]
     random: tuple[tuple[RandomTensor, tuple[int, ...]], ...]
+    indices: tuple[tuple[IndexRange, int], ...]
+    sizes: Mapping[str, int]
 
 
 class StepRunner:
@@ -81,6 +86,7 @@ class StepRunner:
         Raises:
             TypeError: If an input is no tensor, or has another dtype.
             ValueError: If one has a wrong shape.
+            IndexError: If one has an index that is out of range.
             RuntimeError: If the parameters have no values yet.
         """
         if self._state.missing:
@@ -93,6 +99,9 @@ class StepRunner:
         state = self._state
         shapes = tuple([_shape(value) for value in values])
         plan = self._plans.get(shapes) or self._plan(shapes)
+        if plan.indices:
+            given = dict(zip(self.inputs, values, strict=True))
+            check_indices(plan.indices, lambda name: _array(given[name]), lambda: plan.sizes)
         binding = self._binding()
         for name, value in zip(self.inputs, values, strict=True):
             if isinstance(value, np.ndarray):
@@ -150,6 +159,8 @@ class StepRunner:
                 _Output(spec.name, np.dtype(spec.dtype), _evaluated(spec.shape, sizes)) for spec in self.model.outputs
             ),
             tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.model.random),
+            tuple((entry, evaluate(entry.size, sizes)) for entry in self.model.index_ranges),
+            sizes,
         )
         if len(self._plans) >= _PLANS:
             self._plans.clear()
@@ -226,6 +237,10 @@ class StepRunner:
 
 def _shape(value: Input) -> tuple[int, ...]:
     return value.shape if isinstance(value, np.ndarray) else tuple(value.shape())
+
+
+def _array(value: Input) -> Array:
+    return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
 
 
 def _evaluated(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -66,6 +66,7 @@ class TrainingSession:
         Raises:
             TypeError: If an input is missing, unknown, no tensor, or of another dtype.
             ValueError: If one has a wrong shape.
+            IndexError: If one has an index that is out of range, such as a label of a class that there is not.
             RuntimeError: If the parameters have no values yet.
         """
         return self._run(True, input_values, run_options)

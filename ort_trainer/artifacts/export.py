@@ -106,6 +106,8 @@ def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequ
     window = AccumulationWindow(loop.window.size, loop.window.reduction)
     window.load_state_dict(gathered.window)
     training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
+    if not loop.options.debug.check_indices:
+        training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))
     # Each micro-batch brings its share of the mean, so that a sum of a whole window is the mean.
     count = window.size if window.reduction == "mean" else 1
     added = window.micro_batches if window.reduction == "mean" else 1

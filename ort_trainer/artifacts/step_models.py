@@ -15,6 +15,7 @@ import torch
 from ..api.artifact import RandomTensor, StepModel, Tensor
 from ..graph import RandomInput, TensorSpec, TrainingGraph
 from ..graph.names import Names
+from ..indices import IndexRange
 
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 
@@ -109,7 +110,15 @@ def _described(graph: TrainingGraph, inputs: Values, outputs: Values) -> StepMod
         state=dict(graph.state),
         guards=graph.guards,
         fixed=dict(graph.fixed),
+        index_ranges=_index_ranges(graph),
     )
+
+
+def _index_ranges(graph: TrainingGraph) -> tuple[IndexRange, ...]:
+    """Returns what is looked at: all that a step needs, without the places in the user's files."""
+    kept = {spec.name for spec in graph.outputs}
+    needed = (entry for entry in graph.index_ranges if graph.training or not kept.isdisjoint(entry.outputs))
+    return tuple(dict.fromkeys(entry._replace(source="", outputs=()) for entry in needed))
 
 
 def _portable(graph: TrainingGraph) -> ir.Model:

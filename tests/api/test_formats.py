@@ -2,19 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
 
 from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
+from ort_trainer.api.artifact_checks import check_described
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
 from ort_trainer.errors import CheckpointError
+from ort_trainer.indices import IndexRange
 from ort_trainer.sealed import write
 
 STEP = StepModel(
     "training",
     "id",
-    (Tensor("x", "float32", ("batch", 4)),),
+    (Tensor("x", "float32", ("batch", 4)), Tensor("label", "int64", ("batch", 3))),
     (Tensor("loss", "float32", ()), Tensor("found", "int64", None)),
     "loss",
     {"w": "w"},
@@ -23,6 +26,9 @@ STEP = StepModel(
     random=(RandomTensor("mask", "mask", "uint8", ("dim('batch') * 4",), (0.5, 0)),),
     guards=("dim('batch') > 1",),
     fixed={"length": 3},
+    index_ranges=(
+        IndexRange("label", "dim('batch') + 1", True, -1, "index", steps=(("slice", (1, None, "dim('batch')", 1)),)),
+    ),
 )
 OPTIMIZER = OptimizerModel(
     "id",
@@ -46,7 +52,45 @@ def test_metadata_of_something_else() -> None:
     with pytest.raises(ValueError, match=r"damaged"):
         from_metadata(StepModel, to_metadata(STEP).replace('"outputs"', '"outs"'), "'a.onnx'")
     with pytest.raises(ValueError, match=r"format 7"):
-        from_metadata(StepModel, to_metadata(STEP).replace('"format": 1', '"format": 7'), "'a.onnx'")
+        from_metadata(StepModel, to_metadata(STEP).replace('"format": 2', '"format": 7'), "'a.onnx'")
+
+
+def test_metadata_of_before_there_were_index_ranges() -> None:
+    found = json.loads(to_metadata(STEP))
+    assert found.pop("index_ranges") and found.pop("format") == 2
+    assert from_metadata(StepModel, json.dumps({"format": 1, **found}), "model") == dataclasses.replace(
+        STEP, index_ranges=()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"input": "x"}, "input"),  # of floats
+        ({"input": "y"}, "input"),
+        ({"input": ["label"]}, "a value"),
+        ({"size": 1.5}, "size"),
+        ({"size": "dim('length')"}, "size"),
+        ({"size": "dim("}, "no arithmetic"),
+        ({"from_end": 1}, "from_end"),
+        ({"ignored": "-1"}, "ignored"),
+        ({"operator": None}, "a value"),
+        ({"steps": [["system", []]]}, "steps"),
+        ({"steps": [["slice"]]}, "steps"),
+        ({"steps": [["slice", [1.5]]]}, "steps"),
+        ({"steps": [["slice", ["dim('length')"]]]}, "steps"),
+        ({"steps": 3}, "a value"),
+        ({"place": 3}, "unexpected keyword"),
+    ],
+)
+def test_index_ranges_that_are_none(changes: dict, what: str) -> None:
+    found = json.loads(to_metadata(STEP))
+    found["index_ranges"][0].update(changes)
+    with pytest.raises(
+        ValueError, match=f"'a.onnx' is damaged: its metadata do not describe a training model .*{what}"
+    ):
+        check_described(from_metadata(StepModel, json.dumps(found), "'a.onnx'"), "'a.onnx'")
+    check_described(STEP, "'a.onnx'")
 
 
 def checkpoint() -> Checkpoint:

@@ -163,11 +163,11 @@ def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTab
     name, given = _name(node), list(_arguments(node).values())[1:]
     if name in _COPIES:
         return known if node.meta["val"].dtype in (_type_before(node), torch.int32, torch.int64) else None
-    target, part = str(node.target), name in _PARTS
+    part = name in _PARTS
     if name in ("pad", "constant_pad_nd"):
         if name == "pad" and given[1] != "constant":
             return None
-        target, given, part = "aten.constant_pad_nd.default", [given[0], -1], True  # which stands for no place
+        name, given, part = "constant_pad_nd", [given[0], -1], True  # which stands for no place
     elif name == "slice" and (given[1] or 0, given[2], given[3]) == (*_WHOLE, 1):
         return known
     elif name not in STEPS:
@@ -175,7 +175,7 @@ def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTab
     arguments = _numbers(given, symbols)
     if arguments is None:
         return None
-    steps = (*known.steps, (target, arguments))
+    steps = (*known.steps, (name, arguments))
     return _Operand(known.input, steps, len(steps) if part else known.parts)
 
 
