@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +50,13 @@ class Parameter:
 
     @data.setter
     def data(self, value: Array | OrtValue) -> None:
+        array = self._checked(value)
+        with self._state.lock:
+            self._tensor.write(array)
+            self._state.missing.discard(self._name)
+
+    def _checked(self, value: Array | OrtValue | Parameter) -> Array:
+        """Returns an array that it can hold."""
         array = _to_array(value, f"parameter {self._name!r}")
         if array.dtype != self.dtype:
             raise TypeError(
@@ -61,9 +68,7 @@ class Parameter:
                 f"parameter {self._name!r} has shape {list(self.shape)}, but an array of shape {list(array.shape)} was "
                 "given"
             )
-        with self._state.lock:
-            self._tensor.write(array)
-        self._state.missing.discard(self._name)
+        return array
 
     @property
     def grad(self) -> Array | None:
@@ -101,10 +106,10 @@ class Parameter:
         )
 
 
-class Parameters(Mapping[str, Parameter]):
+class Parameters(MutableMapping[str, Parameter]):
     """The parameters of the model by name, and its floating-point buffers (running statistics) among them.
 
-    Values are set, but no names: ``parameters["fc.weight"] = array``.
+    Their values can be set, ``parameters["fc.weight"] = array``; which there are is up to the model.
     """
 
     def __init__(self, state: State) -> None:
@@ -114,8 +119,20 @@ class Parameters(Mapping[str, Parameter]):
     def __getitem__(self, name: str) -> Parameter:
         return self._find(name)
 
-    def __setitem__(self, name: str, value: Array | OrtValue) -> None:
+    def __setitem__(self, name: str, value: Array | OrtValue | Parameter) -> None:
         self._find(name).data = value  # type: ignore[assignment]
+
+    def __delitem__(self, name: str) -> None:
+        self._find(name)
+        raise TypeError(f"parameter {name!r} can't be removed: the model needs it")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Sets values, as a dict does: all of them, or none if one is wrong."""
+        found = [(self._find(name), value) for name, value in dict(*args, **kwargs).items()]
+        checked = [(parameter, parameter._checked(value)) for parameter, value in found]
+        with self._state.lock:
+            for parameter, array in checked:
+                parameter.data = array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -145,19 +162,28 @@ class Properties(MutableMapping[str, Value]):
         return self._state.properties[self._find(name)]
 
     def __setitem__(self, name: str, value: Value) -> None:
+        self._state.properties[name] = self._checked(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Sets values, as a dict does: all of them, or none if one is wrong."""
+        given = dict(*args, **kwargs)
+        self._state.properties.update({name: self._checked(name, value) for name, value in given.items()})
+
+    @staticmethod
+    def _checked(name: str, value: Value) -> Value:
+        """Returns a value as a checkpoint keeps it."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a property must be a str, but {shown(name)} was given")
         if isinstance(value, str):
-            value = str(value)
-        elif isinstance(value, (int, np.integer, np.bool_)):
+            return str(value)
+        if isinstance(value, (int, np.integer, np.bool_)):
             value = int(value)
             if value.bit_length() > _BITS:
                 raise ValueError(f"property {name!r} must be an int of at most {_BITS} bits: give a str")
-        elif isinstance(value, (float, np.floating)):
-            value = float(value)
-        else:
-            raise TypeError(f"property {name!r} must be an int, a float or a str, but {shown(value)} was given")
-        self._state.properties[name] = value
+            return value
+        if isinstance(value, (float, np.floating)):
+            return float(value)
+        raise TypeError(f"property {name!r} must be an int, a float or a str, but {shown(value)} was given")
 
     def __delitem__(self, name: str) -> None:
         del self._state.properties[self._find(name)]
@@ -292,8 +318,10 @@ def _to_array(value: object, what: str) -> Array:
     """Returns an array of what holds one.
 
     Raises:
-        TypeError: If it is neither an array nor an OrtValue.
+        TypeError: If it is neither an array nor an OrtValue, nor another parameter.
     """
+    if isinstance(value, Parameter):
+        return value.data
     if isinstance(value, OrtValue):
         return np.asarray(value.numpy())
     if not isinstance(value, (np.ndarray, np.generic)):

@@ -30,6 +30,7 @@ __all__ = [
     "SessionOptions",
     "StateTensor",
     "check_options",
+    "check_run_options",
     "default_options",
     "load_model",
     "parse_device",
@@ -40,6 +41,7 @@ ModelSource = str | os.PathLike[str] | bytes
 """A model: the path of its file, or its bytes."""
 Model = TypeVar("Model", StepModel, OptimizerModel)
 
+_LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Operators that only upstream's own runtime has.
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
@@ -100,10 +102,32 @@ def check_options(options: SessionOptions | None) -> SessionOptions:
 
     Raises:
         TypeError: If they are something else.
+        ValueError: If they ask for models in another format.
     """
-    if options is not None and not isinstance(options, SessionOptions):
+    if options is None:
+        return default_options()
+    if not isinstance(options, SessionOptions):
         raise TypeError(f"session_options must be an onnxruntime.SessionOptions, but {shown(options)} was given")
-    return default_options() if options is None else options
+    try:
+        given = options.get_session_config_entry(_LOAD_FORMAT)
+    except RuntimeError:  # it was not set
+        return options
+    if given != "ONNX":
+        raise ValueError(
+            f"session_options have {_LOAD_FORMAT} {given!r}, but artifacts are in ONNX format: leave it out, or set it "
+            "to 'ONNX'"
+        )
+    return options
+
+
+def check_run_options(options: RunOptions | None) -> None:
+    """Checks the options of a run.
+
+    Raises:
+        TypeError: If they are something else.
+    """
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"run_options must be an onnxruntime.RunOptions, but {shown(options)} was given")
 
 
 class StateTensor:
@@ -225,7 +249,7 @@ def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
 
     path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no model {str(path)!r} ({argument})")
+        raise FileNotFoundError(f"there is no model {os.fspath(source)!r} ({argument})")
     return path.read_bytes(), repr(str(path))
 
 

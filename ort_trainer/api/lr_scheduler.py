@@ -51,3 +51,10 @@ class LinearLRScheduler:
         """Sets the learning rate of the coming update, from the updates that the optimizer has done."""
         state = self._optimizer._state
         state.set_rate(learning_rate(self._schedule, state.optimization_step, self._initial))
+
+    def __repr__(self) -> str:
+        warmup, total = self._schedule["warmup_steps"], self._schedule["total_steps"]
+        return (
+            f"LinearLRScheduler(warmup_step_count={warmup}, total_step_count={total}, initial_lr={self._initial}, "
+            f"learning_rate={self._optimizer.get_learning_rate()})"
+        )

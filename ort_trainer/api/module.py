@@ -68,8 +68,9 @@ class Module:
         if eval_model_uri is not None:
             evaluation = load_model(StepModel, eval_model_uri, "eval_model_uri", "evaluation", self._options, place)
             inner.check(evaluation.model, evaluation.name)
-        inner.use(place)
-        inner.prepare_gradients(train.model.gradients)
+        with inner.lock:
+            inner.use(place)
+            inner.prepare_gradients(train.model.gradients)
         self._train = StepRunner(train, inner)
         self._eval = None if evaluation is None else StepRunner(evaluation, inner)
 
@@ -121,7 +122,8 @@ class Module:
 
     def lazy_reset_grad(self) -> None:
         """Lets the next training step begin a new sum of the gradients; until then they can be read."""
-        self._state.reset = True
+        with self._state.lock:  # a step that runs in another thread takes back an earlier reset when it ends
+            self._state.reset = True
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
         """Returns how many elements all parameters have together.
@@ -179,6 +181,8 @@ class Module:
                 these do not need, such as labels, are left out.
 
         Raises:
+            TypeError: If an argument has a wrong type.
+            FileNotFoundError: If the folder does not exist.
             RuntimeError: If there is no evaluation model, or the parameters have no values yet.
             ValueError: If the model has no such value.
         """
@@ -188,6 +192,8 @@ class Module:
 
         runner = self._runner(False)
         self._state.require_values()
+        if not isinstance(inference_model_uri, (str, os.PathLike)):
+            raise TypeError(f"inference_model_uri must be a path, but {shown(inference_model_uri)} was given")
         names = graph_output_names
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"graph_output_names must be a list of str, but {shown(names)} was given")

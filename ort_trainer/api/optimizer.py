@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,13 @@ import numpy as np
 from ..errors import shown
 from ..interrupts import uninterrupted
 from .artifact import OptimizerModel
-from .engine import ModelSource, RunOptions, load_model
+from .engine import ModelSource, RunOptions, check_run_options, load_model
 from .module import Module
 from .state import State
 
 __all__ = ["Optimizer", "check_rate"]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Optimizer:
@@ -37,8 +38,9 @@ class Optimizer:
         device = self._state.device
         loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", module._options, device)
         self._state.check(loaded.model, loaded.name)
-        self._state.prepare_optimizer(loaded.model.state, loaded.model.rates)
-        self._state.prepare_gradients(loaded.model.gradients)
+        with self._state.lock:
+            self._state.prepare_optimizer(loaded.model.state, loaded.model.rates)
+            self._state.prepare_gradients(loaded.model.gradients)
         self._session, self._model, self._name = loaded.session, loaded.model, loaded.name
         self._bindings: dict[int, Any] = {}
 
@@ -49,8 +51,10 @@ class Optimizer:
             run_options: Of ONNX Runtime, for this run.
 
         Raises:
+            TypeError: If ``run_options`` are something else.
             RuntimeError: If the parameters have no values yet.
         """
+        check_run_options(run_options)
         state = self._state
         if state.missing:
             state.require_values()
@@ -65,7 +69,7 @@ class Optimizer:
 
         Raises:
             TypeError: If it is no number.
-            ValueError: If it is negative or not finite.
+            ValueError: If it is negative, or not finite as a float of 32 bits.
         """
         self._state.set_rate(check_rate("learning_rate", learning_rate))
 
@@ -98,10 +102,12 @@ def check_rate(what: str, value: object) -> float:
 
     Raises:
         TypeError: If it is no number.
-        ValueError: If it is negative or not finite.
+        ValueError: If it is negative, or not finite as a float of 32 bits, which the optimizer models take.
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{what} must be finite and not negative, but {shown(value)} was given")
+    if not 0 <= value <= _LARGEST:
+        raise ValueError(
+            f"{what} must be finite, at most {_LARGEST:.3g}, and not negative, but {shown(value)} was given"
+        )
     return float(value)

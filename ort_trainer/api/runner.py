@@ -13,7 +13,7 @@ from ..indices import IndexRange, check_indices
 from ..interrupts import uninterrupted
 from .artifact import RandomTensor, StepModel, Tensor
 from .checkpoint_file import Array
-from .engine import CPU, Loaded, OrtValue, RunOptions
+from .engine import CPU, Loaded, OrtValue, RunOptions, check_run_options
 from .state import State
 
 __all__ = ["Input", "StepRunner"]
@@ -91,6 +91,7 @@ class StepRunner:
         """
         if self._state.missing:
             self._state.require_values()
+        check_run_options(options)
         values = self._checked(given)
         with self._state.lock:
             return self._run(values, options)

@@ -151,6 +151,9 @@ class TrainingSession:
             )
         self._module.copy_buffer_to_parameters(buffer, trainable_only=size != sizes[False])
 
+    def __repr__(self) -> str:
+        return f"TrainingSession({self._module!r}, {self._optimizer!r})"
+
     def _run(
         self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
     ) -> list[Any]:

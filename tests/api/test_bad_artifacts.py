@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer
+from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession
 
 from .artifacts import FLOAT, Artifacts, make_artifacts
 from .test_module import batches, load
@@ -195,6 +196,18 @@ def test_devices_and_options(artifacts: Artifacts) -> None:
         Module(artifacts.training, state, device=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must be an onnxruntime.SessionOptions, but \{\} was given"):
         Module(artifacts.training, state, session_options={})  # type: ignore[arg-type]
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", "ORT")
+    with pytest.raises(ValueError, match="session.load_model_format 'ORT', but artifacts are in ONNX format"):
+        Module(artifacts.training, state, session_options=options)
+    session = TrainingSession(state, artifacts.training, artifacts.evaluation, artifacts.optimizer)
+    for step in (session.train_step, session.eval_step):
+        with pytest.raises(TypeError, match=r"run_options must be an onnxruntime.RunOptions, but \{\} was given"):
+            step(list(batches(1)[0]), {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="run_options must be"):
+        session.optimizer_step(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="inference_model_uri must be a path, but 3 was given"):
+        session.export_model_for_inferencing(3, ["y"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mode must be a bool"):
         Module(artifacts.training, state).train("eval")  # type: ignore[arg-type]
 
@@ -248,8 +261,10 @@ def test_sizes_that_the_graph_is_not_right_for() -> None:
     ("value", "error", "text"),
     [
         ("0.1", TypeError, "learning_rate must be a number, but '0.1' was given"),
-        (-1, ValueError, "must be finite and not negative, but -1 was given"),
+        (-1, ValueError, "must be finite, at most 3.4e\\+38, and not negative, but -1 was given"),
         (float("nan"), ValueError, "must be finite"),
+        (1e39, ValueError, "and not negative, but 1e\\+39 was given"),  # which is inf in float32
+        (10**400, ValueError, "must be finite"),
     ],
 )
 def test_wrong_rates(artifacts: Artifacts, value: object, error: type[Exception], text: str) -> None:

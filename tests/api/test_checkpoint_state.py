@@ -44,6 +44,33 @@ def test_values_of_parameters(state: CheckpointState) -> None:
     assert np.array_equal(state.parameters["b"].data, [1, 1])
 
 
+def test_parameters_change_as_in_a_dict(state: CheckpointState, artifacts: Artifacts) -> None:
+    parameters = state.parameters
+    for remove in (parameters.pop, parameters.__delitem__, lambda name: parameters.popitem()):
+        with pytest.raises(TypeError, match="parameter 'w' can't be removed: the model needs it"):
+            remove("w")
+    with pytest.raises(TypeError, match="can't be removed"):
+        parameters.clear()
+    with pytest.raises(KeyError, match="no parameter 'v'"):
+        del parameters["v"]
+    assert parameters.pop("v", None) is None
+    assert parameters.setdefault("w", None) is parameters["w"] and len(parameters) == 3
+    new = {"w": np.full((3, 2), 7, np.float32), "b": np.ones(2)}  # the second has another type
+    with pytest.raises(TypeError, match="'b' has dtype float32"):
+        parameters.update(new)
+    with pytest.raises(KeyError, match="no parameter 'v'"):
+        parameters.update(w=new["w"], v=new["b"])
+    assert np.array_equal(parameters["w"].data, PARAMETERS["w"])
+    parameters.update(new, b=np.ones(2, np.float32))
+    assert parameters["w"].data.min() == 7 and parameters["b"].data.tolist() == [1, 1]
+    other = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
+    other.parameters.update(parameters)
+    assert other.parameters["w"].data.min() == 7
+    other.parameters["w"] = state.parameters["w"] = np.zeros((3, 2), np.float32)
+    other.parameters["b"] = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint).parameters["b"]
+    assert np.array_equal(other.parameters["b"].data, PARAMETERS["b"])
+
+
 def test_a_new_value_is_what_the_next_step_uses(artifacts: Artifacts) -> None:
     state, module, _ = load(artifacts)
     ((x, target),) = batches(1)
@@ -97,6 +124,8 @@ def test_wrong_properties(state: CheckpointState) -> None:
         state.properties["epoch"]
     with pytest.raises(KeyError, match="no property 'epoch'"):
         del state.properties["epoch"]
+    with pytest.raises(TypeError, match=r"property 'b' must be an int, a float or a str, but \[1\] was given"):
+        state.properties.update(a=1, b=[1])
     assert dict(state.properties) == {"epochs": 1}
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
 from ort_trainer.api.artifact import RandomTensor
+from ort_trainer.api.engine import Device, StateTensor
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
 from ort_trainer.runtime.aten import dropout
 
@@ -212,6 +214,26 @@ def test_threads_take_turns(artifacts: Artifacts) -> None:
         assert all(threads.map(same, range(4)))
 
 
+def test_threads_make_modules_of_one_state(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def slowly(like: StateTensor, device: Device) -> StateTensor:
+        time.sleep(0.02)  # in which another thread could begin the same
+        made.append(StateTensor(np.zeros(like.shape, like.dtype), device))
+        return made[-1]
+
+    monkeypatch.setattr("ort_trainer.api.state._zeros", slowly)
+    state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
+    with ThreadPoolExecutor(4) as threads:
+        modules = list(threads.map(lambda _: Module(artifacts.training, state), range(4)))
+    assert len(made) == len(TRAINED)  # to which all of them are bound
+    ((x, target),) = batches(1)
+    for module in modules:
+        module(x, target)
+        close(state.parameters["b"].grad, torch.from_numpy(difference_of(state, x, target).sum(0)))
+        module.lazy_reset_grad()
+
+
 def test_a_run_that_fails_draws_nothing(with_dropout: Artifacts) -> None:
     state, module, _ = load(with_dropout)
     session = TrainingSession(state, with_dropout.training)
@@ -286,6 +308,9 @@ def test_linear_schedule(artifacts: Artifacts) -> None:
     assert optimizer.get_learning_rate() == 0.1
     scheduler = LinearLRScheduler(optimizer, warmup_step_count=2, total_step_count=6, initial_lr=0.1)
     expected = [0, 0.05, 0.1, 0.075, 0.05, 0.025, 0, 0]
+    assert repr(scheduler) == (
+        "LinearLRScheduler(warmup_step_count=2, total_step_count=6, initial_lr=0.1, learning_rate=0.0)"
+    )
     assert rates(optimizer, module, 8, scheduler) == pytest.approx(expected)
     assert optimizer.get_learning_rate() == 0
 
