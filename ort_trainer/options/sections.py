@@ -318,8 +318,9 @@ class DebugOptions(Section):
     """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
     absolute 1e-6) and raises if they differ."""
     check_indices: Option[bool] = Option()
-    """Checks before every step that inputs which the model or the loss indexes with (class labels, rows of an
-    embedding) are in range, and raises an IndexError with the value and its place; see docs/limits.md."""
+    """Checks before every step, of exported artifacts too, that inputs which the model or the loss indexes with (class
+    labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see
+    docs/limits.md."""
     max_nonfinite_losses: Option[int | None] = Option()
     """Raises a FloatingPointError instead of taking the step whose loss would be the last of so many in a row that are
     infinite or not a number; with 1 none is ever trained on."""

@@ -13,6 +13,8 @@ import onnxruntime
 import pytest
 import torch
 
+from ort_trainer.artifacts import convert_checkpoint
+
 from .exported import Exported, export
 
 pytestmark = pytest.mark.engine
@@ -48,8 +50,18 @@ again = CheckpointState.load_checkpoint(f"{artifacts}/alone")
 models = [open(f"{artifacts}/{kind}_model.onnx", "rb").read() for kind in ("training", "eval", "optimizer")]
 session = TrainingSession(again, *models)
 resumed = float(session.eval_step(batches[0])[0])
-from ort_trainer.artifacts import trainer_state_dict  # what converts checkpoints needs no torch either
+try:
+    session.train_step([x, label - 5])
+    raise AssertionError
+except IndexError as error:
+    assert "input 'label' has the value -" in str(error)
+from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict  # what converts needs no torch either
 assert trainer_state_dict(f"{artifacts}/alone")["model"]["full_precision"].keys() >= set(again.parameters)
+convert_checkpoint(f"{artifacts}/upstream", f"{artifacts}/converted", like=f"{artifacts}/checkpoint")
+converted = CheckpointState.load_checkpoint(f"{artifacts}/converted")
+Optimizer(models[2], Module(models[0], converted))
+for name, parameter in CheckpointState.load_checkpoint(f"{artifacts}/checkpoint").parameters.items():
+    assert np.array_equal(converted.parameters[name].data, parameter.data)
 loaded = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names - {"__main__", "__mp_main__"}
 print(json.dumps({"losses": losses, "evaluated": evaluated, "resumed": resumed, "loaded": sorted(loaded)}))
 """
@@ -86,6 +98,8 @@ def run_alone(program: str, environment: Path, artifacts: Path) -> str:
 def exported(tmp_path: Path) -> Exported:
     found = export(tmp_path)
     x, label = zip(*found.batches, strict=True)
+    with pytest.warns(UserWarning, match="no place for the state of the random numbers"):
+        convert_checkpoint(found.file("checkpoint"), found.file("upstream"))
     np.savez(found.file("batches.npz"), x=np.stack(x), label=np.stack(label))
     return found
 
