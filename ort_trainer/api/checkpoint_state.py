@@ -296,7 +296,7 @@ class CheckpointState:
     def __repr__(self) -> str:
         return (
             f"CheckpointState({len(self._parameters)} parameters, {self._state.optimization_step} updates done, "
-            f"properties={self._state.properties})"
+            f"properties={shown(self._state.properties)})"
         )
 
 
