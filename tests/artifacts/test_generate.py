@@ -154,12 +154,13 @@ def test_an_onnx_model_trains_like_pytorch(kind: str, tmp_path: Path) -> None:
     artifacts = Artifacts(tmp_path / "artifacts")
     assert artifacts.module.input_names() == ["x", "labels"] and artifacts.module.output_names() == ["loss", "y"]
     classes = 5 if images else 4
-    for wrong in (-1, classes):
+    for wrong, mode in ((-1, True), (classes, True), (-1, False), (classes, False)):
         labels = torch.tensor([0, wrong, 0, -100])
         with pytest.raises(
             IndexError, match=rf"'labels' has the value {wrong} at \[1\], .* 0 to {classes - 1}, or -100"
         ):
-            artifacts.module(given(4).numpy(), labels.numpy())
+            artifacts.module.train(mode)(given(4).numpy(), labels.numpy())
+    artifacts.module.train()
     batches = [(given(size), torch.randint(0, classes, (size,), generator=generator)) for size in (4, 6, 5) * 5]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     assert_trains_like(model, artifacts, optimizer, F.cross_entropy, batches)
