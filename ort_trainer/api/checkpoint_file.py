@@ -44,6 +44,7 @@ class Checkpoint:
             training starts afresh.
         optimization_step: Updates done.
         gradients: Name -> the sum of the gradients since the last reset; empty right after one.
+        micro_batches: How many training steps are in that sum.
         random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625], of which
             PyTorch's and NumPy's generators draw the same numbers. Empty for a new one.
         properties: The user's own values.
@@ -59,6 +60,7 @@ class Checkpoint:
     optimizer: dict[str, Array] | None = None
     optimization_step: int = 0
     gradients: dict[str, Array] = field(default_factory=dict)
+    micro_batches: int = 0
     random: dict[str, Array] = field(default_factory=dict)
     properties: dict[str, Value] = field(default_factory=dict)
     nominal: bool = False
