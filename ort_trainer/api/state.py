@@ -80,6 +80,7 @@ class State:
         self.schedule = checkpoint.schedule
         self.random = RandomNumbers(checkpoint.random.get("state"))
         self.properties: dict[str, Value] = dict(checkpoint.properties)
+        self._trainer = checkpoint.trainer
         self._in_use = False
         self.lock = threading.RLock()  # a handler of a signal may come back to the state
 
@@ -235,6 +236,7 @@ class State:
             micro_batches=self.micro_batches if keeps_gradients else 0,
             random={} if random is None else {"state": random},
             properties=dict(self.properties),
+            trainer=self._trainer,
             nominal=nominal,
         )
 

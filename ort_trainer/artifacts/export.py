@@ -113,8 +113,7 @@ def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequ
     updates = found_updates(loop, gathered.slots, list(training.gradients))
     rates = len(loop.config.learning_rates)
     model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates, count)
-    checkpoint = running_state(loop, updates, origins, gathered.gradients, divisor)
-    checkpoint.micro_batches = window.micro_batches
+    checkpoint = running_state(loop, updates, origins, gathered, divisor)
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in session.buffers]

@@ -56,7 +56,15 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
         found[NOMINAL_CHECKPOINT] = to_bytes(
-            replace(checkpoint, export=export, nominal=True, optimizer=None, optimization_step=0, gradients={})
+            replace(
+                checkpoint,
+                export=export,
+                nominal=True,
+                optimizer=None,
+                optimization_step=0,
+                gradients={},
+                micro_batches=0,
+            )
         )
     return found
 

@@ -119,7 +119,7 @@ class _Builder:
         if updated.count is None:
             return None
         shared = _STEP if updated.update.rule.shares_count else _COUNT
-        key = shared if self._one_count else f"{parameter}.{_COUNT}"
+        key = shared if self._one_count else f"{parameter}.{shared}"
         if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])
             following = self._writer.next(count)

@@ -78,7 +78,7 @@ def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_opt
     if not with_optimizer:
         for key in ("optimizer", "torch_optimizer", "gradients"):
             state.pop(key, None)
-    if kind in (Format.API, Format.UPSTREAM):
+    if kind in (Format.API, Format.UPSTREAM) and "optimizer" in state and "trainer_options" not in state:
         warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
     parts = _parts(sources[0]) if kind is Format.TRAINER else {}
     save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
