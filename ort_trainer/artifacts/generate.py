@@ -63,7 +63,7 @@ def generate_artifacts(
         loss: A :class:`LossType`; a function (prediction, label) -> loss; or None where the loss is an output of the
             model, which is then its only scalar, or called ``loss``. A :class:`LossType` adds an input: ``labels`` of
             a cross entropy, whose classes are the second dimension of the prediction, ``target`` of the others. The
-            loss is then called ``loss``.
+            loss is then called ``loss``, or ``loss_1`` where a value of an ONNX model is called so.
         optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or for a PyTorch module an optimizer of
             ``torch.optim`` over its parameters. None for no optimizer model.
         artifact_directory: Where to, a folder that is made if need be; None for the current one.

@@ -42,7 +42,8 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     if transient:
         state["transient_buffers"] = transient
     if checkpoint.schedule is not None:
-        rates = [learning_rate(checkpoint.schedule, max(step - 1, 0), base) for base in checkpoint.learning_rates]
+        asked = step if checkpoint.micro_batches else max(step - 1, 0)  # each micro-batch asks for the coming rate
+        rates = [learning_rate(checkpoint.schedule, asked, base) for base in checkpoint.learning_rates]
         state["lr_scheduler"] = {"last_lr": rates[-1:] if len(set(rates)) == 1 else rates}  # one stands for all
     if "state" in checkpoint.random:
         state["random"] = _generator(checkpoint.random["state"])

@@ -183,6 +183,7 @@ def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_o
         optimizer=optimizer,
         optimization_step=info.get("optimization_step", 0) if optimizer is not None else 0,
         gradients={},
+        micro_batches=0,
         random=_random_of(state) if "random" in state else export.random,
         properties=properties,
         nominal=False,
