@@ -19,7 +19,7 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["atomic_path", "check_target", "explained", "remove_abandoned"]
+__all__ = ["atomic_path", "check_target", "explained", "remove_abandoned", "sync", "temporary_folder"]
 
 _FULL = "make room there, or write to another disk"
 _DENIED = "let this user write there, or choose another folder"
@@ -96,9 +96,9 @@ def atomic_path(target: Path) -> Iterator[Path]:
             remove_abandoned(target.parent, glob.escape(target.name))
             yield temporary
             temporary.chmod(mode)  # a library that writes may have made another file of this name
-            _sync(temporary)
+            sync(temporary)
             temporary.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         with uninterrupted():
             if handle is not None:
@@ -108,25 +108,61 @@ def atomic_path(target: Path) -> Iterator[Path]:
                     temporary.unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Removes the temporary files of processes that were killed while they wrote.
+@contextlib.contextmanager
+def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
+    """Gives an empty folder within another one, for files that are to be moved; it is removed when the block ends.
 
-    A process that writes has locked its file, and the system unlocks it when the process ends, however it does.
+    A process that is killed leaves it; :func:`remove_abandoned` removes it.
+
+    Args:
+        folder: Where it is made.
+        name: Of what is written.
+    """
+    import shutil  # neither of which a mere reader need wait for
+    import tempfile
+
+    with uninterrupted():
+        path = folder / tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
+        handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
+    try:
+        yield path
+    finally:
+        with uninterrupted():
+            shutil.rmtree(path, ignore_errors=True)
+            if handle is not None:
+                os.close(handle)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Removes the temporary files and folders of processes that were killed while they wrote.
+
+    A process that writes has locked its own, and the system unlocks it when the process ends, however it does.
 
     Args:
         folder: Where to look.
-        pattern: Matches the names of the files that were to be written, as ``glob`` does.
+        pattern: Matches the names of what was to be written, as ``glob`` does.
     """
     for path in folder.glob(f".{pattern}.????????.tmp") if fcntl else ():
         with contextlib.suppress(OSError):  # locked, gone, not ours to remove, or on a file system without locks
-            handle = os.open(path, os.O_RDWR)
+            is_folder = path.is_dir() and not path.is_symlink()
+            handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
             try:
                 status = os.fstat(handle)
-                if status.st_size or time.time() - status.st_mtime > _EMPTY_SECONDS:
+                is_empty = not any(path.iterdir()) if is_folder else not status.st_size
+                if not is_empty or time.time() - status.st_mtime > _EMPTY_SECONDS:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    _remove(path, is_folder)
             finally:
                 os.close(handle)
+
+
+def _remove(path: Path, is_folder: bool) -> None:
+    if is_folder:
+        import shutil
+
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _locked(handle: int) -> int | None:
@@ -139,7 +175,8 @@ def _locked(handle: int) -> int | None:
     return handle
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or what a folder holds, is on the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows can't open a folder to sync it
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

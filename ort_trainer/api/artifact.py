@@ -136,6 +136,8 @@ class OptimizerModel:
         state: Key of a tensor that the optimizer keeps, such as ``<parameter>.Moment_1`` -> the tensor.
         rates: Number of learning rates.
         learning_rate: Graph input, float32 [rates]: of each parameter group, and last of all other parameters.
+        micro_batches: Graph input, int64 [1]: how many are in the gradients, whose mean the update takes; None where
+            it takes their sum.
     """
 
     export: str
@@ -145,6 +147,7 @@ class OptimizerModel:
     state: Mapping[str, Slot]
     rates: int = 1
     learning_rate: str = "learning_rate"
+    micro_batches: str | None = None
     kind: str = "optimizer"
 
     kinds: ClassVar[tuple[str, ...]] = ("optimizer",)
@@ -152,7 +155,8 @@ class OptimizerModel:
 
 def to_metadata(model: StepModel | OptimizerModel) -> str:
     """Returns the text that :func:`from_metadata` reads."""
-    return json.dumps({"format": FORMAT, **{key: _plain(value) for key, value in vars(model).items()}})
+    said = {key: _plain(value) for key, value in vars(model).items() if value is not None}
+    return json.dumps({"format": FORMAT, **said})
 
 
 def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:

@@ -39,7 +39,7 @@ def check_described(model: StepModel | OptimizerModel, name: str) -> None:
 
 def _check_optimizer(model: OptimizerModel) -> None:
     _require(isinstance(model.export, str), "export")
-    _texts([model.name, model.learning_rate], "name")
+    _texts([model.name, model.learning_rate, model.micro_batches or ""], "name")
     _require(isinstance(model.rates, int) and 0 < model.rates < 1 << 20, "rates")
     _pairs(model.weights, "weights")
     _texts(_items(model.gradients, "gradients").values(), "gradients")
@@ -194,6 +194,8 @@ def _named(model: StepModel | OptimizerModel) -> tuple[_Described, _Described]:
     outputs: _Described = {}
     if isinstance(model, OptimizerModel):
         inputs[model.learning_rate] = "float32", (model.rates,)
+        if model.micro_batches is not None:
+            inputs[model.micro_batches] = "int64", (1,)
         inputs |= dict.fromkeys((*(old for old, _ in model.weights.values()), *model.gradients.values()), (None, None))
         outputs |= dict.fromkeys((new for _, new in model.weights.values()), (None, None))
         for slot in model.state.values():

@@ -44,9 +44,11 @@ class Checkpoint:
             training starts afresh.
         optimization_step: Updates done.
         gradients: Name -> the sum of the gradients since the last reset; empty right after one.
+        micro_batches: How many training steps are in that sum.
         random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625], of which
             PyTorch's and NumPy's generators draw the same numbers. Empty for a new one.
         properties: The user's own values.
+        trainer: What the ``ORTTrainer`` of the export asks for in its own state; None where it can't be told.
         nominal: Whether the parameters have shapes and dtypes, but no values yet: then they are zeros.
     """
 
@@ -59,8 +61,10 @@ class Checkpoint:
     optimizer: dict[str, Array] | None = None
     optimization_step: int = 0
     gradients: dict[str, Array] = field(default_factory=dict)
+    micro_batches: int = 0
     random: dict[str, Array] = field(default_factory=dict)
     properties: dict[str, Value] = field(default_factory=dict)
+    trainer: dict[str, Any] | None = None
     nominal: bool = False
 
 
@@ -162,6 +166,8 @@ def _check(checkpoint: Checkpoint) -> None:
         "optimization_step": type(checkpoint.optimization_step) is int and checkpoint.optimization_step >= 0,
         "properties": isinstance(checkpoint.properties, dict)
         and all(isinstance(value, (int, float, str)) for value in checkpoint.properties.values()),
+        "micro_batches": type(checkpoint.micro_batches) is int and checkpoint.micro_batches >= 0,
+        "trainer": checkpoint.trainer is None or _is_of_trainer(checkpoint.trainer, checkpoint),
         "nominal": isinstance(checkpoint.nominal, bool),
         "random": random is None
         or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
@@ -172,6 +178,17 @@ def _check(checkpoint: Checkpoint) -> None:
     if schedule is not None:
         for rate in rates:
             learning_rate(schedule, checkpoint.optimization_step, rate)
+
+
+def _is_of_trainer(said: dict[str, Any], checkpoint: Checkpoint) -> bool:
+    size, names = said["trainer_options"]["gradient_accumulation_steps"], checkpoint.parameters
+    return (
+        type(size) is int
+        and size > 0
+        and said["window"].keys() == {"reduction", "assigned_size"}
+        and all(name in names or name in checkpoint.buffers for name in said["transient_buffers"])
+        and all(name in names and isinstance(slots, list) for name, slots in said["idle"].items())
+    )
 
 
 def _is_rate(value: Any) -> bool:

@@ -61,6 +61,8 @@ class Optimizer:
         with state.lock, uninterrupted():
             binding = self._bindings.get(state.gradient_side) or self._bind()
             binding.bind_cpu_input(self._model.learning_rate, np.array(state.rates(), np.float32))
+            if self._model.micro_batches is not None:
+                binding.bind_cpu_input(self._model.micro_batches, np.array([state.micro_batches], np.int64))
             self._session.run_with_iobinding(binding, run_options)
             state.optimization_step += 1
 

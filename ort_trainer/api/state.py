@@ -42,6 +42,7 @@ class State:
         missing: Names of those that have no values yet.
         gradients: Trained parameter -> the sum of its gradients; empty before there is a module.
         reset: Whether the next gradients take the place of these.
+        micro_batches: How many training steps are in these gradients.
         gradient_side: Which of the two sets of gradients these are.
         buffer_side: The same of the buffers that training changes.
         optimizer: What the optimizer keeps; None before there is one.
@@ -68,6 +69,7 @@ class State:
             raise CheckpointError(f"{name} is damaged: it has no parameters {strange}")
         self.gradients = _taken(checkpoint.gradients)
         self.reset = not self.gradients
+        self.micro_batches = checkpoint.micro_batches
         self.gradient_side = self.buffer_side = 0
         self._other_gradients: dict[str, StateTensor] = {}
         self._other_buffers: dict[str, StateTensor] = {}
@@ -78,6 +80,7 @@ class State:
         self.schedule = checkpoint.schedule
         self.random = RandomNumbers(checkpoint.random.get("state"))
         self.properties: dict[str, Value] = dict(checkpoint.properties)
+        self._trainer = checkpoint.trainer
         self._in_use = False
         self.lock = threading.RLock()  # a handler of a signal may come back to the state
 
@@ -139,6 +142,7 @@ class State:
 
     def advance(self) -> None:
         """Takes over what a training step has written."""
+        self.micro_batches = 1 if self.reset else self.micro_batches + 1
         if self.reset:
             self.reset = False
         else:
@@ -218,6 +222,7 @@ class State:
             self.require_values()
         optimizer = self._kept if self.optimizer is None else _viewed(self.optimizer, self.optimizer)
         random = self.random.get_state()
+        keeps_gradients = include_optimizer_state and not self.reset
         return Checkpoint(
             export=self.export,
             parameters=_viewed(self.values, self.parameters),
@@ -227,9 +232,11 @@ class State:
             schedule=self.schedule,
             optimizer=optimizer if include_optimizer_state else None,
             optimization_step=self.optimization_step if include_optimizer_state else 0,
-            gradients=_viewed(self.gradients, self.gradients) if include_optimizer_state and not self.reset else {},
+            gradients=_viewed(self.gradients, self.gradients) if keeps_gradients else {},
+            micro_batches=self.micro_batches if keeps_gradients else 0,
             random={} if random is None else {"state": random},
             properties=dict(self.properties),
+            trainer=self._trainer,
             nominal=nominal,
         )
 

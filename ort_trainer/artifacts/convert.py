@@ -10,8 +10,9 @@ from typing import Any
 from ..api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..errors import shown, warn
 from ..foreign import is_upstream_checkpoint
+from .trainer_state import state_dict_of
 from .upstream.checkpoint import read_upstream_checkpoint
-from .upstream.conversion import from_upstream, state_dict_of, to_upstream
+from .upstream.conversion import from_upstream, to_upstream
 from .upstream.write_checkpoint import write_upstream_checkpoint
 
 __all__ = ["convert_checkpoint", "trainer_state_dict", "write_as_upstream"]
@@ -75,7 +76,9 @@ def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:
 def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     """Returns a checkpoint of onnxruntime-training, or of ``ort_trainer.api``, for ``ORTTrainer.load_state_dict``.
 
-    Names match where the artifacts came from the same model.
+    Names match where the artifacts came from the same model. A checkpoint of ``ort_trainer.api`` says which optimizer
+    it is of, so that it is loaded as it is, and training goes on where it was; the learning rates are the trainer's
+    own. One of onnxruntime-training, and one of a trainer with an optimizer of ``torch.optim``, need ``strict=False``.
 
     Args:
         source: The checkpoint.
@@ -86,7 +89,7 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
         ValueError: If it is nominal, and has no values.
 
     Example:
-        >>> trainer.load_state_dict(trainer_state_dict("upstream/checkpoint"), strict=False)
+        >>> trainer.load_state_dict(trainer_state_dict("artifacts/trained"))
     """
     checkpoint: Checkpoint = (
         from_upstream(read_upstream_checkpoint(source)) if _is_upstream(source) else read_checkpoint(source)

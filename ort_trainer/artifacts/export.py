@@ -113,8 +113,9 @@ def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequ
     added = window.micro_batches if window.reduction == "mean" else 1
     divisor = window.divisor / max(1, added) * count
     updates = found_updates(loop, gathered.slots, list(training.gradients))
-    model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates=len(loop.config.learning_rates))
-    checkpoint = running_state(loop, updates, origins, gathered.gradients, divisor)
+    rates = len(loop.config.learning_rates)
+    model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates, count)
+    checkpoint = running_state(loop, updates, origins, gathered, divisor)
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in session.buffers]
@@ -162,17 +163,14 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
 
 
 def _with_outputs(graph: TrainingGraph, names: Sequence[str] | None) -> TrainingGraph:
-    """Returns a graph with the loss and some other outputs."""
+    """Returns a graph with the loss and some other outputs, in their order."""
     if names is None:
         return graph
-    kept = tuple(spec for spec in graph.outputs if spec.name == graph.loss or spec.name in names)
-    unknown = sorted({*names} - {spec.name for spec in graph.outputs})
+    known = {spec.name: spec for spec in graph.outputs}
+    unknown = sorted({*names} - known.keys())
     if unknown:
-        raise ValueError(
-            f"additional_output_names has {unknown}, but the described outputs are "
-            f"{[spec.name for spec in graph.outputs]}"
-        )
-    return replace(graph, outputs=kept)
+        raise ValueError(f"additional_output_names has {unknown}, but the described outputs are {list(known)}")
+    return replace(graph, outputs=tuple(known[name] for name in dict.fromkeys([graph.loss, *names])))
 
 
 def check_exportable(loop: TrainingLoop) -> None:
@@ -193,10 +191,10 @@ def check_exportable(loop: TrainingLoop) -> None:
             "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ"
         )
     window = loop.window
-    if window.reduction == "mean" and window.micro_batches > window.size:
+    if window.reduction == "mean" and window.size == 1 and window.micro_batches > 1:
         raise ValueError(
-            f"artifacts can't be written after {window.micro_batches} micro-batches of a window of {window.size}: in "
-            "them each counts by the size of the window, so that their mean would be another. Call optimizer_step() or "
+            f"artifacts can't be written after {window.micro_batches} micro-batches of a window of 1: an update from "
+            "artifacts of such a trainer takes the sum of its gradients, not their mean. Call optimizer_step() or "
             "lazy_reset_grad() before"
         )
     with BORROWED:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
 from ..api.checkpoint_file import Checkpoint, to_bytes
-from ..atomic import explained
+from ..atomic import explained, remove_abandoned, sync, temporary_folder
 from ..errors import shown
 from ..interrupts import uninterrupted
 
@@ -56,7 +56,15 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
         found[NOMINAL_CHECKPOINT] = to_bytes(
-            replace(checkpoint, export=export, nominal=True, optimizer=None, optimization_step=0, gradients={})
+            replace(
+                checkpoint,
+                export=export,
+                nominal=True,
+                optimizer=None,
+                optimization_step=0,
+                gradients={},
+                micro_batches=0,
+            )
         )
     return found
 
@@ -98,12 +106,15 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
     """
     # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
     around = folder if folder.is_dir() else folder.parent
-    with explained(folder):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=around))
-    try:
+    for place in {around, folder.parent}:  # of a process that was killed before the folder was there
+        remove_abandoned(place, glob.escape(folder.name))
+    with contextlib.ExitStack() as stack:
         with explained(folder):
+            temporary = stack.enter_context(temporary_folder(around, folder.name))
             write(temporary)
-        written = [path.name for path in temporary.iterdir()]
+            written = [path.name for path in temporary.iterdir()]
+            for name in written:
+                sync(temporary / name)
         for name in {*FILES, *written}:
             if (folder / f"{prefix}{name}").is_dir():
                 raise IsADirectoryError(
@@ -116,5 +127,4 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
                 (temporary / name).replace(folder / f"{prefix}{name}")
             for name in set(FILES) - set(written):  # what an earlier export had, and this one has not
                 (folder / f"{prefix}{name}").unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        sync(folder)

@@ -63,16 +63,16 @@ def generate_artifacts(
         loss: A :class:`LossType`; a function (prediction, label) -> loss; or None where the loss is an output of the
             model, which is then its only scalar, or called ``loss``. A :class:`LossType` adds an input: ``labels`` of
             a cross entropy, whose classes are the second dimension of the prediction, ``target`` of the others. The
-            loss is then called ``loss``.
+            loss is then called ``loss``, or ``loss_1`` where a value of an ONNX model is called so.
         optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or for a PyTorch module an optimizer of
             ``torch.optim`` over its parameters. None for no optimizer model.
         artifact_directory: Where to, a folder that is made if need be; None for the current one.
         prefix: What the names of the files begin with.
         ort_format: Refused, if True: no engine but onnxruntime-training's own reads such training models.
         custom_op_library: Refused: artifacts have ONNX's own operators, so that any ONNX Runtime runs them.
-        additional_output_names: What the models return besides the loss: described outputs of a PyTorch module, where
-            None stands for all; any values of an ONNX model, where None stands for none, or without a loss of its own,
-            for all its outputs.
+        additional_output_names: What the models return after the loss, in this order: described outputs of a PyTorch
+            module, where None stands for all, in the order of the description; any values of an ONNX model, where None
+            stands for none. Of an ONNX model with its own loss: what they return after all its outputs.
         nominal_checkpoint: Whether to write a checkpoint that has the shapes of the parameters only, too.
         loss_input_names: Of an ONNX model the output that ``loss`` takes as prediction, and perhaps a name for the
             label; None where the model has one output.
@@ -108,13 +108,7 @@ def generate_artifacts(
         _check_names(argument, given)
     loss_fn = _loss_function(loss)
     if isinstance(model, nn.Module):
-        if loss_input_names is not None:
-            raise ValueError(
-                "loss_input_names is for ONNX models: the loss of a PyTorch module gets what the module returns, so "
-                "choose there, loss=lambda outputs, label: ..."
-            )
-        if sample_batch is None:
-            raise ValueError("a PyTorch module is exported with a batch: give sample_batch=(input, ..., label)")
+        _check_module(model, requires_grad, loss_input_names, sample_batch)
         parameters = [name for name, _ in model.named_parameters()]
         made = Prepared(model, model_desc, sample_batch, parameters, additional_output_names)
     elif is_onnx(model):
@@ -166,6 +160,26 @@ def _check_names(argument: str, given: Any) -> None:
         raise TypeError(f"{argument} must be a list of names, but {shown(given)} was given")
 
 
+def _check_module(
+    model: nn.Module, requires_grad: Sequence[str] | None, loss_input_names: Any, sample_batch: Any
+) -> None:
+    """Checks the arguments that mean something else for an ONNX model."""
+    if loss_input_names is not None:
+        raise ValueError(
+            "loss_input_names is for ONNX models: the loss of a PyTorch module gets what the module returns, so "
+            "choose there, loss=lambda outputs, label: ..."
+        )
+    if sample_batch is None:
+        raise ValueError("a PyTorch module is exported with a batch: give sample_batch=(input, ..., label)")
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    both = [name for name in frozen if name in (requires_grad or ())]
+    if both:
+        raise ValueError(
+            f"requires_grad names {both}, which the module itself has frozen: call .requires_grad_(True) on them, or "
+            "leave them out"
+        )
+
+
 def _refuse_block(argument: str, value: Any, instead: str) -> None:
     """Refuses what onnxruntime-training builds graphs from."""
     if any(kind.__module__.startswith("onnxruntime.training.onnxblock") for kind in type(value).__mro__):
@@ -185,6 +199,10 @@ def _loss_function(loss: Any) -> Any:
         raise TypeError(
             f"loss must be a LossType ({', '.join(LossType.__members__)}), a function (prediction, label) -> loss, or "
             f"None, but {shown(loss)} was given"
+        )
+    if isinstance(loss, type):
+        raise TypeError(
+            f"loss must be a function, but the class {loss.__name__} was given: give an object of it, {loss.__name__}()"
         )
     return loss_function(loss)
 

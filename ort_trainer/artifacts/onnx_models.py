@@ -78,6 +78,11 @@ def prepared(
     prediction = _prediction(own, loss_inputs)
     _put_first(loaded.model.graph, prediction)
     name = loss_inputs[1] if loss_inputs is not None and len(loss_inputs) > 1 else None
+    if name in (*loaded.inputs, *own):
+        raise ValueError(
+            f"loss_input_names has {name!r} as the name of the label, but the model has an input or output of this "
+            "name already: the loss takes one output and a label of its own, give that another name"
+        )
     if kind is not None:
         if sample_batch is not None:
             raise ValueError(f"sample_batch is not needed with {kind}: its label is as the prediction, leave it out")

@@ -18,6 +18,7 @@ __all__ = ["Updated", "optimizer_model"]
 
 _OPSETS = {"": 18}
 _RATES = "learning_rate"
+_MICRO_BATCHES = "micro_batches"
 _COUNT = "Update_Count"
 _STEP = "Step"
 
@@ -40,7 +41,7 @@ class Updated:
 
 
 def optimizer_model(
-    name: str, parameters: Mapping[str, Updated], rates: int
+    name: str, parameters: Mapping[str, Updated], rates: int, window: int = 1
 ) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
     """Returns a model of the update of all parameters, and what it says about itself.
 
@@ -50,16 +51,18 @@ def optimizer_model(
         name: The optimizer's.
         parameters: The parameters with a gradient.
         rates: Number of learning rates.
+        window: What every micro-batch's gradients are divided by already; with more than 1 the model takes how many
+            there are, so that a window that is not full has their mean as well.
 
     Returns:
         The model, its description, and the parameter and slot of every state tensor, where a count has no slot.
     """
-    return _Builder(parameters, rates).build(name)
+    return _Builder(parameters, rates, window).build(name)
 
 
 class _Builder:
-    def __init__(self, parameters: Mapping[str, Updated], rates: int) -> None:
-        self._parameters, self._rates = parameters, rates
+    def __init__(self, parameters: Mapping[str, Updated], rates: int, window: int) -> None:
+        self._parameters, self._rates, self._window = parameters, rates, window
         self._names = Names([])
         self._writer = UpdateWriter(_OPSETS, self._names)
         self._inputs: list[ir.Value] = []
@@ -77,6 +80,10 @@ class _Builder:
             dtype = ir.tensor_adapters.from_torch_dtype(updated.weight.dtype)
             weights[parameter] = self._input(parameter, dtype, updated.weight.shape)
             gradients[parameter] = self._input(f"{parameter}_grad", dtype, updated.weight.shape)
+        taken = {parameter: str(value.name) for parameter, value in gradients.items()}
+        number = self._input(_MICRO_BATCHES, ir.DataType.INT64, [1]) if self._window > 1 else None
+        if number is not None:
+            gradients = {name: writer.mean(value, number, self._window) for name, value in gradients.items()}
         clips = any(math.isfinite(updated.update.limit) for updated in self._parameters.values())
         norm = writer.norm(gradients.values()) if clips else None
         results = {}
@@ -99,10 +106,11 @@ class _Builder:
             export="",
             name=name,
             weights={parameter: (str(weights[parameter].name), results[parameter]) for parameter in results},
-            gradients={parameter: str(value.name) for parameter, value in gradients.items()},
+            gradients=taken,
             state=self._state,
             rates=self._rates,
             learning_rate=str(rates.name),
+            micro_batches=None if number is None else str(number.name),
         )
         return model, said, self._origins
 
@@ -111,7 +119,7 @@ class _Builder:
         if updated.count is None:
             return None
         shared = _STEP if updated.update.rule.shares_count else _COUNT
-        key = shared if self._one_count else f"{parameter}.{_COUNT}"
+        key = shared if self._one_count else f"{parameter}.{shared}"
         if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])
             following = self._writer.next(count)

@@ -10,7 +10,9 @@ import torch
 
 from ..api.checkpoint_file import Checkpoint
 from ..optim import lr_scheduler
+from ..training.joint_state import Gathered
 from ..training.loop import TrainingLoop
+from ..training.state import trainer_options
 from .optimizer_model import Updated
 
 __all__ = ["random_state", "running_state", "schedule_of"]
@@ -23,7 +25,7 @@ def running_state(
     loop: TrainingLoop,
     updates: Mapping[str, Updated],
     origins: Mapping[str, tuple[str, str | None]],
-    gradients: Mapping[str, torch.Tensor],
+    gathered: Gathered,
     divisor: float,
 ) -> Checkpoint:
     """Returns the state of a trainer.
@@ -32,10 +34,10 @@ def running_state(
         loop: Has begun.
         updates: The updates of the parameters that are trained.
         origins: Key of a state tensor of the optimizer model -> its parameter and slot; a count has no slot.
-        gradients: Those of the window so far.
-        divisor: What they are divided by.
+        gathered: What several processes have put together, with the gradients of the window so far.
+        divisor: What these are divided by.
     """
-    session = loop.session
+    session, gradients = loop.session, gathered.gradients
     assert session is not None
     parameters = {name: _array(value) for name, value in session.parameters.items()}
     buffers = {name: _array(value) for name, value in session.buffers.items()}
@@ -54,8 +56,33 @@ def running_state(
         optimizer=optimizer,
         optimization_step=loop.info.optimization_step,
         gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
+        micro_batches=gathered.window["micro_batches"],
         random=random_state(session.generator),
+        trainer=_trainer(loop, updates, gathered.slots),
     )
+
+
+def _trainer(
+    loop: TrainingLoop, updates: Mapping[str, Updated], kept: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Any] | None:
+    """Returns what the trainer asks for when the state comes back; None if PyTorch's optimizer keeps it."""
+    layout, session = loop.layout, loop.session
+    assert session is not None
+    if layout.torch_config is not None:
+        return None
+    idle = {}
+    for name, slots in layout.slots.items():
+        counts = name in layout.counted and not layout.rule.shares_count
+        done = counts and int(session.optimizer.counts[name])
+        # What was updated before, and is not now, is in no model, so that it would be lost.
+        if name not in updates and not done and not any(value.any() for value in kept.get(name, {}).values()):
+            idle[name] = [*slots, *(["Update_Count"] if counts else [])]
+    return {
+        "trainer_options": trainer_options(loop),
+        "window": {key: loop.window.state_dict()[key] for key in ("reduction", "assigned_size")},
+        "transient_buffers": [name for name in layout.non_persistent if name in session.buffers],
+        "idle": {name: keys for name, keys in idle.items() if keys},
+    }
 
 
 def schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:

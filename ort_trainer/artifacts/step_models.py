@@ -20,7 +20,7 @@ from ..indices import IndexRange
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 
 IR_VERSION = 10
-"""Of all models: the highest that onnxruntime 1.18 and 1.19 read."""
+"""Of all models: the highest that onnxruntime 1.19 reads, the oldest that trains from them."""
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
@@ -149,7 +149,7 @@ def check_portable(graph: TrainingGraph) -> None:
     opset = model.opset_imports[""]
     if opset > _MAXIMUM_OPSET:
         raise ValueError(
-            f"the {kind} graph has the operator set {opset}, but ONNX Runtime 1.18 reads no later one than "
+            f"the {kind} graph has the operator set {opset}, but ONNX Runtime 1.19 reads no later one than "
             f"{_MAXIMUM_OPSET}: set _internal_use.onnx_opset_version to at most that, or leave it out"
         )
 

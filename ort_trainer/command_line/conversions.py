@@ -78,7 +78,7 @@ def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_opt
     if not with_optimizer:
         for key in ("optimizer", "torch_optimizer", "gradients"):
             state.pop(key, None)
-    if kind in (Format.API, Format.UPSTREAM):
+    if kind in (Format.API, Format.UPSTREAM) and "optimizer" in state and "trainer_options" not in state:
         warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
     parts = _parts(sources[0]) if kind is Format.TRAINER else {}
     save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
@@ -183,6 +183,7 @@ def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_o
         optimizer=optimizer,
         optimization_step=info.get("optimization_step", 0) if optimizer is not None else 0,
         gradients={},
+        micro_batches=0,
         random=_random_of(state) if "random" in state else export.random,
         properties=properties,
         nominal=False,

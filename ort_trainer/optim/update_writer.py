@@ -99,6 +99,23 @@ class UpdateWriter(Emitter):
         squares = [self._cast(square, ir.DataType.FLOAT) for square in squares]
         return self.op("Sqrt", self.op("Sum", *squares))
 
+    def mean(self, gradient: ir.Value, micro_batches: ir.Value, window: int) -> ir.Value:
+        """Returns the mean over the micro-batches that there are.
+
+        Args:
+            gradient: The sum of their gradients, each divided by the size of the window.
+            micro_batches: How many they are, an int64 of shape [1]; 0 counts as 1.
+            window: The size of the window.
+        """
+
+        def factor() -> ir.Value:
+            number = self._cast(self.op("Squeeze", micro_batches), ir.DataType.DOUBLE)
+            number = self.op("Max", number, self.constant(1.0, np.float64))
+            return self.op("Div", self.constant(window, np.float64), number)
+
+        # The factor of a whole window is 1, so that it changes nothing there.
+        return self.op("Mul", gradient, self._like(self._once("mean", micro_batches, factor), gradient))
+
     def next(self, count: ir.Value) -> ir.Value:
         """Returns a count of one more."""
         return self.op("Add", count, self.constant(1))

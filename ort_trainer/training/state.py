@@ -23,7 +23,16 @@ from .update import meet
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = ["NOT_INITIALIZED", "check_started", "collect", "load", "save", "to_pytorch", "write_by_one"]
+__all__ = [
+    "NOT_INITIALIZED",
+    "check_started",
+    "collect",
+    "load",
+    "save",
+    "to_pytorch",
+    "trainer_options",
+    "write_by_one",
+]
 
 StateDict = dict[str, Any]
 NOT_INITIALIZED = (
@@ -97,16 +106,7 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
     arrays = {name: array(value) for name, value in tensors.items()}
     state: StateDict = {
         "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
-        "trainer_options": {
-            "mixed_precision": loop.precision.mixed,
-            "zero_stage": strategy.zero_stage,
-            "world_rank": strategy.world_rank,
-            "world_size": strategy.world_size,
-            "optimizer_name": layout.rule.name,
-            "data_parallel_size": strategy.world_size,
-            "horizontal_parallel_size": 1,
-            "gradient_accumulation_steps": loop.window.size,
-        },
+        "trainer_options": trainer_options(loop),
         "train_step_info": {"optimization_step": loop.info.optimization_step, "step": loop.info.step},
         "window": gathered.window,
         "random": array(gathered.random_states[0]),
@@ -122,6 +122,21 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
         state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
+
+
+def trainer_options(loop: TrainingLoop) -> StateDict:
+    """Returns what a state dict says about the trainer that it is of."""
+    strategy = loop.strategy
+    return {
+        "mixed_precision": loop.precision.mixed,
+        "zero_stage": strategy.zero_stage,
+        "world_rank": strategy.world_rank,
+        "world_size": strategy.world_size,
+        "optimizer_name": loop.layout.rule.name,
+        "data_parallel_size": strategy.world_size,
+        "horizontal_parallel_size": 1,
+        "gradient_accumulation_steps": loop.window.size,
+    }
 
 
 def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:

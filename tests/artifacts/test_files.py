@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from ort_trainer import optim
 from ort_trainer.api.checkpoint_file import read_checkpoint
+from ort_trainer.artifacts.files import write_files
 
 from ..helpers import mlp_batches, mlp_trainer
 
@@ -67,3 +69,36 @@ def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
     nominal = read_checkpoint(folder / "nominal_checkpoint")
     assert nominal.optimization_step == 0 and nominal.optimizer is None, "training begins anew"
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    """Within the folder or beside it, but not what another process is still writing, which has locked it."""
+    fcntl = pytest.importorskip("fcntl")
+    folder = tmp_path / "artifacts"
+    left = [place / ".artifacts.abcdefgh.tmp" for place in (tmp_path, folder)]
+    at_work, others = tmp_path / ".artifacts.ijklmnop.tmp", tmp_path / ".other.abcdefgh.tmp"
+    for path in (*left, at_work, others):
+        path.mkdir(parents=True)
+        (path / "checkpoint").write_text("half")
+    handle = os.open(at_work, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        write_files(folder, lambda temporary: (temporary / "checkpoint").touch())
+    finally:
+        os.close(handle)
+    assert not any(path.exists() for path in left)
+    assert (at_work / "checkpoint").exists() and (others / "checkpoint").exists()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint"]
+
+
+def test_an_export_under_way_is_not_taken_for_a_killed_one(tmp_path: Path) -> None:
+    folder = tmp_path / "artifacts"
+
+    def write(temporary: Path) -> None:
+        (temporary / "checkpoint").write_text("first")
+        write_files(folder, lambda other: (other / "checkpoint").touch())
+
+    write_files(folder, write)
+    assert (folder / "checkpoint").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["artifacts"]
+    assert [path.name for path in folder.iterdir()] == ["checkpoint"]

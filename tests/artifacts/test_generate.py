@@ -208,14 +208,14 @@ def with_loss() -> onnx.ModelProto:
 def test_a_loss_in_the_model_and_values_within(tmp_path: Path) -> None:
     proto = with_loss()
     before = proto.SerializeToString()
-    generate_artifacts(proto, artifact_directory=tmp_path, additional_output_names=["h"])
+    generate_artifacts(proto, artifact_directory=tmp_path, additional_output_names=["s", "h"])
     assert proto.SerializeToString() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "eval_model.onnx", "training_model.onnx"]
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
-    assert module.output_names() == ["loss", "y", "h"]
+    assert module.output_names() == ["loss", "y", "s", "h"]
     x, target = np.ones((2, 4), np.float32), np.zeros((2, 3), np.float32)
-    loss, y, h = module(x, target)
+    loss, y, _, h = module(x, target)
     np.testing.assert_allclose(h, x @ state.parameters["w"].data, rtol=1e-6)
     assert float(loss) == pytest.approx(float((y**2).mean()), rel=1e-6)
 
@@ -228,13 +228,15 @@ def test_a_function_as_loss_and_one_output_of_several(tmp_path: Path) -> None:
     proto = with_loss()
     x, target, label = torch.randn(2, 4), torch.randn(2, 3), torch.randn(2, 3)
     arguments: dict[str, Any] = {"loss": huber, "artifact_directory": tmp_path, "loss_input_names": ["y", "mark"]}
-    generate_artifacts(proto, sample_batch=(x, target, label), **arguments)
+    more = ["s", "h", "y"]  # not in the order of the model
+    generate_artifacts(proto, sample_batch=(x, target, label), additional_output_names=more, **arguments)
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state)
+    assert module.output_names() == ["loss_1", *more]
     assert module.input_names() == ["x", "t", "mark"]
     weight = torch.from_numpy(state.parameters["w"].data)
     expected = huber(torch.tanh(x @ weight), label)
-    found = module(x.numpy(), target.numpy(), label.numpy())
+    found = module(x.numpy(), target.numpy(), label.numpy())[0]
     assert float(found) == pytest.approx(expected.item(), rel=1e-6)
     with pytest.raises(ValueError, match=r"sample_batch=\(x, t, label\)"):
         generate_artifacts(proto, **arguments)
@@ -267,6 +269,12 @@ def block(name: str) -> Any:
     return type(name, (), {"__module__": "onnxruntime.training.onnxblock.loss.loss"})()
 
 
+def half_frozen() -> MLP:
+    model = MLP()
+    model.fc1.requires_grad_(False)
+    return model
+
+
 PYTORCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": 3}, TypeError, "model must be a torch.nn.Module"),
     ({"sample_batch": None}, ValueError, r"give sample_batch="),
@@ -277,6 +285,8 @@ PYTORCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"requires_grad": []}, RuntimeError, "no parameter to train"),
     ({"loss": Strange.Huber}, TypeError, "loss must be a LossType .MSELoss"),
     ({"loss": 2}, TypeError, "loss must be a LossType"),
+    ({"loss": nn.MSELoss}, TypeError, r"loss must be a function, but the class MSELoss .*MSELoss\(\)"),
+    ({"model": half_frozen(), "requires_grad": ["fc1.bias"]}, ValueError, r"\['fc1.bias'\], which the module itself"),
     ({"loss": block("MSELoss")}, TypeError, "loss is the onnxblock MSELoss.*LossType"),
     ({"optimizer": block("AdamW")}, TypeError, "optimizer is the onnxblock AdamW.*OptimType"),
     ({"optimizer": "adam"}, TypeError, "optimizer must be an OptimType .AdamW, SGD"),
@@ -308,6 +318,7 @@ ONNX: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": LossType.MSELoss}, ValueError, r"outputs \['loss', 'y'\]: say with loss_input_names"),
     ({"loss": LossType.MSELoss, "loss_input_names": ["z"]}, ValueError, "must be an output of the model"),
     ({"loss_input_names": ["y"]}, ValueError, "none is given: give one"),
+    ({"loss": LossType.MSELoss, "loss_input_names": ["y", "x"]}, ValueError, "'x' as the name of the label"),
     ({"additional_output_names": ["z"]}, ValueError, r"\['z'\], which no node of the model computes"),
     ({"model_desc": {}}, ValueError, "model_desc is for PyTorch modules"),
     (

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import numpy as np
 
 from ...api.checkpoint_file import Checkpoint
 from .checkpoint import Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
-__all__ = ["from_upstream", "state_dict_of", "to_upstream"]
+__all__ = ["from_upstream", "to_upstream"]
 
 GROUP = "group0"
 """The one group that upstream's optimizers know."""
 
 # Their names of Adam's moments, and ours. With momentum0 alone it is SGD, which uses none of it.
 _MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
-_COUNT, _STEP, _SHARED = "Update_Count", "Step", "shared_optimizer_state"
+_COUNT = "Update_Count"
 
 
 def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
@@ -140,6 +139,7 @@ def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
         learning_rates=like.learning_rates,
         schedule=like.schedule,
         optimizer=optimizer,
+        trainer=like.trainer,
     )
 
 
@@ -156,37 +156,3 @@ def _check_like(what: str, found: Mapping[str, Array], like: Mapping[str, Array]
                 f"{name!r} has shape {list(found[name].shape)} and dtype {found[name].dtype} in the checkpoint of "
                 f"onnxruntime-training, and {list(value.shape)} and {value.dtype} in the one given as 'like'"
             )
-
-
-def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns a checkpoint of an export in the layout of ``ORTTrainer.state_dict()``.
-
-    Args:
-        checkpoint: Of an export, or from :func:`from_upstream`.
-
-    Raises:
-        ValueError: If the parameters were updated different numbers of times: a checkpoint does not say which is whose.
-    """
-    state: dict[str, Any] = {"model": {"full_precision": {**checkpoint.parameters, **checkpoint.buffers}}}
-    if checkpoint.optimizer is None:
-        return state
-    optimizer: dict[str, dict[str, Array]] = {}
-    counts = {}
-    for key, value in checkpoint.optimizer.items():
-        name, _, slot = key.rpartition(".")
-        if slot in (_COUNT, _STEP):
-            counts[int(value[0])] = {slot: value}
-        else:
-            optimizer.setdefault(name, {})[slot] = value
-    if len(counts) > 1:
-        raise ValueError(
-            f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and the checkpoint of "
-            "an export does not say which is whose: leave out the optimizer's state"
-        )
-    for count in counts.values():
-        if _STEP in count:
-            optimizer[_SHARED] = count
-        else:
-            optimizer = {name: {**slots, **count} for name, slots in optimizer.items()}
-    step = checkpoint.optimization_step
-    return {**state, "optimizer": optimizer, "train_step_info": {"optimization_step": step, "step": step}}
