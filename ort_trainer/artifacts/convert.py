@@ -39,10 +39,15 @@ def convert_checkpoint(
         FileNotFoundError: If there is no such file, or the folder of the target does not exist.
         CheckpointError: If a file is damaged or no checkpoint.
         ValueError: If the source does not fit ``like``, or is of an optimizer that onnxruntime-training does not have.
+        TypeError: If a path is none, or ``include_optimizer_state`` no bool.
 
     Example:
         >>> convert_checkpoint("upstream/checkpoint", "ours/trained", like="ours/checkpoint")
     """
+    if not isinstance(target, (str, os.PathLike)):
+        raise TypeError(f"target must be a path, but {shown(target)} was given")
+    if not isinstance(include_optimizer_state, bool):
+        raise TypeError(f"include_optimizer_state must be a bool, but {shown(include_optimizer_state)} was given")
     if _is_upstream(source):
         upstream = read_upstream_checkpoint(source)
         if not include_optimizer_state:
