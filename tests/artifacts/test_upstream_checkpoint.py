@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ort_trainer import CheckpointError, optim
+from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.api import CheckpointState
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
@@ -440,6 +441,30 @@ def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
     assert trainer.train_step_info.optimization_step == 12
     for name, value in trainer.state_dict(pytorch_format=True).items():
         assert_close(value, torch.from_numpy(upstream.parameters()[name]), 1e-5, name)
+
+
+@pytest.mark.needs_gradient_builder
+def test_a_window_of_micro_batches_begins_where_upstream_stopped(tmp_path: Path) -> None:
+    """The file counts updates, not micro-batches, and none is under way however many updates there were."""
+
+    def trainer() -> ORTTrainer:
+        return make_trainer(optim.AdamWConfig(lr=0.01), batch={"gradient_accumulation_steps": 2})
+
+    batches = mlp_batches(10)
+    write(trainer(), tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.01)
+    for number, batch in enumerate(batches[:6]):
+        upstream.train(batch, update=number % 2 == 1)
+    upstream.save(tmp_path / "trained")
+    again = trainer()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        again.load_state_dict(trainer_state_dict(tmp_path / "trained"), strict=False)
+    assert [str(warning.message) for warning in given] == ["Missing key: random in state_dict"]
+    assert (again.train_step_info.step, again.train_step_info.optimization_step) == (3, 3)
+    for number, batch in enumerate(batches[6:]):
+        (loss, _), (other, _) = again.train_step(*batch), upstream.train(batch, update=number % 2 == 1)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
 
 
 def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:

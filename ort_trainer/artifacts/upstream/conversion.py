@@ -223,4 +223,9 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
         else:
             optimizer = {name: {**slots, **count} for name, slots in optimizer.items()}
     step = checkpoint.optimization_step
-    return {**state, "optimizer": optimizer, "train_step_info": {"optimization_step": step, "step": step}}
+    return {
+        **state,
+        "optimizer": optimizer,
+        "train_step_info": {"optimization_step": step, "step": step},
+        "window": {"micro_batches": 0},  # whatever its size is: the file has no gradients of one
+    }
