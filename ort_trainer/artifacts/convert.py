@@ -80,7 +80,8 @@ def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:
 def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     """Returns a checkpoint of onnxruntime-training, or of ``ort_trainer.api``, for ``ORTTrainer.load_state_dict``.
 
-    Names match where the artifacts came from the same model.
+    Names match where the artifacts came from the same model. Gradients since the last reset are left out, with a
+    warning, and so is the state of random numbers.
 
     Args:
         source: The checkpoint.
@@ -98,6 +99,11 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     )
     if checkpoint.nominal:
         raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has names of parameters and no values")
+    if checkpoint.gradients:
+        warn(
+            f"gradients since the last reset are left out of {os.fspath(source)!r}: a trainer's accumulation window "
+            "begins anew"
+        )
     return state_dict_of(checkpoint)
 
 
