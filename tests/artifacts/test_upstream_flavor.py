@@ -253,14 +253,26 @@ class Changing(MLP):
         return super().forward(scaled)
 
 
+class Named(MLP):
+    """With a parameter that is called as the runtime calls the input that resets gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy_reset_grad = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.lazy_reset_grad)
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
+        (Named(), "is called 'lazy_reset_grad', which is a name of onnxruntime-training's own"),
         (Changing(torch.float32, read=True), "both changes the buffer 'level' and uses its old value"),
         (Changing(torch.int64, read=True), "changes the buffer 'level' of dtype int64"),
         (MLP().double(), "float32 weights only, but 'fc1.weight' is float64"),
     ],
-    ids=["read", "whole", "double"],
+    ids=["name", "read", "whole", "double"],
 )
 def test_models_that_upstream_can_not_train_are_refused(model: nn.Module, match: str, tmp_path: Path) -> None:
     trainer = make_trainer(ADAM(), model)
