@@ -124,6 +124,51 @@ test("the page trains as ORTTrainer does", { timeout: 120_000 }, async () => {
   console.log(`${loading.bytes.all} bytes loaded, ${loading.bytes.engine} of them the engine`);
 });
 
+/** Runs in the page: trains sessions in the ways that README.md names, and returns their weights and losses. */
+async function trainBySteps() {
+  const { createSession, feedsOf, trainStep } = await import("./training.js");
+  const bytes = async (name) => new Uint8Array(await (await fetch(`build/${name}`)).arrayBuffer());
+  const [checkpoint, training, evaluation, optimizer, all] = await Promise.all(
+    ["checkpoint", "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "digits.bin"].map(bytes),
+  );
+  const split = (all.length * 64) / 65; // 64 pixels and a label each
+  const digits = { pixels: all.subarray(0, split), labels: all.subarray(split) };
+  const rows = Array.from({ length: 64 }, (_, row) => row);
+  const [half, otherHalf] = [rows.slice(0, 32), rows.slice(32)];
+  const start = () => createSession({ checkpoint, training, evaluation, optimizer });
+  const weights = async (session) => (await session.getContiguousParameters(true)).data.slice();
+  const loss = async (session) => (await session.runEvalStep(feedsOf(digits, rows))).loss.data[0];
+
+  const [whole, parts, last, copy] = [await start(), await start(), await start(), await start()];
+  await trainStep(whole, digits, rows);
+  await parts.runTrainStep(feedsOf(digits, half));
+  await trainStep(parts, digits, otherHalf);
+  await trainStep(last, digits, otherHalf);
+  const trained = await weights(whole);
+  const losses = [await loss(whole), await loss(copy)];
+  await copy.loadParametersBuffer(new Uint8Array(trained.buffer), true);
+  losses.push(await loss(copy));
+  const lists = await Promise.all([parts, last, copy].map(weights));
+  return { losses, weights: [trained, ...lists].map((list) => [...list]) };
+}
+
+test("gradients accumulate, and weights leave a session for another", { timeout: 60_000 }, async () => {
+  const { page, errors } = await newPage();
+  await page.goto(address);
+  await page.waitForSelector("main[data-state=ready]");
+  const { losses, weights } = await page.evaluate(trainBySteps);
+  const [whole, parts, last, copy] = weights;
+  assert.equal(whole.length, 64 * 64 + 64 + 64 * 10 + 10);
+  // Adam's first update does not depend on the gradient's scale, so halves that add up train as the whole does.
+  const differing = (list) => list.filter((value, place) => Math.abs(value - whole[place]) > 1e-4).length / list.length;
+  assert.ok(differing(parts) < 0.01, `${percent(differing(parts))} of the weights differ after two halves`);
+  assert.ok(differing(last) > 0.1, `only ${percent(differing(last))} of the weights differ after one half`);
+  assert.deepEqual(copy, whole);
+  assert.notEqual(losses[1], losses[0]);
+  assert.equal(losses[2], losses[0]);
+  assert.deepEqual(errors, []);
+});
+
 test("the page says what is missing", { timeout: 60_000 }, async () => {
   const { page } = await newPage();
   await page.route("**/build/checkpoint", (route) => route.fulfill({ status: 404 }));

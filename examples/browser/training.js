@@ -18,7 +18,7 @@ export function createSession({ checkpoint, training, evaluation, optimizer }) {
 }
 
 /** Returns the feeds for the chosen rows of the digits: pixels from 0 to 1, labels as int64. */
-function feedsOf(digits, rows) {
+export function feedsOf(digits, rows) {
   const images = new Float32Array(rows.length * PIXELS);
   const labels = new BigInt64Array(rows.length);
   rows.forEach((row, place) => {

@@ -40,10 +40,15 @@ def convert_checkpoint(
         FileNotFoundError: If there is no such file, or the folder of the target does not exist.
         CheckpointError: If a file is damaged or no checkpoint.
         ValueError: If the source does not fit ``like``, or is of an optimizer that onnxruntime-training does not have.
+        TypeError: If a path is none, or ``include_optimizer_state`` no bool.
 
     Example:
         >>> convert_checkpoint("upstream/checkpoint", "ours/trained", like="ours/checkpoint")
     """
+    if not isinstance(target, (str, os.PathLike)):
+        raise TypeError(f"target must be a path, but {shown(target)} was given")
+    if not isinstance(include_optimizer_state, bool):
+        raise TypeError(f"include_optimizer_state must be a bool, but {shown(include_optimizer_state)} was given")
     if _is_upstream(source):
         upstream = read_upstream_checkpoint(source)
         if not include_optimizer_state:
@@ -78,7 +83,8 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
 
     Names match where the artifacts came from the same model. A checkpoint of ``ort_trainer.api`` says which optimizer
     it is of, so that it is loaded as it is, and training goes on where it was; the learning rates are the trainer's
-    own. One of onnxruntime-training, and one of a trainer with an optimizer of ``torch.optim``, need ``strict=False``.
+    own. One of onnxruntime-training, and one of a trainer with an optimizer of ``torch.optim``, need ``strict=False``;
+    of these, gradients since the last reset are left out, with a warning.
 
     Args:
         source: The checkpoint.
@@ -96,6 +102,11 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     )
     if checkpoint.nominal:
         raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has names of parameters and no values")
+    if checkpoint.gradients and checkpoint.trainer is None:
+        warn(
+            f"gradients since the last reset are left out of {os.fspath(source)!r}: a trainer's accumulation window "
+            "begins anew"
+        )
     return state_dict_of(checkpoint)
 
 

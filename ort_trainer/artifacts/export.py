@@ -55,8 +55,10 @@ def export_artifacts(
     """
     if flavor not in FLAVORS:
         raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
-    if not isinstance(nominal_checkpoint, bool):
-        raise TypeError(f"nominal_checkpoint must be a bool, but {shown(nominal_checkpoint)} was given")
+    switches = {"nominal_checkpoint": nominal_checkpoint, "fixed_learning_rate": fixed_learning_rate}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, but {shown(value)} was given")
     if fixed_learning_rate and flavor == FLAVORS[0]:
         raise ValueError(
             "fixed_learning_rate is for the flavor 'onnxruntime-training': ort_trainer.api takes rates and schedule "

@@ -34,7 +34,11 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     step = checkpoint.optimization_step
     state["optimizer"] = _optimizer(checkpoint.optimizer, checkpoint.parameters, said.get("idle", {}))
     if checkpoint.trainer is None:
-        return state | {"train_step_info": {"optimization_step": step, "step": step}}
+        # Whatever the size of a window is: the file does not say what its gradients are of.
+        return state | {
+            "train_step_info": {"optimization_step": step, "step": step},
+            "window": {"micro_batches": 0},
+        }
     size = int(said["trainer_options"]["gradient_accumulation_steps"])
     state["trainer_options"] = said["trainer_options"]
     state["train_step_info"] = {"optimization_step": step, "step": step * size + checkpoint.micro_batches}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
+import flatbuffers
 import numpy as np
 import pytest
 import torch
 
-from ort_trainer import CheckpointError, optim
+from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.api import CheckpointState
 from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
@@ -39,7 +43,7 @@ def sample() -> UpstreamCheckpoint:
         {
             "w": UpstreamParameter(array(3, 2)),
             "scalar": UpstreamParameter(np.float32(2.5).reshape(()), requires_grad=False),
-            "empty": UpstreamParameter(np.zeros((0, 4), np.float16), requires_grad=False),
+            "empty": UpstreamParameter(np.zeros((0, 4), np.float64), requires_grad=False),
             "count": UpstreamParameter(np.arange(3), requires_grad=False),
             "mask": UpstreamParameter(np.array([True, False]), requires_grad=False),
             "transposed": UpstreamParameter(array(3, 5).T, requires_grad=False),
@@ -154,6 +158,25 @@ def test_a_damaged_file_is_an_error_of_ours() -> None:
     assert refused > 500
 
 
+def test_texts_that_share_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder may write a name once, but a small file can't fill the memory with texts."""
+    create = flatbuffers.Builder.CreateString
+    shared: dict[str, int] = {}
+
+    def create_once(builder: flatbuffers.Builder, text: str) -> int:
+        if text not in shared:
+            shared[text] = create(builder, text)
+        return shared[text]
+
+    monkeypatch.setattr(flatbuffers.Builder, "CreateString", create_once)
+    assert_equal(read_upstream_checkpoint(upstream_checkpoint_bytes(sample())), sample())
+    shared.clear()
+    hostile = upstream_checkpoint_bytes(UpstreamCheckpoint(properties={f"p{i}": "x" * 10_000 for i in range(100)}))
+    assert len(hostile) < 20_000
+    with pytest.raises(CheckpointError, match="is damaged: its texts overlap"):
+        read_upstream_checkpoint(hostile)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_upstream_checkpoint(tmp_path / "nothing")
@@ -178,6 +201,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     [
         ({"a": True}, TypeError, "property 'a' must be an int, a float or a str, but True"),
         ({"a": 1 << 63}, ValueError, "property 'a' must be an int of 64 bits"),
+        ({"a": -1e300}, ValueError, r"property 'a' is -1e\+300, .* floats of 32 bits, up to 3.403e\+38: make it a str"),
+        ({3: 1}, TypeError, "names in a checkpoint must be str, but 3"),
     ],
 )
 def test_properties_that_can_not_be_written(properties: Any, error: type[Exception], match: str) -> None:
@@ -185,11 +210,57 @@ def test_properties_that_can_not_be_written(properties: Any, error: type[Excepti
         upstream_checkpoint_bytes(UpstreamCheckpoint(properties=properties))
 
 
-def test_dtypes_that_can_not_be_written(tmp_path: Path) -> None:
-    wrong = UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.complex64))})
-    with pytest.raises(TypeError, match="'a' has dtype complex64"):
+def test_floats_that_are_none_are_properties_too() -> None:
+    values = {"a": math.inf, "b": -math.inf, "c": float(np.finfo(np.float32).max)}
+    assert (
+        read_upstream_checkpoint(upstream_checkpoint_bytes(UpstreamCheckpoint(properties=values))).properties == values
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "match"),
+    [
+        (UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.complex64))}), TypeError, "'a' has dtype complex64"),
+        (
+            UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.float16))}),
+            TypeError,
+            "float16, which .* can't load",
+        ),
+        (UpstreamCheckpoint({"a": UpstreamParameter([1.0])}), TypeError, r"'a' must be a NumPy array, but \[1.0\]"),  # type: ignore[arg-type]
+        (UpstreamCheckpoint(groups={"group0": OptimizerGroup(-1)}), ValueError, "group 'group0' has step -1"),
+        (UpstreamCheckpoint(groups={"group0": OptimizerGroup(1, math.nan)}), ValueError, "and initial_lr nan"),
+        (Checkpoint("", {}, []), TypeError, "must be an UpstreamCheckpoint, but a Checkpoint"),
+    ],
+    ids=["complex", "half", "list", "step", "rate", "ours"],
+)
+def test_what_can_not_be_written(wrong: Any, error: type[Exception], match: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=match):
         write_upstream_checkpoint(tmp_path / "checkpoint", wrong)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_an_interrupt_finds_both_files_old_or_both_new(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint in two files; it comes at any of the places where a file is synced."""
+    old, new = (UpstreamCheckpoint({"w": UpstreamParameter(array(3, 2) + i)}, {"epoch": i}) for i in range(2))
+    path = tmp_path / "checkpoint"
+    write_upstream_checkpoint(path, old, limit=0)
+    calls = 0
+
+    def sync(_: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("ort_trainer.atomic._sync", sync)
+    with pytest.raises(KeyboardInterrupt):
+        write_upstream_checkpoint(path, new, limit=0)
+    found = read_upstream_checkpoint(path)
+    assert_equal(found, new if found.properties["epoch"] else old)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "checkpoint.data"]
 
 
 def ours(**arguments: Any) -> Checkpoint:
@@ -239,6 +310,43 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "weights").optimizer is None
 
 
+def test_buffers_that_their_runtime_can_not_load_come_from_like(tmp_path: Path) -> None:
+    expected = ours(parameters={**ours().parameters, "half": np.arange(3, dtype=np.float16)})
+    write_checkpoint(tmp_path / "ours", expected)
+    with pytest.warns(UserWarning, match="no place for 'half' of dtype float16"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert "half" not in read_upstream_checkpoint(tmp_path / "theirs").parameters
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "again", like=tmp_path / "ours")
+    assert_same_checkpoint(read_checkpoint(tmp_path / "again"), expected)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "ours").read_bytes()
+
+
+MOMENTS = {"momentum0": array(2), "momentum1": array(2)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ({"group0": OptimizerGroup(1), "group1": OptimizerGroup(2)}, r"the groups \['group1'\]"),
+        ({"group0": OptimizerGroup(1, moments={"a": {"velocity": array(2)}})}, r"the moments \[\('velocity',\)\]"),
+        ({"group0": OptimizerGroup(1, moments={"a": MOMENTS, "b": {"momentum0": array(2)}})}, "convert it without opt"),
+        ({"group0": OptimizerGroup(1, moments={"c": MOMENTS})}, "moments of 'c', which is none of its parameters"),
+        ({"group0": OptimizerGroup(1, moments={"m": MOMENTS})}, "moments of 'm', .* or has another shape"),
+    ],
+    ids=["groups", "names", "kinds", "parameter", "shape"],
+)
+def test_moments_that_are_of_no_optimizer(groups: Any, match: str, tmp_path: Path) -> None:
+    parameters = {name: UpstreamParameter(array(*shape)) for name, shape in (("a", (2,)), ("b", (2,)), ("m", (3, 2)))}
+    write_upstream_checkpoint(tmp_path / "theirs", UpstreamCheckpoint(parameters, groups=groups))
+    with pytest.raises(CheckpointError, match=match):
+        convert_checkpoint(tmp_path / "theirs", tmp_path / "new")
+    with pytest.raises(CheckpointError, match=match):
+        trainer_state_dict(tmp_path / "theirs")
+    assert not (tmp_path / "new").exists()
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "new", include_optimizer_state=False)
+    assert read_checkpoint(tmp_path / "new").parameters.keys() == parameters.keys()
+
+
 def test_nominal_there_and_back(tmp_path: Path) -> None:
     expected = ours(
         nominal=True, optimizer=None, parameters={n: np.zeros_like(v) for n, v in ours().parameters.items()}
@@ -267,6 +375,8 @@ def test_what_has_no_place_there_is_said(tmp_path: Path) -> None:
     )
     with pytest.warns(UserWarning, match=match):
         convert_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    with pytest.warns(UserWarning, match=r"gradients since the last reset are left out of '.*ours': a trainer's"):
+        trainer_state_dict(tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -305,6 +415,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "nothing", tmp_path / "new")
     with pytest.raises(TypeError, match="source must be a path, but 3"):
         convert_checkpoint(3, tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="target must be a path, but 3"):
+        convert_checkpoint(tmp_path / "ours", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path must be a str or a path, but 3"):
+        write_upstream_checkpoint(3, sample())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="include_optimizer_state must be a bool, but 'no'"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "new", include_optimizer_state="no")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
 
 
@@ -327,6 +443,30 @@ def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
     assert trainer.train_step_info.optimization_step == 12
     for name, value in trainer.state_dict(pytorch_format=True).items():
         assert_close(value, torch.from_numpy(upstream.parameters()[name]), 1e-5, name)
+
+
+@pytest.mark.needs_gradient_builder
+def test_a_window_of_micro_batches_begins_where_upstream_stopped(tmp_path: Path) -> None:
+    """The file counts updates, not micro-batches, and none is under way however many updates there were."""
+
+    def trainer() -> ORTTrainer:
+        return make_trainer(optim.AdamWConfig(lr=0.01), batch={"gradient_accumulation_steps": 2})
+
+    batches = mlp_batches(10)
+    write(trainer(), tmp_path, batches[0])
+    upstream = Upstream(tmp_path, lr=0.01)
+    for number, batch in enumerate(batches[:6]):
+        upstream.train(batch, update=number % 2 == 1)
+    upstream.save(tmp_path / "trained")
+    again = trainer()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        again.load_state_dict(trainer_state_dict(tmp_path / "trained"), strict=False)
+    assert [str(warning.message) for warning in given] == ["Missing key: random in state_dict"]
+    assert (again.train_step_info.step, again.train_step_info.optimization_step) == (3, 3)
+    for number, batch in enumerate(batches[6:]):
+        (loss, _), (other, _) = again.train_step(*batch), upstream.train(batch, update=number % 2 == 1)
+        assert_close(loss, torch.from_numpy(other), 1e-5, f"loss of step {number}")
 
 
 def test_our_checkpoints_say_what_theirs_is(tmp_path: Path) -> None:
@@ -358,8 +498,15 @@ def test_files_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="is damaged: it has 'epoch' twice"):
         read_upstream_checkpoint(whole)
     writer = "ort_trainer.artifacts.upstream.write_checkpoint"
-    monkeypatch.setattr(f"{writer}.DTYPES", {16: np.dtype(np.float16)})
-    whole = upstream_checkpoint_bytes(UpstreamCheckpoint({"a": UpstreamParameter(np.zeros(2, np.float16))}))
+    monkeypatch.setattr(f"{writer}._check", lambda _: None)
+    whole = upstream_checkpoint_bytes(UpstreamCheckpoint(groups={"group0": OptimizerGroup(-1)}))
+    with pytest.raises(CheckpointError, match=r"it has -1 updates and the learning rate 0.001"):
+        read_upstream_checkpoint(whole)
+    half = np.arange(3, dtype=np.float16)
+    whole = upstream_checkpoint_bytes(UpstreamCheckpoint({"a": UpstreamParameter(half)}))
+    assert_same_array(read_upstream_checkpoint(whole).parameters["a"].data, half)
+    monkeypatch.setattr(f"{writer}.DTYPES", {16: np.dtype(np.float32)})
+    whole = upstream_checkpoint_bytes(UpstreamCheckpoint({"a": UpstreamParameter(array(2))}))
     with pytest.raises(CheckpointError, match="'a' has ONNX's element type 16, which numpy does not have"):
         read_upstream_checkpoint(whole)
     monkeypatch.setattr(f"{writer}.VERSION", 3)

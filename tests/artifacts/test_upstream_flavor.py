@@ -72,7 +72,7 @@ class ConvNet(nn.Module):
         self.norm = nn.BatchNorm2d(4)
         self.fc = nn.Linear(64, 3)
         self.unused = nn.Linear(2, 2)
-        self.register_buffer("mean", torch.full((1, 8, 8), 0.1))
+        self.register_buffer("mean", torch.full((1, 8, 8), 0.1, dtype=torch.float16))
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,9 +112,17 @@ def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> N
     assert_close(logits, torch.from_numpy(theirs), 1e-5, "evaluation")
     found = upstream.parameters()
     for name, value in trainer.state_dict(pytorch_format=True).items():
-        if name != "norm.num_batches_tracked":
+        if name not in ("norm.num_batches_tracked", "mean"):
             assert_close(value, torch.from_numpy(found[name]), 1e-5, name)
     assert not np.allclose(found["norm.running_mean"], 0.0)
+    assert "mean" not in found, "of float16, with which the runtime could not load the checkpoint"
+    upstream.save(tmp_path / "trained")
+    for batch in batches[:2]:  # elsewhere, from where the saved state brings it back
+        trainer.train_step(*batch)
+    trainer.load_state_dict(our_artifacts.trainer_state_dict(tmp_path / "trained"), strict=False)
+    for number, batch in enumerate(batches[:5]):
+        (_, loss), (theirs, _) = trainer.train_step(*batch), upstream.train(batch)
+        assert_close(loss, torch.from_numpy(theirs), 1e-5, f"loss of step {number} after the way back")
 
 
 class Noisy(nn.Module):
@@ -167,6 +175,9 @@ def test_a_rate_in_the_model(tmp_path: Path) -> None:
     """For a runtime that can't set one."""
     trainer = make_trainer(optim.SGDConfig(lr=0.1))
     batches = mlp_batches(3)
+    with pytest.raises(TypeError, match="fixed_learning_rate must be a bool, but 0.1"):
+        write(trainer, tmp_path, batches[0], fixed_learning_rate=0.1)
+    assert not list(tmp_path.iterdir())
     write(trainer, tmp_path, batches[0], fixed_learning_rate=True)
     assert_trains_alike(trainer, Upstream(tmp_path), batches)
 
@@ -242,14 +253,26 @@ class Changing(MLP):
         return super().forward(scaled)
 
 
+class Named(MLP):
+    """With a parameter that is called as the runtime calls the input that resets gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy_reset_grad = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.lazy_reset_grad)
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
+        (Named(), "is called 'lazy_reset_grad', which is a name of onnxruntime-training's own"),
         (Changing(torch.float32, read=True), "both changes the buffer 'level' and uses its old value"),
         (Changing(torch.int64, read=True), "changes the buffer 'level' of dtype int64"),
         (MLP().double(), "float32 weights only, but 'fc1.weight' is float64"),
     ],
-    ids=["read", "whole", "double"],
+    ids=["name", "read", "whole", "double"],
 )
 def test_models_that_upstream_can_not_train_are_refused(model: nn.Module, match: str, tmp_path: Path) -> None:
     trainer = make_trainer(ADAM(), model)

@@ -21,6 +21,7 @@ from ...foreign import is_upstream_checkpoint
 from .flatbuffer import Table
 
 __all__ = [
+    "UNLOADABLE",
     "VERSION",
     "OptimizerGroup",
     "UpstreamCheckpoint",
@@ -51,6 +52,11 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
         (13, "uint64"),
     )
 }
+
+UNLOADABLE = np.dtype(np.float16)
+"""The runtime fails to load a file that has a tensor of this type."""
+# Names that are shared, as a builder may write them, are read of a parameter and of its moments.
+_TEXT_SHARING = 4
 
 
 @dataclass
@@ -129,6 +135,7 @@ class _Reader:
         self._root = Table.root(memoryview(data), name)
         # No sound file shares bytes between tensors, and one that does could fill the memory.
         self._left = len(data)
+        self._text_left = _TEXT_SHARING * len(data)
         self._external: Path | None = None
 
     def read(self) -> UpstreamCheckpoint:
@@ -161,6 +168,10 @@ class _Reader:
 
     def _group(self, table: Table) -> OptimizerGroup:
         group = OptimizerGroup(table.integer(1), table.float(2))
+        if group.step < 0 or not 0.0 <= group.initial_lr < math.inf:
+            raise CheckpointError(
+                f"{self._name} is damaged: it has {group.step} updates and the learning rate {group.initial_lr}"
+            )
         for state in table.tables(3):
             moments: dict[str, Array] = {}
             for name, array in self._tensors(state.tables(1), nominal=False):
@@ -224,6 +235,9 @@ class _Reader:
         text = table.text(number)
         if text is None:
             raise CheckpointError(f"{self._name} is damaged: a name or a text is missing")
+        self._text_left -= len(text)
+        if self._text_left < 0:
+            raise CheckpointError(f"{self._name} is damaged: its texts overlap")
         return text
 
     def _put(self, entries: dict[str, Any], name: str, value: Any) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ...api.checkpoint_file import Checkpoint
-from .checkpoint import Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
+from ...errors import CheckpointError
+from .checkpoint import UNLOADABLE, Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
 __all__ = ["from_upstream", "to_upstream"]
 
@@ -36,9 +37,12 @@ def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) 
     """
     wanted = checkpoint.trainable if trained is None else trained
     found = UpstreamCheckpoint(nominal=checkpoint.nominal, properties=dict(checkpoint.properties))
-    for name, value in {**checkpoint.parameters, **checkpoint.buffers}.items():
-        found.parameters[name] = UpstreamParameter(value, name in wanted)
     left_out = []
+    for name, value in {**checkpoint.parameters, **checkpoint.buffers}.items():
+        if value.dtype == UNLOADABLE:
+            left_out.append(f"{name!r} of dtype {value.dtype}")
+        else:
+            found.parameters[name] = UpstreamParameter(value, name in wanted)
     if checkpoint.optimizer is not None and not checkpoint.nominal:
         found.groups[GROUP] = _group(checkpoint, [name for name in checkpoint.parameters if name in wanted])
         if len(set(checkpoint.learning_rates)) > 1:
@@ -92,6 +96,7 @@ def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None
         like: The checkpoint of the export with whose models it is to be used; None if it is for no models.
 
     Raises:
+        CheckpointError: If its moments are not those of its parameters.
         ValueError: If it does not fit ``like``.
     """
     parameters = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
@@ -105,11 +110,37 @@ def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None
         properties=dict(checkpoint.properties),
         nominal=checkpoint.nominal,
     )
+    _check_moments(checkpoint)
     group = checkpoint.groups.get(GROUP)
     if group is not None:
         found.optimization_step, found.learning_rates = group.step, [group.initial_lr]
         found.optimizer = _optimizer(group)
     return found if like is None else _fitted(found, like)
+
+
+def _check_moments(checkpoint: UpstreamCheckpoint) -> None:
+    """Raises the error for an optimizer's state that no optimizer of onnxruntime-training keeps."""
+    what = "the checkpoint of onnxruntime-training"
+    others = sorted(checkpoint.groups.keys() - {GROUP})
+    if others:
+        raise CheckpointError(
+            f"{what} has the groups {others} of an optimizer, and {GROUP!r} is the only one that is known: convert it "
+            "without optimizer state"
+        )
+    moments = checkpoint.groups[GROUP].moments if checkpoint.groups else {}
+    kinds = {tuple(sorted(own)) for own in moments.values()}
+    if kinds - {tuple(_MOMENTS)} and kinds != {tuple(_MOMENTS)[:1]}:
+        raise CheckpointError(
+            f"{what} has the moments {sorted(kinds)}, and each parameter has {list(_MOMENTS)} with Adam and "
+            f"{list(_MOMENTS)[:1]} with SGD: convert it without optimizer state"
+        )
+    for name, own in moments.items():
+        parameter = checkpoint.parameters.get(name)
+        if parameter is None or any(value.shape != parameter.data.shape for value in own.values()):
+            raise CheckpointError(
+                f"{what} has moments of {name!r}, which is none of its parameters, or has another shape: convert it "
+                "without optimizer state"
+            )
 
 
 def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
@@ -122,14 +153,17 @@ def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
 
 def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
     """Returns a checkpoint in the order of another one, with its export and what upstream has no place for."""
-    values = {**found.parameters, **found.buffers}
-    _check_like("parameters and buffers", values, {**like.parameters, **like.buffers}, found.nominal)
+    wanted = {**like.parameters, **like.buffers}
+    unloadable = {name: value for name, value in wanted.items() if value.dtype == UNLOADABLE}
+    values = {**unloadable, **found.parameters, **found.buffers}
+    _check_like("parameters and buffers", values, wanted, found.nominal)
     optimizer = None if like.optimizer is None else found.optimizer
     if optimizer is not None and like.optimizer is not None:
         # Parameters share a count here where they have had as many updates.
         count = optimizer.pop(_COUNT, None)
         optimizer |= {key: count for key in like.optimizer if _slot(key) == _COUNT and count is not None}
         _check_like("optimizer state", optimizer, like.optimizer)
+        optimizer = {key: optimizer[key] for key in like.optimizer}
     return dataclasses.replace(
         found,
         export=like.export,

@@ -79,6 +79,7 @@ def step_models(
         raise ValueError(
             f"onnxruntime-training trains float32 weights only, but {wrong[0]!r} is {state[wrong[0]].dtype}: {_WAY_OUT}"
         )
+    _check_names(training, kept, trained)
     dropped = [name for name in training.buffer_updates if name not in changed]
     kept += changed
     first, second = (_Writer(graph, kept, state) for graph in (training, evaluation))
@@ -94,6 +95,17 @@ def step_models(
         first.overwrite(name)
     inputs = {spec.name: first.inputs[spec.name] for spec in training.inputs}
     return StepModels(first.finish(inputs), second.finish(inputs), trained, training.model.opset_imports[""])
+
+
+def _check_names(graph: TrainingGraph, kept: Sequence[str], trained: Sequence[str]) -> None:
+    """Raises the error for names of the model that the runtime takes for its own."""
+    reserved = {RESET, *(form.format(name) for name in trained for form in (BUFFER, ACCUMULATED))}
+    clash = reserved.intersection((*kept, *(spec.name for spec in (*graph.inputs, *graph.outputs))))
+    if clash:
+        raise ValueError(
+            f"an input, an output or a parameter of the model is called {min(clash)!r}, which is a name of "
+            "onnxruntime-training's own for something else: rename it"
+        )
 
 
 class _Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 from ...atomic import atomic_path, check_target
 from ...errors import shown
 from ...foreign import UPSTREAM_MARK
-from .checkpoint import DTYPES, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
+from ...interrupts import uninterrupted
+from .checkpoint import DTYPES, UNLOADABLE, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
 
 if TYPE_CHECKING:  # onnxruntime depends on it; who writes no such file needs none
     import flatbuffers
@@ -23,6 +25,7 @@ __all__ = ["upstream_checkpoint_bytes", "write_upstream_checkpoint"]
 # A flatbuffer ends at 2 GiB. Upstream's own files change to a second file between 1.7 and 2.1 GiB.
 _LARGEST = 1_800 << 20
 _INT64 = (-(1 << 63), (1 << 63) - 1)
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 def upstream_checkpoint_bytes(checkpoint: UpstreamCheckpoint) -> bytes:
@@ -31,6 +34,7 @@ def upstream_checkpoint_bytes(checkpoint: UpstreamCheckpoint) -> bytes:
     Raises:
         TypeError, ValueError: If something in it can't be written.
     """
+    _check(checkpoint)
     return _Writer(checkpoint, None).write()
 
 
@@ -48,7 +52,10 @@ def write_upstream_checkpoint(
         FileNotFoundError: If the folder does not exist.
         TypeError, ValueError: If something in it can't be written.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a path, but {shown(path)} was given")
     path = Path(path)
+    _check(checkpoint)
     size = sum(parameter.data.nbytes for parameter in checkpoint.parameters.values())
     if size <= limit:
         content = upstream_checkpoint_bytes(checkpoint)
@@ -63,6 +70,50 @@ def write_upstream_checkpoint(
         with data.open("wb") as file:
             content = _Writer(checkpoint, file).write()
         temporary.write_bytes(content)
+        with uninterrupted():  # or Ctrl-C could leave the new data beside the old file
+            stack.close()
+
+
+def _check(checkpoint: UpstreamCheckpoint) -> None:
+    """Raises the error for what can't be written."""
+    if not isinstance(checkpoint, UpstreamCheckpoint):
+        raise TypeError(f"checkpoint must be an UpstreamCheckpoint, but a {type(checkpoint).__name__} was given")
+    tensors = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
+    for group in checkpoint.groups.values():
+        for name, moments in group.moments.items():
+            tensors |= {f"{moment} of {name}": value for moment, value in moments.items()}
+    for name, array in tensors.items():
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise TypeError(f"{name!r} must be a NumPy array, but {shown(array)} was given")
+        if array.dtype not in DTYPES.values() or array.dtype == UNLOADABLE:
+            allowed = [str(dtype) for dtype in DTYPES.values() if dtype != UNLOADABLE]
+            raise TypeError(
+                f"{name!r} has dtype {array.dtype}, which onnxruntime-training can't load from a checkpoint: it must "
+                f"be one of {allowed}"
+            )
+    for name in (*checkpoint.parameters, *checkpoint.properties, *checkpoint.groups):
+        if not isinstance(name, str):
+            raise TypeError(f"names in a checkpoint must be str, but {shown(name)} was given")
+    for name, value in checkpoint.properties.items():
+        _check_property(name, value)
+    for name, group in checkpoint.groups.items():
+        if not 0 <= group.step <= _INT64[1] or not 0.0 <= group.initial_lr <= _LARGEST_FLOAT:
+            raise ValueError(
+                f"group {name!r} has step {shown(group.step)} and initial_lr {shown(group.initial_lr)}: they must be "
+                "at least 0, an int of 64 bits and a float of 32 bits"
+            )
+
+
+def _check_property(name: str, value: PropertyValue) -> None:
+    if type(value) not in (int, float, str):
+        raise TypeError(f"property {name!r} must be an int, a float or a str, but {shown(value)} was given")
+    if isinstance(value, int) and not _INT64[0] <= value <= _INT64[1]:
+        raise ValueError(f"property {name!r} must be an int of 64 bits, but {shown(value)} was given")
+    if isinstance(value, float) and _LARGEST_FLOAT < abs(value) < math.inf:
+        raise ValueError(
+            f"property {name!r} is {value!r}, and onnxruntime-training keeps floats of 32 bits, up to "
+            f"{_LARGEST_FLOAT:.3e}: make it a str"
+        )
 
 
 class _Writer:
@@ -115,9 +166,7 @@ class _Writer:
         return self._tensor(name, array, self._external)
 
     def _tensor(self, name: str, array: Array, external: BinaryIO | None, named_only: bool = False) -> int:
-        number = next((number for number, dtype in DTYPES.items() if dtype == array.dtype), None)
-        if number is None:
-            raise TypeError(f"{name!r} has dtype {array.dtype}, which a checkpoint of onnxruntime-training can't hold")
+        number = next(number for number, dtype in DTYPES.items() if dtype == array.dtype)
         builder, offset = self._builder, -1
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
         text = builder.CreateString(name)
@@ -157,11 +206,6 @@ class _Writer:
         builder = self._builder
         kinds: dict[type, list[int]] = {int: [], float: [], str: []}
         for name, value in sorted(properties.items()):
-            kind = type(value)
-            if kind not in kinds:
-                raise TypeError(f"property {name!r} must be an int, a float or a str, but {shown(value)} was given")
-            if isinstance(value, int) and not _INT64[0] <= value <= _INT64[1]:
-                raise ValueError(f"property {name!r} must be an int of 64 bits, but {shown(value)} was given")
             text = builder.CreateString(name)
             content = builder.CreateString(value) if isinstance(value, str) else 0
             builder.StartObject(2)
@@ -172,7 +216,7 @@ class _Writer:
                 builder.PrependFloat32Slot(1, value, 0.0)
             else:
                 builder.PrependInt64Slot(1, value, 0)
-            kinds[kind].append(builder.EndObject())
+            kinds[type(value)].append(builder.EndObject())
         vectors = [self._offsets(entries) for entries in kinds.values()]
         builder.StartObject(3)
         for slot, vector in enumerate(vectors):
