@@ -171,8 +171,6 @@ def options_of(
     p = parameters
     if p.use_fp16_moments:
         raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
-    if p.loss_scale and not p.use_mixed_precision:
-        raise ValueError("loss_scale has no effect without use_mixed_precision: leave it at 0")
     if p.loss_scale < 0:
         raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
     return {

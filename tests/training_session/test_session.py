@@ -149,7 +149,9 @@ def test_mixed_precision_feeds_a_scale(path: Path) -> None:
     scaled = session.run(["loss", "all_gradients_finite"], feed(x, y, **{RATE: 0.1, "loss_scale": 1024.0}))
     assert scaled[1] == [True]
     plain = TrainingSession(path, parameters())
-    assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], rel=1e-2)
+    # Of fp16 the CPU provider leaves out the rounding, as docs/limits.md says.
+    close = {"rel": 1e-2} if torch.cuda.is_available() else {"rel": 1e-6}
+    assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], **close)
     state = session.get_model_state(include_mixed_precision_weights=True)
     assert state["mixed_precision"]["fc1.weight"].dtype == np.float16
     assert session.is_output_fp32_node("loss") and not session.is_output_fp32_node("all_gradients_finite")
