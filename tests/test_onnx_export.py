@@ -101,6 +101,10 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found), trainer.eval_step(x, y)[1])
     with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
         save_model(session.graphs(False)[0], session.parameters, {}, [], tmp_path / "no" / "m.onnx", limit=100)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="it is a folder"):
+        save_model(session.graphs(False)[0], session.parameters, {}, [], tmp_path / "folder", limit=100)
+    assert not (tmp_path / "folder.data").exists()
 
 
 class Heads(nn.Module):
@@ -167,6 +171,40 @@ def test_outputs_can_be_chosen(tmp_path: Path) -> None:
     trainer.train_step_info.fetches = ["gated", "logits"]
     for found, name in zip(trainer.eval_step(x, gate), ("gated", "logits"), strict=True):
         torch.testing.assert_close(found, expected[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+class Positions(nn.Module):
+    """Takes as many positions as there are words; with the labels, PyTorch reads their number from these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.register_buffer("positions", torch.randn(32, 8), persistent=False)
+
+    def forward(self, ids: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.words(ids) + self.positions[: label.shape[1]]
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.transpose(1, 2), label), logits
+
+
+@pytest.mark.parametrize("inputs", [["ids", "label"], ["label", "ids"]], ids=lambda names: "-".join(names))
+def test_a_size_that_inputs_share_is_no_reason_to_feed_the_label(inputs: list[str], tmp_path: Path) -> None:
+    desc = {
+        "inputs": [(name, ["batch", "length"]) for name in inputs],
+        "outputs": [("loss", [], True), ("logits", ["batch", "length", 20])],
+    }
+    model = Positions()
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1))
+    ids = torch.randint(0, 20, (3, 5))
+    trainer.train_step(ids=ids, label=ids)
+    trainer.export_for_inference(tmp_path / "m.onnx")
+    session = load(tmp_path / "m.onnx")
+    assert [entry.name for entry in session.get_inputs()] == ["ids"]
+    for shape in ((3, 5), (1, 7), (2, 1)):
+        ids = torch.randint(0, 20, shape)
+        expected = model(ids, ids)[1].detach()
+        torch.testing.assert_close(torch.from_numpy(session.run(None, {"ids": ids.numpy()})[0]), expected)
+        torch.testing.assert_close(trainer.predict(ids=ids), expected)
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def save_model(
         return
     if not path.parent.is_dir():
         raise FileNotFoundError(f"can't write {str(path)!r}: the folder {str(path.parent)!r} does not exist")
+    if path.is_dir():  # which would show only when the data is in place
+        raise IsADirectoryError(f"can't write {str(path)!r}: it is a folder")
     # The model names its data file, so both are written under their final names in a folder beside them. The data
     # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
     data = f"{path.name}.data"

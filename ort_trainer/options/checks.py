@@ -12,6 +12,7 @@ import numpy as np
 __all__ = ["SPELLINGS", "conflicts", "idle", "respelled"]
 
 _PIPELINE = "distributed.pipeline_parallel"
+_CPU = "CPUExecutionProvider"
 _LARGE = "for large models use distributed.deepspeed_zero_optimization.stage 1, smaller micro-batches or bfloat16"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
@@ -105,6 +106,11 @@ def idle(document: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"distributed.reduce_dtype: {distributed['reduce_dtype']!r} has no effect with distributed.enable_adasum, "
             "which takes gradients as they are: leave one of them out"
+        )
+    if document["provider_options"].get(_CPU):
+        yield (
+            f"provider_options.{_CPU}: has no effect, as ONNX Runtime looks at no option of the CPU provider; leave it "
+            "out, or set threads and the memory arena in session_options"
         )
     pipeline = distributed["pipeline_parallel"]
     if pipeline["pipeline_parallel_size"] == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -125,11 +124,9 @@ class ORTTrainerOptions(Options):
         document = validator.document
         opset = document["_internal_use"]["onnx_opset_version"]
         if opset < _MINIMUM_OPSET:
-            warnings.warn(
-                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; "
-                f"{_MINIMUM_OPSET} is used instead",
-                UserWarning,
-                stacklevel=2,
+            warn(
+                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; {_MINIMUM_OPSET} is "
+                "used instead"
             )
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
         super().__init__(document)

@@ -51,6 +51,10 @@ class LearningRates:
         """
         return self._config.learning_rates
 
+    def current(self, info: TrainStepInfo) -> list[float]:
+        """Returns the rates of the coming update; where only asking the schedule tells them, those of the last one."""
+        return self._config.learning_rates
+
     def updated(self) -> None:
         """Is told that the weights were updated."""
 
@@ -88,6 +92,9 @@ class _Scheduled(LearningRates):
         except (TypeError, ValueError):
             scheduler._last_lr = before  # a refused rate was never in use, and no checkpoint could keep it
             raise
+
+    def current(self, info: TrainStepInfo) -> list[float]:
+        return self._checked(self.scheduler.get_last_lr(), type(self.scheduler).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.scheduler.state_dict())
@@ -143,6 +150,9 @@ class _Factor(LearningRates):
                 f"{info.optimization_step} it returned {shown(given)}"
             )
         return [rate * value for rate in self._config.learning_rates]
+
+    def current(self, info: TrainStepInfo) -> list[float]:
+        return self.upcoming(info, info.step)
 
 
 class _FromTorch(LearningRates):

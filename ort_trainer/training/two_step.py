@@ -66,7 +66,7 @@ class TwoStepSession:
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
         batch: Batch = loop.graphs.bind((self._named(inputs),), {})
-        plan = loop.plan(batch, True, loop.graphs.fetches(names or ()))
+        plan = loop.plan(batch, True, loop.graphs.fetches(_checked(names)))
         with uninterrupted():
             return loop.backward(plan, batch, weight)
 
@@ -84,7 +84,7 @@ class TwoStepSession:
         Raises:
             TypeError: If an input is None that the outputs need.
         """
-        return self._loop.evaluate((self._named(inputs),), {}, names or ())
+        return self._loop.evaluate((self._named(inputs),), {}, _checked(names))
 
     @outside_inference_mode
     def optimizer_step(self) -> bool:
@@ -97,7 +97,7 @@ class TwoStepSession:
         own_loop.lazy_reset_grad(self._loop)
 
     def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rates of the optimizer config, for the coming updates.
+        """Sets the learning rates of the optimizer config, for the coming updates; a checkpoint does not keep them.
 
         Args:
             *learning_rates: One for all parameters, or one per group and the default.
@@ -116,10 +116,12 @@ class TwoStepSession:
         config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update, with a schedule of the last one; of several, the default."""
-        if self._loop.rates.scheduler is None:
-            return self._loop.config.learning_rates[-1]
-        return self._session.get_learning_rate()
+        """Returns the learning rate of the coming update; of several, the default.
+
+        With a schedule from ``ort_trainer.optim``, or of your own class, it is that of the last update; before the
+        first, what that will use.
+        """
+        return self._loop.rates.current(self._loop.info)[-1]
 
     @property
     def inference_session(self) -> InferenceSession:
@@ -171,3 +173,9 @@ class TwoStepSession:
         if len(inputs) != len(own):
             raise TypeError(f"{len(inputs)} inputs were given, but a step takes {len(own)}: {own}")
         return {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
+
+
+def _checked(names: Sequence[str] | None) -> Sequence[str]:
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of names, but {shown(names)} was given")
+    return names or ()

@@ -39,29 +39,43 @@ def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, 
     Raises:
         TypeError, ValueError: If the list or the options are wrong, or ONNX Runtime knows no such provider.
     """
-    if isinstance(providers, str):
-        raise TypeError(f"providers must be a list of names, but {providers!r} was given")
-    given = available_providers() if providers is None else list(providers)
-    wrong = [
-        entry for entry in given if not isinstance(entry, str) and not (isinstance(entry, tuple) and len(entry) == 2)
-    ]
-    if wrong:
-        raise TypeError(f"providers must be names or pairs (name, options), but {wrong} were given")
-    entries = [(entry, {}) if isinstance(entry, str) else entry for entry in given]
-    if provider_options is not None:
-        if any(options for _, options in entries):
-            raise ValueError("provider_options must not be given when providers already has options")
-        if len(provider_options) != len(entries):
-            raise ValueError(f"there are {len(entries)} providers, but {len(provider_options)} provider_options")
-        entries = [(name, options) for (name, _), options in zip(entries, provider_options, strict=True)]
-    if providers is None:
+    if providers is None and provider_options is None:
         return "", {}
+    entries = _entries(available_providers() if providers is None else providers, provider_options)
     settings: dict[str, dict[str, Any]] = {}
     for name, options in _usable(entries):
         settings[name] = dict(options)
         if name == _CPU:
             break
     return ("cpu" if _CUDA not in settings else _cuda_device(settings[_CUDA])), settings
+
+
+def _entries(providers: Any, provider_options: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the providers with their options."""
+    if not isinstance(providers, (list, tuple)):
+        raise TypeError(f"providers must be a list of names, but {shown(providers)} was given")
+    pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in providers]
+    wrong = [
+        entry
+        for entry in pairs
+        if not (isinstance(entry, tuple) and len(entry) == 2)
+        or not (isinstance(entry[0], str) and isinstance(entry[1], Mapping))
+    ]
+    if wrong:
+        raise TypeError(f"providers must be names or pairs (name, dict of options), but {shown(wrong)} were given")
+    if provider_options is None:
+        return pairs
+    if not isinstance(provider_options, (list, tuple)) or not all(isinstance(o, Mapping) for o in provider_options):
+        raise TypeError(
+            f"provider_options must be a list of dicts, one for each of providers, but {shown(provider_options)} was "
+            "given"
+        )
+    if any(options for _, options in pairs):
+        raise ValueError("provider_options must not be given when providers already has options")
+    if len(provider_options) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"there are {len(names)} providers, {names}, but {len(provider_options)} provider_options")
+    return [(name, options) for (name, _), options in zip(pairs, provider_options, strict=True)]
 
 
 def _usable(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -157,8 +171,6 @@ def options_of(
     p = parameters
     if p.use_fp16_moments:
         raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
-    if p.loss_scale and not p.use_mixed_precision:
-        raise ValueError("loss_scale has no effect without use_mixed_precision: leave it at 0")
     if p.loss_scale < 0:
         raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
     return {

@@ -312,7 +312,7 @@ OPTIONS: dict[str, Effect] = {
     "_internal_use.enable_onnx_contrib_ops": Effect(
         False, graph(lambda g: bool(g.inputs)), {"_internal_use": {"extra_postprocess": contrib}}
     ),
-    "provider_options": Effect({"NoExecutionProvider": {}}, own_session(lambda s: s.get_providers())),
+    "provider_options": Effect({"CPUExecutionProvider": {"x": "1"}}, own_session(lambda s: s.get_providers())),
     "session_options": Effect(threads(3), own_session(lambda s: s.get_session_options().intra_op_num_threads)),
 }
 

@@ -134,6 +134,9 @@ def test_old_operator_sets_mean_the_oldest(given: int) -> None:
     with pytest.warns(UserWarning, match=f"onnx_opset_version {given} is older than what PyTorch exports; 18 is used"):
         options = ORTTrainerOptions(nested("_internal_use.onnx_opset_version", given))
     assert options._internal_use.onnx_opset_version == 18
+    with pytest.warns(UserWarning, match="onnx_opset_version") as caught:
+        OldOptions(nested("_internal_use.onnx_opset_version", given))
+    assert caught[0].filename == __file__  # the user's line, not one of the package
 
 
 @pytest.mark.needs_gradient_builder

@@ -60,8 +60,9 @@ def test_options_that_are_found_keep_what_was_given() -> None:
     [
         {"distributed": {"pipeline_parallel": {"num_pipeline_micro_batches": 2}}},
         {"graph_transformer": {"number_recompute_layers": 2}},
+        {"provider_options": {"CPUExecutionProvider": {"x": "1"}}},
     ],
-    ids=["pipeline", "recompute"],
+    ids=["pipeline", "recompute", "provider"],
 )
 def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="has no effect"):

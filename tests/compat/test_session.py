@@ -25,6 +25,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "deepspeed_zero_stage": 1,
     "enable_adasum": True,
     "gelu_recompute": True,
+    "loss_scale": 4.0,
     "num_pipeline_micro_batches": 2,
     "number_recompute_layers": 1,
     "pipeline_cut_info_string": "a",

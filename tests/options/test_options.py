@@ -31,7 +31,7 @@ def test_values_are_kept_and_nothing_is_mutated() -> None:
         "lr_scheduler": scheduler,
         "mixed_precision": {"enabled": True, "loss_scaler": scaler},
         "utils": {"frozen_weights": ["a"]},
-        "provider_options": {"CPUExecutionProvider": {"x": "1"}},
+        "provider_options": {"DnnlExecutionProvider": {"x": "1"}},
         "session_options": onnxruntime.SessionOptions(),
     }
     before = {**given, "utils": copy.deepcopy(given["utils"])}
@@ -39,7 +39,7 @@ def test_values_are_kept_and_nothing_is_mutated() -> None:
     assert given == before
     assert options.lr_scheduler is scheduler and options.mixed_precision.loss_scaler is scaler
     assert options.utils.frozen_weights == ("a",)
-    assert options.provider_options["CPUExecutionProvider"]["x"] == "1"
+    assert options.provider_options["DnnlExecutionProvider"]["x"] == "1"
     given["utils"]["frozen_weights"].append("b")  # type: ignore[index]
     assert options.utils.frozen_weights == ("a",)
     assert ORTTrainerOptions(options.to_dict()) == options
@@ -83,6 +83,10 @@ def test_immutable() -> None:
         ({"mixed_precision": {"enabled": True, "loss_scaler": 2.0}}, "loss_scaler: must be of loss_scaler type"),
         ({"mixed_precision": {"loss_scaler": amp.LossScaler(2.0)}}, "loss_scaler: has no effect without"),
         ({"session_options": {}}, "session_options: must be of session_options type"),
+        (
+            {"provider_options": {"CPUExecutionProvider": {"x": "1"}}},
+            "provider_options.CPUExecutionProvider: has no effect, as ONNX Runtime looks at no option of the CPU",
+        ),
         ({"provider_options": {"CPUExecutionProvider": 3}}, "provider_options.CPUExecutionProvider: must be of dict"),
         ({"_internal_use": {"extra_postprocess": 3}}, "_internal_use.extra_postprocess: Must be callable or None"),
         ({"_internal_use": {"onnx_opset_version": 11}}, "_internal_use.onnx_opset_version: min value is 12"),

@@ -217,6 +217,9 @@ def test_wrong_calls_change_nothing() -> None:
         session.train_step([x, None])
     with pytest.raises(RuntimeError, match="invalid output names"):
         session.train_step([x, y], names=["nothing"])
+    for step in (session.train_step, session.eval_step):
+        with pytest.raises(TypeError, match="names must be a list of names, but 'loss' was given"):
+            step([x, y], names="loss")
     with pytest.raises(
         RuntimeError, match="the option lr_scheduler is .*LinearWarmup.*, which gives the learning rate"
     ):
@@ -254,6 +257,36 @@ def test_learning_rates() -> None:
         session.set_learning_rate(-1.0)
     with pytest.raises(ValueError, match="'learning_rates' must have 2 values"):
         session.set_learning_rate(0.1, 0.1, 0.1)
+
+
+def test_the_learning_rate_of_a_schedule_can_be_asked_for() -> None:
+    """Before the first update and after loading, too, where the session has run none."""
+    x, y = mlp_batches(1)[0]
+    factors = [0.0, 0.25, 0.5, 0.75, 1.0]
+    # The class tells what the last update had, a function and PyTorch's schedules what the coming one has.
+    for kind, seen in (("class", [0.0, *factors]), ("function", factors), ("torch", factors)):
+
+        def make(kind: str = kind) -> ORTTrainer:
+            model = MLP()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule: Any = {
+                "class": lambda: optim.ConstantWarmupLRScheduler(8, 0.5),
+                "function": lambda: lambda count: factors[count],
+                "torch": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: factors[count]),
+            }[kind]()
+            trainer = mlp_trainer(
+                {"lr_scheduler": schedule}, optimizer if kind == "torch" else optim.SGDConfig(lr=0.1), model
+            )
+            trainer.prepare((x, y))
+            return trainer
+
+        trainer = make()
+        for factor in seen[:4]:
+            assert trainer.session.get_learning_rate() == pytest.approx(0.1 * factor), kind
+            trainer.train_step(x, y)
+        other = make()
+        other.load_state_dict(trainer.state_dict())
+        assert other.session.get_learning_rate() == pytest.approx(0.1 * seen[4]), kind
 
 
 def test_a_window_that_was_loaded_can_be_dropped_before_training() -> None:

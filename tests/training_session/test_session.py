@@ -149,7 +149,9 @@ def test_mixed_precision_feeds_a_scale(path: Path) -> None:
     scaled = session.run(["loss", "all_gradients_finite"], feed(x, y, **{RATE: 0.1, "loss_scale": 1024.0}))
     assert scaled[1] == [True]
     plain = TrainingSession(path, parameters())
-    assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], rel=1e-2)
+    # Of fp16 the CPU provider leaves out the rounding, as docs/limits.md says.
+    close = {"rel": 1e-2} if torch.cuda.is_available() else {"rel": 1e-6}
+    assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], **close)
     state = session.get_model_state(include_mixed_precision_weights=True)
     assert state["mixed_precision"]["fc1.weight"].dtype == np.float16
     assert session.is_output_fp32_node("loss") and not session.is_output_fp32_node("all_gradients_finite")
@@ -403,7 +405,7 @@ def test_refused_arguments(path: Path) -> None:
         TrainingSession(b"abc", parameters())
     with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], which ONNX Runtime does not know"):
         TrainingSession(path, parameters(), providers=["NoExecutionProvider"])
-    with pytest.raises(ValueError, match="there are 1 providers, but 2 provider_options"):
+    with pytest.raises(ValueError, match=r"there are 1 providers, \['CPUExecutionProvider'\], but 2 provider_options"):
         TrainingSession(path, parameters(), providers=["CPUExecutionProvider"], provider_options=[{}, {}])
     session = TrainingSession(path, parameters())
     before = session.get_state()
@@ -428,9 +430,15 @@ def test_refused_arguments(path: Path) -> None:
         session.run(["loss"], [x])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="output_names must be a list of names, but 'loss'"):
         session.run("loss", feed(x, y, **{RATE: 0.1}))
-    for wrong in ("CPUExecutionProvider", [1]):
-        with pytest.raises(TypeError, match="providers must be "):
-            session.set_providers(wrong)  # type: ignore[arg-type]
+    cpu = "CPUExecutionProvider"
+    for wrong in (cpu, 5, {cpu: {"a": 1}}, [1], [(cpu,)], [(cpu, None)], [(5, {})], [[cpu, {}]]):
+        with pytest.raises(TypeError, match="^providers must be "):
+            session.set_providers(wrong)
+    for wrong in (5, {"a": 1}, [5]):
+        with pytest.raises(TypeError, match="^provider_options must be a list of dicts, one for each of providers"):
+            session.set_providers([cpu], wrong)
+    with pytest.raises(ValueError, match="provider_options.CPUExecutionProvider: has no effect"):
+        session.set_providers([cpu], [{"a": 1}])
     with pytest.raises(ValueError, match="disabled_optimizers"):
         session._create_inference_session(None, None, ["A"])
     with pytest.raises(ValueError, match="there is no output 'y'"):
@@ -474,6 +482,8 @@ def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     assert translate.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
     assert translate.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
     assert translate.providers_of(None, None) == ("", {})
+    # Without names, options are those of all that are available.
+    assert translate.providers_of(None, [{"device_id": 1}, {}, {}])[0] == "cuda:1"
     for index in (2, "first"):
         with pytest.raises(ValueError, match=f"providers has {cuda} with device_id '{index}', but there are 2 CUDA"):
             translate.providers_of([cuda], [{"device_id": index}])

@@ -16,6 +16,7 @@ from ...options import ModelDescription
 from ...runtime.bfloat16 import WidenInterfacePass
 from ...runtime.kernels import FitToKernelsPass
 from .capture import Capture
+from .input_sizes import read_sizes_from_needed_inputs
 from .kernels.build import kernel_model
 from .origins import onnx_operators, origins_of
 from .random_inputs import Draws, lift_random_numbers
@@ -57,6 +58,9 @@ def assemble(
     random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
     if for_kernels and asks_for_recomputation(step.recompute, found):
         raise ExportError("what is recomputed in the backward pass is arranged for ONNX Runtime's own kernels")
+    if not training:
+        described = zip(description.outputs, found.outputs, strict=True)
+        read_sizes_from_needed_inputs(found, [node for entry, node in described if not entry.is_loss])
     if training and not for_kernels:
         apply_recompute(step.recompute, found, random, step.model)
     state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ....graph import RandomInput
 from ..capture import Capture
 from ..checkpoint_marks import CHECKPOINT
+from ..input_sizes import read_sizes_from_batch
 from ..operators.execution_order import AFTER
 from ..step_module import RecomputeOptions
 from .joint_graph import JointGraph, Node, Region, ancestors, has_tensors, is_tensor
@@ -18,8 +18,6 @@ from .minimum_cut import cheap_regions
 from .model_parts import attention_dropouts, gelus, layers
 
 __all__ = ["apply_recompute", "asks_for_recomputation"]
-
-aten = torch.ops.aten
 
 
 def asks_for_recomputation(options: RecomputeOptions, found: Capture) -> bool:
@@ -73,24 +71,11 @@ def apply_recompute(
                     taken[node] = taken[source]
                     taken[node].nodes.add(node)
     if regions or options.cheap:
-        _read_sizes_from_batch(found)
+        read_sizes_from_batch(found)
     recompute_regions(graph, list(regions.values()))
     if options.cheap:
         graph = JointGraph(found, random)
         recompute_regions(graph, cheap_regions(graph))
-
-
-def _read_sizes_from_batch(found: Capture) -> None:
-    """Reads symbolic sizes from the inputs of the batch: read from an activation, they would keep it alive."""
-    sizes: dict[Any, tuple[Node, int]] = {}
-    for node in found.batch:
-        for axis, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, torch.SymInt):
-                sizes.setdefault(size.node.expr, (node, axis))
-    for node in found.module.graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        value = node.meta["val"]
-        if isinstance(value, torch.SymInt) and value.node.expr in sizes:
-            node.args = sizes[value.node.expr]
 
 
 def recompute_regions(graph: JointGraph, regions: list[Region]) -> None:
