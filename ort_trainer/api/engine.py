@@ -87,25 +87,36 @@ def parse_device(text: str) -> Device:
     return Device(kind, int(index or 0))
 
 
-def default_options() -> SessionOptions:
-    """Returns the options of sessions for which the user gives none."""
+def default_options(update: bool = False) -> SessionOptions:
+    """Returns the options of sessions for which the user gives none.
+
+    Args:
+        update: Whether the session updates the weights.
+    """
     options = SessionOptions()
-    # The threads of one session would spin after its run, and take the cores from the other session's run.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # The threads of one session would spin after its run, and take the cores from the other session's run. During the
+    # update they do spin: it is a chain of short operators, where waking a thread takes as long as its share of one.
+    # During a step they would make processes that share the cores wait for each other.
+    spinning = ("session.force_spinning_stop", "1") if update else ("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(*spinning)
     options.enable_mem_pattern = False  # which would keep a plan for every combination of shapes that there ever is
     options.log_severity_level = 3
     return options
 
 
-def check_options(options: SessionOptions | None) -> SessionOptions:
+def check_options(options: SessionOptions | None, update: bool = False) -> SessionOptions:
     """Returns the user's options, or those that are used without.
+
+    Args:
+        options: The user's.
+        update: Whether the session updates the weights.
 
     Raises:
         TypeError: If they are something else.
         ValueError: If they ask for models in another format.
     """
     if options is None:
-        return default_options()
+        return default_options(update)
     if not isinstance(options, SessionOptions):
         raise TypeError(f"session_options must be an onnxruntime.SessionOptions, but {shown(options)} was given")
     try:

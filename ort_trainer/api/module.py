@@ -60,13 +60,13 @@ class Module:
     ) -> None:
         self.training = True
         self._state = inner = state_of(state)
-        self._options = check_options(session_options)
+        self._given_options, options = session_options, check_options(session_options)
         place = parse_device(device)
-        train = load_model(StepModel, train_model_uri, "train_model_uri", "training", self._options, place)
+        train = load_model(StepModel, train_model_uri, "train_model_uri", "training", options, place)
         inner.check(train.model, train.name)
         evaluation = None
         if eval_model_uri is not None:
-            evaluation = load_model(StepModel, eval_model_uri, "eval_model_uri", "evaluation", self._options, place)
+            evaluation = load_model(StepModel, eval_model_uri, "eval_model_uri", "evaluation", options, place)
             inner.check(evaluation.model, evaluation.name)
         with inner.lock:
             inner.use(place)

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import shown
 from ..interrupts import uninterrupted
 from .artifact import OptimizerModel
-from .engine import ModelSource, RunOptions, check_run_options, load_model
+from .engine import ModelSource, RunOptions, check_options, check_run_options, load_model
 from .module import Module
 from .state import State
 
@@ -36,7 +36,8 @@ class Optimizer:
             raise TypeError(f"module must be a Module, but {shown(module)} was given")
         self._state: State = module._state
         device = self._state.device
-        loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", module._options, device)
+        options = check_options(module._given_options, update=True)
+        loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", options, device)
         self._state.check(loaded.model, loaded.name)
         with self._state.lock:
             self._state.prepare_optimizer(loaded.model.state, loaded.model.rates)

@@ -46,6 +46,25 @@ def close(actual: object, expected: torch.Tensor) -> None:
     np.testing.assert_allclose(actual, expected.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
+def test_default_session_options(artifacts: Artifacts) -> None:
+    _, module, optimizer = load(artifacts)
+    entry = "session.intra_op.allow_spinning"
+    assert module._train._session.get_session_options().get_session_config_entry(entry) == "0"
+    # While it updates, threads spin: they stop when it is done.
+    update = optimizer._session.get_session_options()
+    assert update.get_session_config_entry("session.force_spinning_stop") == "1"
+    with pytest.raises(RuntimeError, match="allow_spinning"):
+        update.get_session_config_entry(entry)
+    # Options that are given are those of both.
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 3
+    _, module, optimizer = load(artifacts, session_options=options)
+    for session in (module._train._session, optimizer._session):
+        assert session.get_session_options().intra_op_num_threads == 3
+    with pytest.raises(RuntimeError, match="spinning"):
+        optimizer._session.get_session_options().get_session_config_entry("session.force_spinning_stop")
+
+
 def test_trains_like_pytorch(artifacts: Artifacts) -> None:
     state, module, optimizer = load(artifacts)
     reference = Reference()
