@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ if "ORT_TRAINER_CACHE" not in os.environ:
 # Some tests interrupt a step, which raises nothing in what a shell runs in the background.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Replaces the distribution that is the default of several workers."""
+    from .schedule import ByFile
+
+    return ByFile(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
