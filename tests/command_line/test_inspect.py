@@ -154,7 +154,7 @@ def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path, run: Run, si
             write(file, {}, {"padding": " " * padding})
         if path.read_bytes()[:2] == size.to_bytes(2, "little"):
             break
-    code, out, err = run("inspect", path)
+    code, _, err = run("inspect", path)
     assert (code, err) == (0, []) and path.read_bytes()[:2] == size.to_bytes(2, "little")
 
 
