@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,6 @@ import torch
 
 from ort_trainer import CheckpointManager, ORTTrainer, Position
 
-from .. import processes
 from ..fit.test_resume import assert_same
 from ..helpers import MLP, mlp_trainer
 from .loaders import loader, seed
@@ -43,14 +44,24 @@ def train(folder: Path, kind: str, kill_at: int = 0, number: int = 0) -> tuple[O
     return trainer, losses
 
 
+KILLED = """if True:
+    import sys
+    from pathlib import Path
+    from tests.runs.test_kill import train
+    folder, kind, kill_at, number = sys.argv[1:]
+    train(Path(folder), kind, int(kill_at), int(number))
+"""
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["workers generator", "stateful"])
 def test_bit_for_bit(kind: str, tmp_path: Path) -> None:
     expected, losses = train(tmp_path / "whole", kind)
     # Behind the third batch of an epoch, in the middle of a window; and behind the end of the second epoch.
     for kill_at, number in ((5, 0), (14, 98)) if kind == "stateful" else ((11, 0),):
-        (killed,) = processes.run([processes.Call(train, (tmp_path / "run", kind, kill_at, number))])
-        assert killed.code == -signal.SIGKILL, killed.output
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), kind, str(kill_at), str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == -signal.SIGKILL, done.stderr
         manager = CheckpointManager(tmp_path / "run")
         assert manager.checkpoints[-1].step == kill_at // 3 * 3
     resumed, found = train(tmp_path / "run", kind, number=99)
