@@ -71,12 +71,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The second engine runs the tests that depend on the engine, and for tests/test_fidelity.py the graphs that the first
-# one exported.
+# The second engine runs the tests that depend on the engine.
 test: lint setup-stock
-	rm -rf build/graphs
-	ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "not extra and not torture"
-	PYTHONPATH=$(CURDIR)/$(STOCK) ORT_TRAINER_TEST_GRAPHS=build/graphs $(BIN)/$(PYTEST) -m "engine and not extra and not torture"
+	$(BIN)/$(PYTEST) -m "not extra and not torture"
+	PYTHONPATH=$(CURDIR)/$(STOCK) $(BIN)/$(PYTEST) -m "engine and not extra and not torture"
 
 # Hundreds of kills, tens of thousands of steps, of which memory is measured: a quarter of an hour.
 torture: setup

@@ -8,14 +8,15 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from onnxruntime.capi import _pybind_state
 
 from ort_trainer.options import trainer_options
-from ort_trainer.sources.torch import assemble  # noqa: F401
-from ort_trainer.sources.torch.decompositions import decomposition_table
+
+from .warm import freeze
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # as many workers run as there are cores
@@ -30,8 +31,18 @@ if "ORT_TRAINER_CACHE" not in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Exports run in forked children: what is imported and built here, none of them has to do again.
-decomposition_table()
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Replaces the distribution that is the default of several workers."""
+    from .schedule import ByFile
+
+    return ByFile(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_collection_finish() -> None:
+    """Takes the tests out of garbage collections, as they are there until the end."""
+    freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,10 @@
-"""Runs every writer into every fault; prints what was wrong, by case, as JSON. Run by test_faults.py."""
+"""Runs every writer into every fault; writes down what was wrong, by case, as JSON. Run by test_faults.py."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -109,7 +108,7 @@ def case(fault: Fault, writers: Writers, name: str) -> None:
         free(folder)
 
 
-def main() -> None:
+def main(file: Path) -> None:
     writers, refused = Writers(), own_mounts()
     found: dict[str, str] = {}
     for kind, names in CASES.items():
@@ -122,8 +121,4 @@ def main() -> None:
                 case(FAULTS[kind], writers, name)
             except Exception:
                 found[f"{kind}, {name}"] = traceback.format_exc()
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    file.write_text(json.dumps(found))

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,17 +15,17 @@ import pytest
 from ort_trainer.atomic import atomic_path, remove_abandoned
 from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 
+from .. import processes
+from . import fault_cases
 from .fault_cases import CASES
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.fault_cases"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    file = tmp_path_factory.mktemp("faults") / "outcomes.json"
+    (ended,) = processes.run([processes.Call(fault_cases.main, (file,))], timeout=300)
+    assert ended.code == 0, ended.output
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("case", [f"{kind}, {name}" for kind, names in CASES.items() for name in names])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import os
-import subprocess
+import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -15,30 +16,34 @@ import pytest
 import torch
 from torch import nn
 
+from ort_trainer import compat
+
+from .. import processes
 from ..api.exported import export
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Update = Callable[[int], None]
-ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run_installed(script: Path, argument: Path, printed: Path) -> None:
+    """What the process of a script does."""
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), str(argument)]
+    compat.install()
+    with printed.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def run(script: str, argument: Path) -> dict[str, list[list[float]]]:
     """Runs a script after install() and returns the numbers of each line that it prints, by the line's first word."""
-    program = (
-        "import runpy, sys, ort_trainer.compat; ort_trainer.compat.install(); "
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    path = os.pathsep.join([str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(SCRIPTS / script), str(argument)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder, "printed")
+        call = processes.Call(run_installed, (SCRIPTS / script, argument, printed))
+        (ended,) = processes.run([call], timeout=300)
+        assert ended.code == 0, ended.output
+        text = printed.read_text()
     lines: dict[str, list[list[float]]] = {}
-    for word, *numbers in map(str.split, done.stdout.splitlines()):
+    for word, *numbers in map(str.split, text.splitlines()):
         lines.setdefault(word, []).append([float(number) for number in numbers])
     return lines
 

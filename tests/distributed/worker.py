@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -32,7 +31,3 @@ def main(module: str, folder: str, *cases: str) -> None:
         np.savez(Path(folder, f"{case}.{rank}.npz"), **result)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

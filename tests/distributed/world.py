@@ -1,17 +1,18 @@
-"""Launches several processes that run cases, once for many cases: starting one takes seconds."""
+"""Launches several processes that run cases, once for many cases."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .. import processes
+from . import worker
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,24 +46,10 @@ def run(
         AssertionError: If a process fails; the message has the output of all.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "tests.distributed.worker", module, folder, *cases],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for environment in environments(size)
-        ]
-        try:
-            outputs = [process.communicate(timeout=timeout)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        codes = [0 if rank in lost else process.returncode for rank, process in enumerate(started)]
-        assert not any(codes), f"exit codes {codes}\n" + "\n".join(outputs)
+        args = (module, folder, *cases)
+        ended = processes.run([processes.Call(worker.main, args, found) for found in environments(size)], timeout)
+        codes = [0 if rank in lost else process.code for rank, process in enumerate(ended)]
+        assert not any(codes), f"exit codes {codes}\n" + "\n".join(process.output for process in ended)
         found: dict[str, list[dict[str, Any]]] = {}
         for case in cases:
             found[case] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .models import CASES, WithLoss, all_tensors
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         case = CASES[name]()
         model = case.model(seed=5)
@@ -21,7 +21,3 @@ def main(folder: Path, names: list[str]) -> None:
         if isinstance(model, WithLoss):
             model.language_model.save_pretrained(folder / name)
         torch.save(found, folder / f"{name}.found")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +16,12 @@ from ort_trainer import ORTTrainer
 from ort_trainer.api import CheckpointState
 from ort_trainer.artifacts import trainer_state_dict
 
+from .. import processes
+from . import child
 from .models import CASES, Case, WithLoss, all_tensors
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ("gpt2", "bert")
 """Cases of transformers."""
 ELSEWHERE = ("everything", "bfloat16", *LIBRARY)
@@ -109,10 +107,8 @@ def elsewhere(trained: dict[str, Trained], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("elsewhere")
     for name, entry in trained.items():
         entry.trainer.save_checkpoint(folder / f"{name}.ortckpt")
-    command = [sys.executable, "-m", "tests.round_trips.child", str(folder), *ELSEWHERE]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    (ended,) = processes.run([processes.Call(child.main, (folder, ELSEWHERE))], timeout=300)
+    assert ended.code == 0, ended.output
     return folder
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.sources.export_cache import ExportCache, export_cache
+from tests import processes
 from tests.helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
 FOUND, MADE = "took the training graph from the cache", "exported the training graph"
@@ -414,33 +415,31 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     assert not old.exists() and new.exists()
 
 
-SCRIPT = """if True:
-    import logging, sys
+def show() -> None:
+    """What the processes of the following tests do."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    from tests.sources.test_export_cache import *
     torch.manual_seed(0)
     losses, weights = trained(MLP(dropout=0.5))
     print([loss.item().hex() for loss in losses], {k: v.double().sum().item().hex() for k, v in weights.items()})
-"""
+
+
+SCRIPT = "import sys; from tests.sources.test_export_cache import show; show()"
 
 
 def test_processes_at_once(folder: Path) -> None:
-    """Both export or one finds what the other has made; a third one finds it."""
-
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
-
-    together = [start(), start()]
-    results = [process.communicate(timeout=300)[0] for process in together]
-    results.append(start().communicate(timeout=300)[0])
-    assert FOUND in results[2]
+    """Both export or one finds what the other has made; another interpreter finds it."""
+    together = processes.run([processes.Call(show), processes.Call(show)], timeout=300)
+    command = [sys.executable, "-c", SCRIPT]
+    third = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert FOUND in third
+    results = [*(process.output for process in together), third]
     assert len({text.splitlines()[-1] for text in results}) == 1 and results[0].splitlines()[-1].startswith("['")
     assert len(entries(folder)) == 1 and not list(folder.glob("*.tmp"))
 
 
 def test_a_found_graph_needs_no_exporter(folder: Path) -> None:
     heavy = ["onnxscript", "ort_trainer.sources.torch.assemble", "ort_trainer.sources.torch.capture"]
-    program = SCRIPT + f"    print([name for name in {heavy} if name in sys.modules])\n"
+    program = SCRIPT + f"; print([name for name in {heavy} if name in sys.modules])"
     environment = {**os.environ, "ORT_TRAINER_EXPORT_IN_PROCESS": "1"}
     outputs = [
         subprocess.run(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from torch.optim import lr_scheduler
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 from ort_trainer.checkpoint import load_checkpoint_file
+
+from .. import processes
 
 TOTAL = 11
 FIRST_SCALE = 2.0**18  # which overflows
@@ -113,7 +115,7 @@ def begin(folder: Path) -> None:
         trainer.save_checkpoint(folder / f"{name}.part", {"start": SAVED, "tensor": torch.tensor(SAVED)})
         run(trainer, SAVED, TOTAL)
         trainer.save_checkpoint(folder / f"{name}.whole")
-    print("saved", flush=True)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
         run(trainer, 0, 1)
 
@@ -128,24 +130,19 @@ def resume(folder: Path) -> None:
         trainer.save_checkpoint(folder / f"{name}.resumed")
 
 
-def process(function: str, folder: Path) -> subprocess.Popen[str]:
-    # The number of threads changes how PyTorch's kernels round.
-    program = f"import torch; torch.set_num_threads({torch.get_num_threads()})\nfrom pathlib import Path\n"
-    program += f"from tests.training import test_resume\ntest_resume.{function}(Path({str(folder)!r}))"
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
+def in_process(function: Callable[[Path], None], folder: Path, threads: int) -> None:
+    torch.set_num_threads(threads)  # it changes how PyTorch's kernels round
+    function(folder)
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what all cases come to when they are killed and resumed."""
     folder = tmp_path_factory.mktemp("resumed")
-    with process("begin", folder) as first:
-        assert first.stdout is not None and first.stdout.readline() == "saved\n"
-        first.kill()
-        assert first.wait(60) == -signal.SIGKILL
-    with process("resume", folder) as second:
-        assert second.wait(300) == 0
+    for function, code in ((begin, -signal.SIGKILL), (resume, 0)):
+        call = processes.Call(in_process, (function, folder, torch.get_num_threads()))
+        (ended,) = processes.run([call], timeout=300)
+        assert ended.code == code, ended.output
     return folder
 
 

@@ -19,6 +19,7 @@ from ort_trainer.sources.torch.fingerprint import NoFingerprint
 from ort_trainer.sources.torch.program import capture_program
 from ort_trainer.sources.torch.quiet import quiet
 from ort_trainer.sources.torch.step_module import StepModule
+from tests import processes
 
 DESC = {"inputs": [("x", ["n", 4]), ("label", ["n"])], "outputs": [("loss", [], True), ("y", ["n", 4])]}
 
@@ -96,11 +97,17 @@ def test_sizes_of_the_sample_do_not_count_where_they_are_symbolic() -> None:
 
 
 def test_the_key_is_the_same_in_another_process() -> None:
-    program = "from tests.sources.torch.test_fingerprint import key; print(key())"
-    # Both are new: other tests may have changed a configuration of PyTorch in this process, and that counts.
+    # Both are new: other tests may have changed a configuration of PyTorch in this process, and that counts. An
+    # interpreter has an order of sets of its own.
+    program = "from tests.sources.torch.test_fingerprint import print_key; print_key()"
     command = [sys.executable, "-c", program]
-    done = [subprocess.run(command, check=True, capture_output=True, text=True, timeout=120) for _ in range(2)]
-    assert done[0].stdout == done[1].stdout != ""
+    other = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    (fork,) = processes.run([processes.Call(print_key)])
+    assert fork.code == 0 and fork.output == other != ""
+
+
+def print_key() -> None:
+    print(key())
 
 
 def renamed(part: str, number: int, name: str) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Processes that start in milliseconds: forks of one that has imported PyTorch and this package, and trained nothing.
+
+A new interpreter takes four seconds of a processor until it can train. This is for tests that need processes, but not
+new interpreters; no exit handlers run in them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_ROOT = Path(__file__).parents[1]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.warm"])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function of a module, which a process of its own makes.
+
+    Attributes:
+        function: The function.
+        args: Its arguments.
+        environment: The variables of its process; None for those of this one.
+    """
+
+    function: Callable[..., object]
+    args: tuple[Any, ...] = ()
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What has become of a process.
+
+    Attributes:
+        code: Its exit code: 1 after an exception, and -N where signal N killed it.
+        output: What it printed on both streams.
+    """
+
+    code: int | None
+    output: str
+
+
+def run(calls: Sequence[Call], timeout: float = 120) -> list[Ended]:
+    """Makes all calls at once, and returns when all processes have ended.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds for all; what runs on after these is killed.
+    """
+    # The server imports from this folder, and its libraries read the other variable when they are loaded.
+    with mock.patch.dict(os.environ, PYTHONPATH=_with_root(), OMP_NUM_THREADS="1"):
+        ensure_running()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(number)) for number in range(len(calls))]
+        started = [
+            _FORKS.Process(target=_make, args=(call, dict(call.environment or os.environ), output))
+            for call, output in zip(calls, outputs, strict=True)
+        ]
+        try:
+            for process in started:
+                process.start()
+            end = time.monotonic() + timeout
+            for process in started:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process in started:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return [
+            Ended(process.exitcode, output.read_text(errors="replace") if output.exists() else "")
+            for process, output in zip(started, outputs, strict=True)
+        ]
+
+
+def _with_root() -> str:
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
+
+
+def _make(call: Call, environment: dict[str, str], output: Path) -> None:
+    """What a process does."""
+    with output.open("wb", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    call.function(*call.args)
