@@ -44,12 +44,12 @@ class Checkpoint:
             training starts afresh.
         optimization_step: Updates done.
         gradients: Name -> the sum of the gradients since the last reset; empty right after one.
-        micro_batches: How many training steps are in that sum.
         random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625], of which
             PyTorch's and NumPy's generators draw the same numbers. Empty for a new one.
         properties: The user's own values.
-        trainer: What the ``ORTTrainer`` of the export asks for in its own state; None where it can't be told.
         nominal: Whether the parameters have shapes and dtypes, but no values yet: then they are zeros.
+        micro_batches: How many training steps are in the gradients.
+        trainer: What the ``ORTTrainer`` of the export asks for in its own state; None where it can't be told.
     """
 
     export: str
@@ -61,11 +61,11 @@ class Checkpoint:
     optimizer: dict[str, Array] | None = None
     optimization_step: int = 0
     gradients: dict[str, Array] = field(default_factory=dict)
-    micro_batches: int = 0
     random: dict[str, Array] = field(default_factory=dict)
     properties: dict[str, Value] = field(default_factory=dict)
-    trainer: dict[str, Any] | None = None
     nominal: bool = False
+    micro_batches: int = 0
+    trainer: dict[str, Any] | None = None
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
