@@ -10,7 +10,7 @@ from typing import Any
 from ..api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..errors import shown, warn
 from ..foreign import is_upstream_checkpoint
-from .trainer_state import state_dict_of
+from .back_to_trainer import state_dict_of
 from .upstream.checkpoint import read_upstream_checkpoint
 from .upstream.conversion import from_upstream, to_upstream
 from .upstream.write_checkpoint import write_upstream_checkpoint

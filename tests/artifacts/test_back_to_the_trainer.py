@@ -18,7 +18,7 @@ from ort_trainer.api import CheckpointState, Module
 from ort_trainer.api import checkpoint_file as file_format
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
 from ort_trainer.artifacts import trainer_state_dict
-from ort_trainer.artifacts.trainer_state import state_dict_of
+from ort_trainer.artifacts.back_to_trainer import state_dict_of
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .twins import Artifacts, assert_near, assert_same_state, described, exported
