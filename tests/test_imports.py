@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
 LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
-LEAVES |= {"forked", "indices", "lazy", "sealed", "undisturbed"}
+LEAVES |= {"forked", "indices", "lazy", "optimizer_keys", "sealed", "undisturbed"}
 ALLOWED = {
     "errors": set(),
     "foreign": {"errors"},
@@ -25,6 +25,7 @@ ALLOWED = {
     "lazy": set(),
     "masks": set(),
     "nested": set(),
+    "optimizer_keys": set(),
     "sessions": set(),
     "schedules": set(),
     "ownership": set(),

@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..api.checkpoint_file import Array, Checkpoint
+from ..optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..schedules import learning_rate
+from .generator_state import to_torch
 
 __all__ = ["state_dict_of"]
-
-_COUNT, _STEP, _SHARED = "Update_Count", "Step", "shared_optimizer_state"
-# PyTorch's Mersenne Twister as bytes: seed, how many numbers are left, whether it is seeded, the next one's position,
-# and the words, 64 bits each; behind them a normal number that it has kept.
-_GENERATOR = np.dtype([("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8"), ("words", "<u8", 624)])
-_BYTES = 5056
 
 
 def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -50,7 +46,7 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
         rates = [learning_rate(checkpoint.schedule, asked, base) for base in checkpoint.learning_rates]
         state["lr_scheduler"] = {"last_lr": rates[-1:] if len(set(rates)) == 1 else rates}  # one stands for all
     if "state" in checkpoint.random:
-        state["random"] = _generator(checkpoint.random["state"])
+        state["random"] = to_torch(checkpoint.random["state"])
     return state
 
 
@@ -65,20 +61,20 @@ def _optimizer(
         idle: Parameters that the models do not update -> what the trainer keeps of them, which is as at the beginning.
     """
     state: dict[str, dict[str, Array]] = {}
-    shared = {slot: given[slot] for slot in (_COUNT, _STEP) if slot in given}
+    shared = {slot: given[slot] for slot in (UPDATE_COUNT, STEP) if slot in given}
     for key, value in given.items():
         name, _, slot = key.rpartition(".")
-        if slot == _STEP:  # of a parameter that was updated less often than others, of which the trainer counts one
-            shared[_STEP] = max(value, shared.get(_STEP, value))
+        if slot == STEP:  # of a parameter that was updated less often than others, of which the trainer counts one
+            shared[STEP] = max(value, shared.get(STEP, value))
         elif name:
             state.setdefault(name, {})[slot] = value
-    if _COUNT in shared:
+    if UPDATE_COUNT in shared:
         state = {name: {**slots, **shared} for name, slots in state.items()}
     for name, slots in idle.items():
         first = {slot: np.zeros_like(parameters[name]) for slot in slots}
-        state[name] = {**first, _COUNT: np.ones(1, np.int64)} if _COUNT in slots else first
-    if _STEP in shared:
-        state[_SHARED] = {_STEP: shared[_STEP]}
+        state[name] = {**first, UPDATE_COUNT: np.ones(1, np.int64)} if UPDATE_COUNT in slots else first
+    if STEP in shared:
+        state[SHARED] = {STEP: shared[STEP]}
     return state
 
 
@@ -94,12 +90,3 @@ def _window(checkpoint: Checkpoint, window: Mapping[str, Any], size: int) -> dic
         "window": {**window, "micro_batches": count, "weight": float(weight), "unit": 1.0, "scale": 1.0},
         "gradients": gradients,
     }
-
-
-def _generator(state: Array) -> Array:
-    """Returns the state of NumPy's Mersenne Twister as PyTorch has it."""
-    words, position = state[:-1], int(state[-1])
-    found = np.zeros(_BYTES, np.uint8)
-    head = found[: _GENERATOR.itemsize].view(_GENERATOR)
-    head["left"], head["seeded"], head["next"], head["words"] = len(words) + 1 - position, 1, position, words
-    return found

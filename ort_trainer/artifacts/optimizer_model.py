@@ -12,6 +12,7 @@ import torch
 from ..api.artifact import OptimizerModel, Slot
 from ..graph.names import Names
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
+from ..optimizer_keys import STEP, UPDATE_COUNT
 from .step_models import IR_VERSION
 
 __all__ = ["Updated", "optimizer_model"]
@@ -19,8 +20,6 @@ __all__ = ["Updated", "optimizer_model"]
 _OPSETS = {"": 18}
 _RATES = "learning_rate"
 _MICRO_BATCHES = "micro_batches"
-_COUNT = "Update_Count"
-_STEP = "Step"
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class _Builder:
         """Returns the number of the coming update."""
         if updated.count is None:
             return None
-        shared = _STEP if updated.update.rule.shares_count else _COUNT
+        shared = STEP if updated.update.rule.shares_count else UPDATE_COUNT
         key = shared if self._one_count else f"{parameter}.{shared}"
         if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])

@@ -10,15 +10,16 @@ import torch
 
 from ..api.checkpoint_file import Checkpoint
 from ..optim import lr_scheduler
+from ..optimizer_keys import UPDATE_COUNT
 from ..training.joint_state import Gathered
 from ..training.loop import TrainingLoop
 from ..training.state import trainer_options
+from .generator_state import to_numpy
 from .optimizer_model import Updated
 
-__all__ = ["random_state", "running_state", "schedule_of"]
+__all__ = ["running_state", "schedule_of"]
 
 Array = np.ndarray[Any, Any]
-_WORDS = 624
 
 
 def running_state(
@@ -57,7 +58,7 @@ def running_state(
         optimization_step=loop.info.optimization_step,
         gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
         micro_batches=gathered.window["micro_batches"],
-        random=random_state(session.generator),
+        random=_random_state(session.generator),
         trainer=_trainer(loop, updates, gathered.slots),
     )
 
@@ -76,7 +77,7 @@ def _trainer(
         done = counts and int(session.optimizer.counts[name])
         # What was updated before, and is not now, is in no model, so that it would be lost.
         if name not in updates and not done and not any(value.any() for value in kept.get(name, {}).values()):
-            idle[name] = [*slots, *(["Update_Count"] if counts else [])]
+            idle[name] = [*slots, *([UPDATE_COUNT] if counts else [])]
     return {
         "trainer_options": trainer_options(loop),
         "window": {key: loop.window.state_dict()[key] for key in ("reduction", "assigned_size")},
@@ -105,16 +106,11 @@ def schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
     )
 
 
-def random_state(generator: torch.Generator) -> dict[str, Array]:
+def _random_state(generator: torch.Generator) -> dict[str, Array]:
     """Returns the state of PyTorch's Mersenne Twister as NumPy has it; nothing for the generator of another device."""
     if generator.device.type != "cpu":
         return {}
-    # Seed; how many numbers are left, and whether it was seeded; the next one's position; the words, 64 bits each.
-    state = generator.get_state().numpy()
-    (left,) = state[8:12].view(np.int32)
-    (position,) = state[16:24].view(np.uint64)
-    words = state[24 : 24 + 8 * _WORDS].view(np.uint64)
-    return {"state": np.array([*words, _WORDS if left == 1 else position], np.uint32)}
+    return {"state": to_numpy(generator.get_state().numpy())}
 
 
 def _array(value: torch.Tensor) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import CheckpointError, shown
 from ..foreign import is_hdf5
+from ..optimizer_keys import UPDATE_COUNT
 from .rehearsal import rehearse
 
 __all__ = ["aggregate_legacy_files", "is_legacy_file", "legacy_values", "load_legacy_file"]
@@ -195,7 +196,7 @@ def _check_kind(array: np.ndarray[Any, Any], path: tuple[str, ...], name: str) -
     if (numeric or path[-1] in _NUMERIC_OPTIONS) and array.dtype.kind not in "biuf":
         raise CheckpointError(f"{name} is damaged: {where!r} must be numbers, but it has the type {array.dtype}")
     counts = (
-        path[-1] == "Update_Count" or path[0] in ("partition_info", "train_step_info") or path[-1] in _NUMERIC_OPTIONS
+        path[-1] == UPDATE_COUNT or path[0] in ("partition_info", "train_step_info") or path[-1] in _NUMERIC_OPTIONS
     )
     if counts and not np.isfinite(array).all():
         raise CheckpointError(f"{name} is damaged: {where!r} must be finite, but it is {array}")

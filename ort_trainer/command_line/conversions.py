@@ -13,6 +13,7 @@ from ..api.checkpoint_file import Array, Checkpoint, as_stored, read_checkpoint,
 from ..artifacts.convert import convert_checkpoint, trainer_state_dict, write_as_upstream
 from ..atomic import atomic_path
 from ..errors import warn
+from ..optimizer_keys import SHARED, UPDATE_COUNT
 from ..sealed import Stored, read_tensors, write
 from .formats import Format, manifest_of, open_sealed, recognize
 
@@ -209,12 +210,12 @@ def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
 def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Array] | None:
     """Returns the optimizer's state by the keys of an export; None, with a warning, if it is of another optimizer."""
     kept: Mapping[str, Any] = state["optimizer"]
-    counts = {int(own["Update_Count"][0]): own["Update_Count"] for own in kept.values() if "Update_Count" in own}
+    counts = {int(own[UPDATE_COUNT][0]): own[UPDATE_COUNT] for own in kept.values() if UPDATE_COUNT in own}
     found, missing = {}, []
     for key, like in (export.optimizer or {}).items():
         name, _, slot = key.rpartition(".")
-        value = kept.get(name or "shared_optimizer_state", {}).get(slot)
-        if value is None and key == "Update_Count" and len(counts) == 1:
+        value = kept.get(name or SHARED, {}).get(slot)
+        if value is None and key == UPDATE_COUNT and len(counts) == 1:
             (value,) = counts.values()
         if value is None or value.shape != like.shape:
             missing.append(key)
@@ -230,8 +231,8 @@ def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Arr
 def _random_of(state: Mapping[str, Any]) -> dict[str, Array]:
     import torch
 
-    from ..artifacts.running_state import random_state
+    from ..artifacts.generator_state import to_numpy
 
     generator = torch.Generator()
-    generator.set_state(torch.from_numpy(state["random"].copy()))
-    return random_state(generator)
+    generator.set_state(torch.from_numpy(state["random"].copy()))  # which refuses what is none
+    return {"state": to_numpy(generator.get_state().numpy())}

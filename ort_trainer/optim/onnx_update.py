@@ -14,14 +14,14 @@ import onnx_ir.passes.common as common_passes
 
 from ..graph import TrainingGraph
 from ..graph.names import Names
+from ..optimizer_keys import STEP, UPDATE_COUNT
 from .update_writer import ParameterUpdate, UpdateWriter
 
-__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "STEP", "with_optimizer"]
+__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "with_optimizer"]
 
 # The names that the legacy trainer gave these.
 LEARNING_RATE = "__learning_rate"
 ALL_FINITE = "__all_finite"
-STEP = "Step"
 DIVISOR = "__gradient_divisor"
 
 
@@ -90,11 +90,11 @@ class _Writer(UpdateWriter):
             slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
             count = step if update.rule.shares_count else None
             if update.counts and count is None:
-                count = self._input(f"{name}.Update_Count", ir.DataType.INT64, [1])
+                count = self._input(f"{name}.{UPDATE_COUNT}", ir.DataType.INT64, [1])
             new, kept = self.update(update, weight, gradient, slots, count, rates, norm)
             changed = {f"{name}.{slot}": (slots[slot], value) for slot, value in kept.items()}
             if count is not None and count is not step:
-                changed[f"{name}.Update_Count"] = (count, self.next(count))
+                changed[f"{name}.{UPDATE_COUNT}"] = (count, self.next(count))
             changed[name] = (weight, new)
             for key, (old, value) in changed.items():
                 results[f"{key}.updated"] = self._chosen(finite, old, value)

@@ -12,11 +12,8 @@ from ..optim.rule import Rule
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..sources import ModelSource
 
-__all__ = ["SHARED", "STEP", "TRAINER_OPTIONS", "UPDATE_COUNT", "Layout"]
+__all__ = ["TRAINER_OPTIONS", "Layout"]
 
-UPDATE_COUNT = "Update_Count"
-SHARED = "shared_optimizer_state"
-STEP = "Step"
 TRAINER_OPTIONS = (
     "mixed_precision",
     "zero_stage",

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from ..errors import shown, warn
+from ..optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..runtime import StepSession
 from .differences import Differences, to_tensor
-from .layout import SHARED, STEP, TRAINER_OPTIONS, UPDATE_COUNT, Layout
+from .layout import TRAINER_OPTIONS, Layout
 from .window import AccumulationWindow
 
 __all__ = ["Restored", "apply_to_session", "copied", "read"]

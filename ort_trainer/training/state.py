@@ -13,9 +13,10 @@ from ..errors import warn
 from ..interrupts import uninterrupted
 from ..optim import torch_state
 from ..optim.parts import Named
+from ..optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..runtime import StepSession
 from .joint_state import Gathered, gather_state, take_own
-from .layout import SHARED, STEP, UPDATE_COUNT, Layout
+from .layout import Layout
 from .read_state import Restored, apply_to_session, copied, read
 from .together import together
 from .update import meet

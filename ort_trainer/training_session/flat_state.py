@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
+from ..optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..trainer import ORTTrainer
 
 __all__ = ["flat_state_dict", "load_flat_state_dict"]
-
-_SHARED = "shared_optimizer_state"
-_STEP = "Step"
 
 
 def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
@@ -37,7 +35,7 @@ def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[
         return flat
     for name, entries in trainer.state_dict()["optimizer"].items():
         for key, value in entries.items():
-            flat[key if name == _SHARED else f"{key}_{name}"] = torch.from_numpy(value)
+            flat[key if name == SHARED else f"{key}_{name}"] = torch.from_numpy(value)
     return flat
 
 
@@ -61,7 +59,7 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
         trainer.load_state_dict(state_dict, strict)
         return
     rule = trainer.optim_config.rule
-    kept = (*rule.slots, "Update_Count")
+    kept = (*rule.slots, UPDATE_COUNT)
     weights: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
@@ -69,8 +67,8 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
         key = next((k for k in kept if name.startswith(f"{k}_") and name[len(k) + 1 :] in state_dict), None)
         if key is not None:
             optimizer.setdefault(name[len(key) + 1 :], {})[key] = value
-        elif name == _STEP and rule.shares_count:
-            optimizer[_SHARED] = {_STEP: value}
+        elif name == STEP and rule.shares_count:
+            optimizer[SHARED] = {STEP: value}
         else:
             weights[name] = value
     info = trainer.train_step_info

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...api.checkpoint_file import Checkpoint
 from ...errors import CheckpointError
+from ...optimizer_keys import UPDATE_COUNT
 from .checkpoint import UNLOADABLE, Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
 __all__ = ["from_upstream", "to_upstream"]
@@ -18,7 +19,6 @@ GROUP = "group0"
 
 # Their names of Adam's moments, and ours. With momentum0 alone it is SGD, which uses none of it.
 _MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
-_COUNT = "Update_Count"
 
 
 def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
@@ -58,7 +58,7 @@ def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) 
 def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
     given = dict(checkpoint.optimizer or {})
     group = OptimizerGroup(checkpoint.optimization_step, checkpoint.learning_rates[-1])
-    counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == _COUNT}
+    counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == UPDATE_COUNT}
     if len(counts) > 1:
         raise ValueError(
             f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and "
@@ -148,7 +148,7 @@ def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
     for name, moments in group.moments.items():
         if set(moments) == set(_MOMENTS):
             state |= {f"{name}.{_MOMENTS[theirs]}": value for theirs, value in moments.items()}
-    return {**state, _COUNT: np.array([group.step + 1], np.int64)} if state else state
+    return {**state, UPDATE_COUNT: np.array([group.step + 1], np.int64)} if state else state
 
 
 def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
@@ -160,8 +160,8 @@ def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
     optimizer = None if like.optimizer is None else found.optimizer
     if optimizer is not None and like.optimizer is not None:
         # Parameters share a count here where they have had as many updates.
-        count = optimizer.pop(_COUNT, None)
-        optimizer |= {key: count for key in like.optimizer if _slot(key) == _COUNT and count is not None}
+        count = optimizer.pop(UPDATE_COUNT, None)
+        optimizer |= {key: count for key in like.optimizer if _slot(key) == UPDATE_COUNT and count is not None}
         _check_like("optimizer state", optimizer, like.optimizer)
         optimizer = {key: optimizer[key] for key in like.optimizer}
     return dataclasses.replace(
