@@ -63,7 +63,7 @@ _SIZES = {"BOOL": 1, "BF16": 2, **{code: 1 for code in DTYPES if code.startswith
 _SIZES |= {code: int(code[1:]) // 8 for code in DTYPES if code not in _SIZES}
 
 VERSION = 2
-"""The version of what holds a sealed file; 1 was the same without checksums."""
+"""The version of what holds a sealed file, unless it has one of its own; 1 was the same without checksums."""
 
 _PIECE = 1 << 20  # what the processor's caches hold, so that it is read from memory once
 _LONGEST_HEADER = 100_000_000  # as in other readers of the format
@@ -270,24 +270,25 @@ def _check_places(tensors: Mapping[str, Entry], begin: int, size: int) -> None:
         raise ValueError(f"it has {size} bytes, but by its header {end}{': it is cut off' if size < end else ''}")
 
 
-def check_version(version: Any, header: Header, name: str) -> None:
+def check_version(version: Any, header: Header, name: str, newest: int = VERSION) -> None:
     """Checks the version that a file has by its metadata; for one without checksums it warns.
 
     Args:
         version: What the metadata says.
         header: The header.
         name: What messages call the file.
+        newest: The highest version that is known.
 
     Raises:
         CheckpointError: If the version is unknown, or the checksums are not there, which it says are.
     """
-    if type(version) is not int or version not in (1, VERSION):
-        newer = type(version) is int and version > VERSION
+    if type(version) is not int or not 1 <= version <= newest:
+        newer = type(version) is int and version > newest
         raise CheckpointError(
-            f"{name} has the checkpoint version {shown(version)}; this ort_trainer reads 1 and {VERSION}"
+            f"{name} has the checkpoint version {shown(version)}; this ort_trainer reads 1 to {newest}"
             + (": it was written by a newer one, so update ort_trainer" if newer else "")
         )
-    if (version == VERSION) != header.sealed:
+    if (version > 1) != header.sealed:
         has = "checksums" if header.sealed else "no checksums"
         raise CheckpointError(f"{name} is damaged: it has the checkpoint version {version}, but {has}")
     if not header.sealed:

@@ -16,9 +16,22 @@ from ..atomic import atomic_path
 from ..errors import CheckpointError, shown
 from ..foreign import refuse_upstream_checkpoint
 from ..schedules import KINDS, learning_rate
-from ..sealed import DTYPES, VERSION, Stored, check_version, read_header, read_tensors, write
+from ..sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
 
-__all__ = ["Checkpoint", "Value", "as_stored", "from_bytes", "read_checkpoint", "to_bytes", "write_checkpoint"]
+__all__ = [
+    "VERSION",
+    "Checkpoint",
+    "Value",
+    "as_stored",
+    "from_bytes",
+    "read_checkpoint",
+    "to_bytes",
+    "without_optimizer",
+    "write_checkpoint",
+]
+
+VERSION = 3
+"""Of the file; 2 was without ``micro_batches`` and ``trainer``, and 1 without checksums, too."""
 
 _KEY = "ort_trainer.checkpoint"
 _RANDOM_WORDS = 625
@@ -66,6 +79,11 @@ class Checkpoint:
     nominal: bool = False
     micro_batches: int = 0
     trainer: dict[str, Any] | None = None
+
+
+def without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint with which training begins anew, with the same weights."""
+    return dataclasses.replace(checkpoint, optimizer=None, optimization_step=0, gradients={}, micro_batches=0)
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
@@ -127,7 +145,7 @@ def _read(file: BinaryIO, name: str) -> Checkpoint:
                 "convert SOURCE TARGET --to api --like CHECKPOINT' makes one"
             )
         found: dict[str, Any] = json.loads(text)
-        check_version(found.pop("version"), header, name)
+        check_version(found.pop("version"), header, name, VERSION)
         tensors = {
             key: data.view(DTYPES[header.tensors[key].dtype]).reshape(header.tensors[key].shape)
             for key, data in read_tensors(file, header, name, header.tensors).items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from ort_trainer.api.artifact import METADATA, OptimizerModel, RandomTensor, Slot, StepModel, Tensor, to_metadata
 from ort_trainer.api.checkpoint_file import Checkpoint, to_bytes
+from ort_trainer.sealed import DTYPES, read_header, read_tensors, write
 
 FLOAT, INT64, BOOL, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.UINT8
 EXPORT = "e" * 64
@@ -163,6 +166,21 @@ def checkpoint(export: str = EXPORT, schedule: dict | None = None, nominal: bool
     return Checkpoint(
         export, dict(PARAMETERS), list(TRAINED), {"count": np.array(3)}, [0.1], schedule=schedule, nominal=nominal
     )
+
+
+def as_version_2(data: bytes) -> bytes:
+    """Returns the file of a checkpoint as it was before it had ``micro_batches`` and ``trainer``."""
+    key, file, older = "ort_trainer.checkpoint", io.BytesIO(data), io.BytesIO()
+    header = read_header(file, "the file")
+    said = json.loads(header.metadata[key])
+    assert said.pop("version") == 3
+    del said["micro_batches"], said["trainer"]
+    tensors = {
+        name: (DTYPES[header.tensors[name].dtype], header.tensors[name].shape, value)
+        for name, value in read_tensors(file, header, "the file", header.tensors).items()
+    }
+    write(older, tensors, {key: json.dumps({"version": 2, **said})})
+    return older.getvalue()
 
 
 def momentum_model(export: str) -> bytes:

@@ -9,10 +9,12 @@ import pytest
 
 from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
 from ort_trainer.api.artifact_checks import check_described
-from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
+from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes, without_optimizer
 from ort_trainer.errors import CheckpointError
 from ort_trainer.indices import IndexRange
 from ort_trainer.sealed import write
+
+from .artifacts import as_version_2
 
 STEP = StepModel(
     "training",
@@ -123,6 +125,16 @@ def same(a: Checkpoint, b: Checkpoint) -> None:
 
 def test_checkpoint_round_trip() -> None:
     same(checkpoint(), from_bytes(to_bytes(checkpoint())))
+
+
+def test_checkpoint_of_before_there_was_a_count_of_steps() -> None:
+    """Which an older release reads, too; of a newer version it says to update, and not that the file is damaged."""
+    same(checkpoint(), from_bytes(as_version_2(to_bytes(checkpoint()))))
+
+
+def test_without_optimizer_all_that_is_under_way_goes() -> None:
+    found = without_optimizer(dataclasses.replace(checkpoint(), micro_batches=2))
+    same(found, dataclasses.replace(checkpoint(), optimizer=None, optimization_step=0, gradients={}, micro_batches=0))
 
 
 def test_no_optimizer_is_not_an_empty_one() -> None:

@@ -158,7 +158,7 @@ def test_bad_files(tmp_path: Path) -> None:
         (None, "no checkpoint of ort_trainer. Of one of ort_trainer.api, .* --to trainer' makes one"),
         ({"format": "other"}, "no checkpoint of ort_trainer"),
         ({"format": "ort_trainer checkpoint", "version": 99}, "has the checkpoint version 99"),
-        ({"format": "ort_trainer checkpoint", "version": True}, "has the checkpoint version True; .* reads 1 and 2"),
+        ({"format": "ort_trainer checkpoint", "version": True}, "has the checkpoint version True; .* reads 1 to 2"),
         ({"format": "ort_trainer checkpoint", "version": 2}, "has the checkpoint version 2, but no checksums"),
     ):
         metadata = None if manifest is None else {"manifest": json.dumps(manifest)}
