@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Iterable, Mapping
@@ -220,24 +221,27 @@ class State:
         nominal = set(self.parameters) == self.missing and bool(self.missing)
         if not nominal:
             self.require_values()
-        optimizer = self._kept if self.optimizer is None else _viewed(self.optimizer, self.optimizer)
         random = self.random.get_state()
-        keeps_gradients = include_optimizer_state and not self.reset
-        return Checkpoint(
+        found = Checkpoint(
             export=self.export,
             parameters=_viewed(self.values, self.parameters),
             trainable=list(self.trainable),
             buffers=_viewed(self.values, self._buffers),
             learning_rates=list(self.learning_rates),
             schedule=self.schedule,
-            optimizer=optimizer if include_optimizer_state else None,
-            optimization_step=self.optimization_step if include_optimizer_state else 0,
-            gradients=_viewed(self.gradients, self.gradients) if keeps_gradients else {},
-            micro_batches=self.micro_batches if keeps_gradients else 0,
             random={} if random is None else {"state": random},
             properties=dict(self.properties),
             trainer=self._trainer,
             nominal=nominal,
+        )
+        if not include_optimizer_state:
+            return found
+        return dataclasses.replace(
+            found,
+            optimizer=self._kept if self.optimizer is None else _viewed(self.optimizer, self.optimizer),
+            optimization_step=self.optimization_step,
+            gradients={} if self.reset else _viewed(self.gradients, self.gradients),
+            micro_batches=0 if self.reset else self.micro_batches,
         )
 
     def names(self, trainable_only: bool) -> tuple[str, ...]:

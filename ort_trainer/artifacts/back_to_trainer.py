@@ -25,8 +25,12 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     said = checkpoint.trainer or {}
     transient = {name: values.pop(name) for name in said.get("transient_buffers", ())}
     state: dict[str, Any] = {"model": {"full_precision": values}}
+    if transient:
+        state["transient_buffers"] = transient
+    if said:
+        state["trainer_options"] = said["trainer_options"]
     if checkpoint.optimizer is None:
-        return state | ({"transient_buffers": transient} if transient else {})
+        return state
     step = checkpoint.optimization_step
     state["optimizer"] = _optimizer(checkpoint.optimizer, checkpoint.parameters, said.get("idle", {}))
     if checkpoint.trainer is None:
@@ -36,11 +40,8 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
             "window": {"micro_batches": 0},
         }
     size = int(said["trainer_options"]["gradient_accumulation_steps"])
-    state["trainer_options"] = said["trainer_options"]
     state["train_step_info"] = {"optimization_step": step, "step": step * size + checkpoint.micro_batches}
     state |= _window(checkpoint, said["window"], size)
-    if transient:
-        state["transient_buffers"] = transient
     if checkpoint.schedule is not None:
         asked = step if checkpoint.micro_batches else max(step - 1, 0)  # each micro-batch asks for the coming rate
         rates = [learning_rate(checkpoint.schedule, asked, base) for base in checkpoint.learning_rates]

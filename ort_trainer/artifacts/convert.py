@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
-from ..api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
+from ..api.checkpoint_file import Checkpoint, read_checkpoint, without_optimizer, write_checkpoint
 from ..errors import shown, warn
 from ..foreign import is_upstream_checkpoint
 from .back_to_trainer import state_dict_of
@@ -61,9 +60,7 @@ def convert_checkpoint(
             "checkpoints of onnxruntime-training"
         )
     checkpoint = read_checkpoint(source)
-    if not include_optimizer_state:
-        checkpoint = dataclasses.replace(checkpoint, optimizer=None)
-    write_as_upstream(target, checkpoint)
+    write_as_upstream(target, checkpoint if include_optimizer_state else without_optimizer(checkpoint))
 
 
 def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
-from ..api.checkpoint_file import Checkpoint, to_bytes
+from ..api.checkpoint_file import Checkpoint, to_bytes, without_optimizer
 from ..atomic import explained, remove_abandoned, sync, temporary_folder
 from ..errors import shown
 from ..interrupts import uninterrupted
@@ -55,17 +55,7 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
         found[name] = _serialized(model)
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
-        found[NOMINAL_CHECKPOINT] = to_bytes(
-            replace(
-                checkpoint,
-                export=export,
-                nominal=True,
-                optimizer=None,
-                optimization_step=0,
-                gradients={},
-                micro_batches=0,
-            )
-        )
+        found[NOMINAL_CHECKPOINT] = to_bytes(replace(without_optimizer(checkpoint), export=export, nominal=True))
     return found
 
 

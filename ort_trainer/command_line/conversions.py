@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..api.checkpoint_file import Array, Checkpoint, as_stored, read_checkpoint, write_checkpoint
+from ..api.checkpoint_file import (
+    Array,
+    Checkpoint,
+    as_stored,
+    read_checkpoint,
+    without_optimizer,
+    write_checkpoint,
+)
 from ..artifacts.convert import convert_checkpoint, trainer_state_dict, write_as_upstream
 from ..atomic import atomic_path
 from ..errors import warn
@@ -34,6 +41,8 @@ _USUAL = {
 }
 
 State = dict[str, Any]
+_OF_OPTIMIZER = ("optimizer", "torch_optimizer", "gradients")
+_OF_UPDATES = ("window", "train_step_info", "lr_scheduler")
 _MAIN_PARTS = ("format", "version", "state", "user")
 
 
@@ -76,11 +85,19 @@ def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_opt
     from ..checkpoint import save_checkpoint_file
 
     state, user_dict = _state(sources, kind)
+    of_export = kind in (Format.API, Format.UPSTREAM)
     if not with_optimizer:
-        for key in ("optimizer", "torch_optimizer", "gradients"):
+        # Of an export also what without_optimizer() leaves out: a strict load asks for all of a window, or none of it.
+        for key in (*_OF_OPTIMIZER, *(_OF_UPDATES if of_export else ())):
             state.pop(key, None)
-    if kind in (Format.API, Format.UPSTREAM) and "optimizer" in state and "trainer_options" not in state:
-        warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
+    if of_export and "trainer_options" not in state:
+        if "optimizer" in state:
+            warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
+        else:
+            warn(
+                "the file does not say which buffers model.state_dict() leaves out (persistent=False): where the model "
+                "has such buffers, give load_checkpoint(..., strict=False)"
+            )
     parts = _parts(sources[0]) if kind is Format.TRAINER else {}
     save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
 
@@ -144,7 +161,7 @@ def _write_api(sources: Sequence[Path], kind: Format, target: Path, like: Path |
         convert_checkpoint(source, target, like, include_optimizer_state=with_optimizer)
     elif kind is Format.API:
         found = read_checkpoint(source)
-        write_checkpoint(target, found if with_optimizer else dataclasses.replace(found, optimizer=None))
+        write_checkpoint(target, found if with_optimizer else without_optimizer(found))
     else:
         write_checkpoint(target, _for_export(sources, kind, like, with_optimizer))
 
@@ -176,19 +193,18 @@ def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_o
     properties = {name: value for name, value in user_dict.items() if _is_property(value)}
     if len(properties) < len(user_dict):
         warn(f"values of your own that are no number and no text are left out: {[*user_dict.keys() - properties]}")
-    info = state.get("train_step_info", {})
-    return dataclasses.replace(
-        export,
+    found = dataclasses.replace(
+        without_optimizer(export),
         parameters={name: _fitting(name, weights, value) for name, value in export.parameters.items()},
         buffers={name: _fitting(name, weights, value) for name, value in export.buffers.items()},
-        optimizer=optimizer,
-        optimization_step=info.get("optimization_step", 0) if optimizer is not None else 0,
-        gradients={},
-        micro_batches=0,
         random=_random_of(state) if "random" in state else export.random,
         properties=properties,
         nominal=False,
     )
+    if optimizer is None:
+        return found
+    step = state.get("train_step_info", {}).get("optimization_step", 0)
+    return dataclasses.replace(found, optimizer=optimizer, optimization_step=step)
 
 
 def _is_property(value: Any) -> bool:

@@ -12,11 +12,12 @@ import torch
 
 from ort_trainer import ORTTrainer, read_user_dict
 from ort_trainer.api import CheckpointState
-from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint
+from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, without_optimizer, write_checkpoint
 from ort_trainer.artifacts.upstream import read_upstream_checkpoint
 from ort_trainer.checkpoint import load_checkpoint_file, read_parts, save_checkpoint_file
 from ort_trainer.command_line.describe import check, describe
 
+from ..api.artifacts import as_version_2
 from ..checkpoint.test_legacy import REAL as LEGACY
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .conftest import USER, Run
@@ -159,8 +160,6 @@ def test_nothing_is_overwritten_unless_asked(files: Path, run: Run, tmp_path: Pa
 def test_another_optimizer_is_left_out_and_named(files: Path, run: Run, tmp_path: Path) -> None:
     like = read_checkpoint(files / "artifacts" / "checkpoint")
     like.optimizer = {"fc1.weight.Momentum": like.parameters["fc1.weight"]}
-    from ort_trainer.api.checkpoint_file import write_checkpoint
-
     write_checkpoint(tmp_path / "like", like)
     code, _, err = run("convert", files / "run.ortckpt", tmp_path / "new", "--to", "api", "--like", tmp_path / "like")
     assert code == 0 and any("it has no 'fc1.weight.Momentum'" in line for line in err)
@@ -185,3 +184,23 @@ def test_what_can_not_be_converted(files: Path, run: Run, tmp_path: Path) -> Non
         found, out, err = run("convert", *arguments)
         assert found == code and not out and message in err[-1], (arguments, err)
     assert not target.exists()
+
+
+def test_weights_of_a_device_alone_begin_anew(files: Path, run: Run, tmp_path: Path) -> None:
+    """Without anything of the optimizer, and with all that a strict load asks for."""
+    trained = read_checkpoint(files / "artifacts" / "checkpoint")
+    trained.gradients, trained.micro_batches = {"fc1.bias": trained.parameters["fc1.bias"]}, 1
+    write_checkpoint(tmp_path / "trained", trained)
+    (tmp_path / "older").write_bytes(as_version_2((tmp_path / "trained").read_bytes()))
+    assert run("convert", tmp_path / "trained", tmp_path / "api", "--to", "api", "--no-optimizer-state")[0] == 0
+    assert_same_checkpoint(read_checkpoint(tmp_path / "api"), without_optimizer(trained))
+    for source, says in ((tmp_path / "trained", True), (tmp_path / "older", False), (files / "upstream", False)):
+        arguments = ("--to", "trainer", "--no-optimizer-state", "--force")
+        code, _, err = run("convert", source, tmp_path / "new", *arguments)
+        assert code == 0 and any("(persistent=False)" in line for line in err) != says, err
+        assert not load_checkpoint_file(tmp_path / "new")[0].keys() - {"model", "trainer_options", "random"}
+        with pytest.warns(UserWarning, match="Missing key: optimizer"):
+            trainer = loaded(tmp_path / "new")
+        trainer.prepare(dict(zip(("x", "label"), mlp_batches(1)[0], strict=True)))
+        assert_equal(trainer.state_dict()["model"]["full_precision"], {**trained.parameters, **trained.buffers})
+        assert trainer.train_step_info.optimization_step == 0
