@@ -88,7 +88,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
         with explained(target):
             check_target(target)
             with uninterrupted():  # or nobody would know the name of the file
-                name = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
+                name = target.with_name(_temporary_name(target.name))
                 handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 temporary = name
             mode = os.fstat(handle).st_mode
@@ -118,11 +118,11 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
         folder: Where it is made.
         name: Of what is written.
     """
-    import shutil  # neither of which a mere reader need wait for
-    import tempfile
+    import shutil  # which a mere reader need not wait for
 
     with uninterrupted():
-        path = folder / tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
+        path = folder / _temporary_name(name)
+        path.mkdir(0o700)
         handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
     try:
         yield path
@@ -131,6 +131,11 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
             if handle is not None:
                 os.close(handle)
+
+
+def _temporary_name(name: str) -> str:
+    """Returns a name that :func:`remove_abandoned` knows."""
+    return f".{name}.{os.urandom(4).hex()}.tmp"
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:

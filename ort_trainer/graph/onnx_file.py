@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
-from ..atomic import atomic_path, explained
+from ..atomic import atomic_path, check_target, explained, remove_abandoned, sync, temporary_folder
+from ..interrupts import uninterrupted
 from .training_graph import TrainingGraph
 
 __all__ = ["WEIGHTS", "save_model", "with_weights"]
@@ -52,17 +53,19 @@ def save_model(
         with atomic_path(path) as temporary:
             ir.save(model, temporary)
         return
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"can't write {str(path)!r}: the folder {str(path.parent)!r} does not exist")
-    if path.is_dir():  # which would show only when the data is in place
-        raise IsADirectoryError(f"can't write {str(path)!r}: it is a folder")
+    check_target(path)  # what is wrong would show only when the data is in place
+    remove_abandoned(path.parent, glob.escape(path.name))
     # The model names its data file, so both are written under their final names in a folder beside them. The data
     # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
     data = f"{path.name}.data"
-    with explained(path), tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        ir.save(model, Path(folder) / path.name, external_data=data)
-        (Path(folder) / data).replace(path.with_name(data))
-        (Path(folder) / path.name).replace(path)
+    with explained(path), temporary_folder(path.parent, path.name) as folder:
+        ir.save(model, folder / path.name, external_data=data)
+        for name in (data, path.name):
+            sync(folder / name)
+        with uninterrupted():
+            for name in (data, path.name):
+                (folder / name).replace(path.with_name(name))
+    sync(path.parent)
 
 
 def with_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from ort_trainer import optim
 from ort_trainer.api.checkpoint_file import read_checkpoint
+from ort_trainer.artifacts import files
 from ort_trainer.artifacts.files import write_files
 
 from ..helpers import mlp_batches, mlp_trainer
@@ -54,17 +55,17 @@ def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, mo
 def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    real = tempfile.mkdtemp
+    real = files.temporary_folder
 
-    def only_there(*args: Any, **kwargs: Any) -> str:
-        assert Path(kwargs["dir"]) == folder, "the folder around it may be read-only, or another file system"
-        return real(*args, **kwargs)
+    def only_there(around: Path, name: str) -> AbstractContextManager[Path]:
+        assert around == folder, "the folder around it may be read-only, or another file system"
+        return real(around, name)
 
     trainer = mlp_trainer(OWN)
     for batch in mlp_batches(3):
         trainer.train_step(*batch)
     with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "mkdtemp", only_there)
+        patch.setattr(files, "temporary_folder", only_there)
         trainer.export_artifacts(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
     nominal = read_checkpoint(folder / "nominal_checkpoint")

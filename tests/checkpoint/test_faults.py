@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ort_trainer.atomic import atomic_path, remove_abandoned
+from ort_trainer.atomic import atomic_path, remove_abandoned, temporary_folder
 from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 
 from .. import processes
@@ -106,3 +106,16 @@ def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
     os.utime(empty, (0, 0))
     remove_abandoned(tmp_path, "?")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_temporary_folder_in_a_relative_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("target").mkdir()
+    with temporary_folder(Path("target"), "a") as made:
+        (made / "file").touch()
+        assert made.parent == Path("target") and made.match(".a.????????.tmp")
+        remove_abandoned(Path("target"), "a")
+        assert [path.name for path in Path("target").rglob("*")] == [made.name, "file"]
+        left = made.rename(tmp_path / made.name)  # what a killed process leaves
+    remove_abandoned(tmp_path, "a")
+    assert not left.exists() and not list(Path("target").iterdir())
