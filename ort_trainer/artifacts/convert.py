@@ -80,8 +80,9 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
 
     Names match where the artifacts came from the same model. A checkpoint of ``ort_trainer.api`` says which optimizer
     it is of, so that it is loaded as it is, and training goes on where it was; the learning rates are the trainer's
-    own. One of onnxruntime-training, and one of a trainer with an optimizer of ``torch.optim``, need ``strict=False``;
-    of these, gradients since the last reset are left out, with a warning.
+    own. Three kinds do not say it, and need ``strict=False``: those of onnxruntime-training, those of exports of an
+    earlier ort_trainer, and those of a trainer with an optimizer of ``torch.optim``, which keeps the moments that it
+    has. Of all three, gradients since the last reset are left out, with a warning.
 
     Args:
         source: The checkpoint.

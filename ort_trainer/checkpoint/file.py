@@ -213,8 +213,9 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
         manifest = json.loads(header.metadata.get("manifest", "null"))
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{name} is a safetensors file, but no checkpoint of ort_trainer. Of one of ort_trainer.api, or of "
-                "weights alone, 'ort-trainer convert SOURCE TARGET --to trainer' makes one"
+                f"{name} is a safetensors file, but no checkpoint of ort_trainer. One of ort_trainer.api is "
+                "loaded by load_state_dict(ort_trainer.artifacts.trainer_state_dict(path)); of that, or of weights "
+                "alone, 'ort-trainer convert SOURCE TARGET --to trainer' makes one"
             )
         check_version(manifest.get("version"), header, name)
         kept = [manifest.get(part, default) for part in parts]

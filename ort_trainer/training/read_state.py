@@ -94,6 +94,9 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
     for key in ("loss_scaler", "lr_scheduler", "torch_optimizer"):
         if key in state_dict:
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
+    if layout.torch_config is not None and "optimizer" in state_dict and "torch_optimizer" not in state_dict:
+        kind = type(layout.torch_config.optimizer).__name__
+        warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps the moments that it has")
     _read_counters(state_dict, layout, window, differences, restored)
     if "random" in state_dict:
         restored.random = to_tensor(state_dict["random"], "state_dict[random]").to(torch.uint8, copy=True)

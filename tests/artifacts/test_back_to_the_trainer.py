@@ -149,6 +149,24 @@ def test_back_in_the_trainer_all_is_as_if_it_had_trained_there(tmp_path: Path) -
         other.load_state_dict(state)
 
 
+@pytest.mark.engine
+def test_a_parameter_that_was_frozen_after_training(tmp_path: Path) -> None:
+    """No model has its moments, so that the file has none; those of the trainer stay."""
+    model, (first, second) = MLP(), mlp_batches(2)
+    trainer = mlp_trainer(OWN, optim.SGDConfig(lr=0.1, momentum=0.9), model)
+    trainer.train_step(*first)
+    model.fc1.weight.requires_grad_(False)
+    trainer.train_step(*second)
+    expected = trainer.state_dict()["optimizer"]
+    exported(trainer, tmp_path)
+    state = trainer_state_dict(tmp_path / "checkpoint")
+    with pytest.raises(RuntimeError, match=r"Missing keys: \['fc1.weight'\] in state_dict\[optimizer\]"):
+        trainer.load_state_dict(state)
+    trainer.load_state_dict(state, strict=False)
+    assert expected["fc1.weight"]["Momentum"].any()
+    assert_near_everywhere(trainer.state_dict()["optimizer"], expected)
+
+
 def test_counts_that_differ() -> None:
     weights = {name: np.ones(2, np.float32) for name in ("a", "b")}
 

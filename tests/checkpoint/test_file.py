@@ -155,7 +155,7 @@ def test_bad_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
             load_checkpoint_file(path)
     for manifest, message in (
-        (None, "no checkpoint of ort_trainer. Of one of ort_trainer.api, .* --to trainer' makes one"),
+        (None, "no checkpoint of ort_trainer. .*artifacts.trainer_state_dict.path.*; .* --to trainer' makes one"),
         ({"format": "other"}, "no checkpoint of ort_trainer"),
         ({"format": "ort_trainer checkpoint", "version": 99}, "has the checkpoint version 99"),
         ({"format": "ort_trainer checkpoint", "version": True}, "has the checkpoint version True; .* reads 1 to 2"),

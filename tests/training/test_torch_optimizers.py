@@ -449,5 +449,8 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(RuntimeError, match="has other parameter groups than the trainer's SGD"):
         third.trainer.load_state_dict(state)
     assert all(torch.equal(value, before[name]) for name, value in third.model.state_dict().items())
+    without = {key: value for key, value in state.items() if key != "torch_optimizer"}  # as of an export
+    with pytest.warns(UserWarning, match="Missing key: torch_optimizer .* SGD keeps the moments that it has"):
+        both.trainer.load_state_dict(without, strict=False)
     trainer = ORTTrainer(MLP(), MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
     trainer.load_state_dict({"model": state["model"], "train_step_info": state["train_step_info"]}, strict=False)
