@@ -30,7 +30,7 @@ __all__ = [
 METADATA = "ort_trainer.artifact"
 """Key of the metadata."""
 FORMAT = 2
-"""What is written. Format 1 has no ``index_ranges``; both are read."""
+"""What is written. Format 1 has no ``index_ranges`` and no ``micro_batches``; both are read."""
 
 Model = TypeVar("Model", "StepModel", "OptimizerModel")
 
@@ -155,6 +155,7 @@ class OptimizerModel:
 
 def to_metadata(model: StepModel | OptimizerModel) -> str:
     """Returns the text that :func:`from_metadata` reads."""
+    # What is None is left out, as files of format 1 have it.
     said = {key: _plain(value) for key, value in vars(model).items() if value is not None}
     return json.dumps({"format": FORMAT, **said})
 

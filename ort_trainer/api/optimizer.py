@@ -48,6 +48,8 @@ class Optimizer:
     def step(self, run_options: RunOptions | None = None) -> None:
         """Updates the parameters, and counts the update.
 
+        The gradients are those that there are, also if a step has taken them already or they are to be reset.
+
         Args:
             run_options: Of ONNX Runtime, for this run.
 

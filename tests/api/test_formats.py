@@ -77,6 +77,8 @@ def test_metadata_of_before_there_were_index_ranges() -> None:
         ({"operator": None}, "a value"),
         ({"steps": [["system", []]]}, "steps"),
         ({"steps": [["slice"]]}, "steps"),
+        ({"steps": [["transpose", []]]}, "'transpose' among the steps: missing"),
+        ({"steps": [["t", [1]]]}, "too many positional"),
         ({"steps": [["slice", [1.5]]]}, "steps"),
         ({"steps": [["slice", ["dim('length')"]]]}, "steps"),
         ({"steps": 3}, "a value"),
