@@ -200,7 +200,7 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         if cls is OptimizerModel:
             found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
         return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata do not describe a {kind} model ({error})") from error
 
 

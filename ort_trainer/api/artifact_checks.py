@@ -30,11 +30,11 @@ def check_described(model: StepModel | OptimizerModel, name: str) -> None:
         name: What messages call the model.
 
     Raises:
-        ValueError: If one does not; the message says which.
+        ValueError: If one has not; the message says which.
     """
     try:
         _check_optimizer(model) if isinstance(model, OptimizerModel) else _check_step(model)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata do not describe a {model.kind} model ({error})") from error
 
 
