@@ -38,11 +38,11 @@ TRAINER, TRAINER_ON_STOCK, ARTIFACTS, ARTIFACTS_ON_STOCK = CONTENDERS = (
     "artifacts, stock engine",
 )
 IMPORTS = {
-    "`import onnxruntime`": True,
-    "`from ort_trainer.api import CheckpointState, Module, Optimizer`": True,
-    "`import ort_trainer.api`, no name used yet": False,
+    "import onnxruntime": True,
+    "from ort_trainer.api import CheckpointState, Module, Optimizer": True,
+    "import ort_trainer.api": False,  # no name is used yet
 }
-"""What is timed -> whether ONNX Runtime is loaded when it is done."""
+"""Statement that is timed -> whether ONNX Runtime is loaded when it is done."""
 TIMED = (
     "import sys, time; begin = time.perf_counter(); {}; took = time.perf_counter() - begin; "
     "assert ('onnxruntime' in sys.modules) == {}; print(took)"
@@ -137,13 +137,13 @@ def import_times(repeat: int) -> dict[str, float]:
     """Returns the median seconds of each import on the stock engine."""
     found: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(repeat + 1):
-        for name, loads in IMPORTS.items():
-            command = [sys.executable, "-c", TIMED.format(name.split("`")[1], loads)]
+        for statement, loads in IMPORTS.items():
+            command = [sys.executable, "-c", TIMED.format(statement, loads)]
             # With compiled files, as an installed package has them; the first import writes them.
             variables = {**os.environ, **environment(stock=True), "PYTHONDONTWRITEBYTECODE": ""}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
-            found[name].append(float(done.stdout))
-    return {name: statistics.median(times[1:]) for name, times in found.items()}
+            found[statement].append(float(done.stdout))
+    return {statement: statistics.median(times[1:]) for statement, times in found.items()}
 
 
 def step_table(steps: int, rounds: int, threads: int) -> list[str]:
@@ -198,7 +198,7 @@ def main() -> None:
     times = import_times(arguments.repeat)
     alone = next(iter(times.values()))
     text += ["| import | ms | / onnxruntime's |", "|---|---|---|"]
-    text += [f"| {name} | {seconds * 1e3:.0f} | {seconds / alone:.2f} |" for name, seconds in times.items()]
+    text += [f"| `{statement}` | {took * 1e3:.0f} | {took / alone:.2f} |" for statement, took in times.items()]
     text += ["", *step_table(arguments.steps, arguments.rounds, arguments.threads)]
     print("\n".join(text))
     if arguments.write:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .dims import evaluate
 
-__all__ = ["STEPS", "IndexRange", "check_indices", "extremes"]
+__all__ = ["STEPS", "IndexRange", "check_indices"]
 
 Array = np.ndarray[Any, Any]
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -58,13 +58,14 @@ def check_indices(
     sizes: Callable[[], Mapping[str, int]],
     find_extremes: Callable[[str, int | None], tuple[int, int]] | None = None,
 ) -> None:
-    """Checks the inputs of a batch that operators index with; it takes one pass over each of them.
+    """Checks the inputs of a batch that operators index with, by the lowest and the highest value of each.
 
     Args:
         ranges: What is allowed, with the sizes for this batch.
         array: Returns the values of an input.
         sizes: Returns the sizes of the symbolic dimensions.
-        find_extremes: :func:`extremes` of an input, where there is a better way than by its array.
+        find_extremes: Returns the lowest and the highest value of an input that count, where there is a better way than
+            by its array; it is given the value that does not count, for which 0 stands.
 
     Raises:
         IndexError: If one has a value that is out of range.
@@ -73,13 +74,13 @@ def check_indices(
     for entry, size in ranges:
         key = (entry.input, entry.ignored)
         if key not in known:
-            known[key] = find_extremes(*key) if find_extremes else extremes(array(entry.input), entry.ignored)
+            known[key] = find_extremes(*key) if find_extremes else _extremes(array(entry.input), entry.ignored)
         lowest, highest = known[key]
         if lowest < (-size if entry.from_end else 0) or highest >= size:
             _look_closer(entry, size, array(entry.input), sizes())
 
 
-def extremes(values: Array, ignored: int | None) -> tuple[int, int]:
+def _extremes(values: Array, ignored: int | None) -> tuple[int, int]:
     """Returns the lowest and the highest value that count; 0 stands for those that do not."""
     found = int(values.min()), int(values.max())
     if ignored is not None and ignored in found:
@@ -126,12 +127,13 @@ def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
 
 
 def _expand(values: Array, shape: Sequence[int], implicit: bool = False) -> Array:
+    # ``implicit`` is PyTorch's own mark of an expand() that nobody wrote; it changes nothing.
     behind = (1,) * (len(shape) - values.ndim) + values.shape
     return np.broadcast_to(values, [old if new == -1 else new for old, new in zip(behind, shape, strict=True)])
 
 
 def _flatten(values: Array, start: int = 0, end: int = -1) -> Array:
-    shape = values.shape or (1,)
+    shape = values.shape or (1,)  # a scalar becomes a vector of one
     first, last = start % len(shape), end % len(shape)
     return values.reshape(*shape[:first], -1, *shape[last + 1 :])
 

@@ -210,6 +210,34 @@ def test_a_size_that_inputs_share_is_no_reason_to_feed_the_label(inputs: list[st
         torch.testing.assert_close(trainer.predict(ids=ids), expected)
 
 
+class TwoInputs(nn.Module):
+    """Two of its outputs use the number of rows, of which either input would do for one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self.second(y)
+        return self.first(x) * x.shape[0], hidden * y.shape[0], hidden.tanh()
+
+
+@pytest.mark.parametrize("names", [["x", "y"], ["y", "x"]], ids=lambda names: "-".join(names))
+def test_a_shared_size_asks_for_no_input_that_was_not_needed(names: list[str]) -> None:
+    desc = {
+        "inputs": [*((name, ["batch", 4]) for name in names), ("label", ["batch"])],
+        "outputs": [("loss", [], True), *((name, ["batch", 4]) for name in "abc")],
+    }
+    trainer = ORTTrainer(
+        TwoInputs(), desc, optim.SGDConfig(lr=0.1), loss_fn=lambda outs, label: F.cross_entropy(sum(outs), label)
+    )
+    batch = {"x": torch.randn(5, 4), "y": torch.randn(5, 4), "label": torch.arange(5) % 4}
+    trainer.train_step(**batch)
+    for output, own in (("c", "y"), ("a" if names[0] == "x" else "b", names[0])):
+        given = [batch[name] if name == own else None for name in (*names, "label")]
+        trainer.session.eval_step(given, names=[output])
+
+
 def test_bad_paths(tmp_path: Path) -> None:
     trainer = mlp_trainer()
     trainer.eval_step(*mlp_batches(1)[0])

@@ -30,7 +30,7 @@ __all__ = [
 METADATA = "ort_trainer.artifact"
 """Key of the metadata."""
 FORMAT = 2
-"""What is written. Format 1 has no ``index_ranges``; both are read."""
+"""What is written. Format 1 has no ``index_ranges`` and no ``micro_batches``; both are read."""
 
 Model = TypeVar("Model", "StepModel", "OptimizerModel")
 
@@ -155,6 +155,7 @@ class OptimizerModel:
 
 def to_metadata(model: StepModel | OptimizerModel) -> str:
     """Returns the text that :func:`from_metadata` reads."""
+    # What is None is left out, as files of format 1 have it.
     said = {key: _plain(value) for key, value in vars(model).items() if value is not None}
     return json.dumps({"format": FORMAT, **said})
 
@@ -199,7 +200,7 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         if cls is OptimizerModel:
             found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
         return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata do not describe a {kind} model ({error})") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,11 +30,11 @@ def check_described(model: StepModel | OptimizerModel, name: str) -> None:
         name: What messages call the model.
 
     Raises:
-        ValueError: If one does not; the message says which.
+        ValueError: If one has not; the message says which.
     """
     try:
         _check_optimizer(model) if isinstance(model, OptimizerModel) else _check_step(model)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata do not describe a {model.kind} model ({error})") from error
 
 
@@ -83,6 +84,10 @@ def _check_range(entry: IndexRange, inputs: Collection[str], named: Collection[i
     for step in _sequence(entry.steps, what):
         _require(isinstance(step, tuple) and len(step) == 2 and step[0] in STEPS, f"{what}: steps")
         _require(all(_is_argument(value, named) for value in _sequence(step[1], what)), f"{what}: steps")
+        try:
+            inspect.signature(STEPS[step[0]]).bind(None, *step[1])
+        except TypeError as error:
+            raise ValueError(f"{what}: {step[0]!r} among the steps: {error}") from error
 
 
 def _is_argument(value: Any, named: Collection[int | str]) -> bool:

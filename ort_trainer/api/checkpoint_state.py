@@ -50,7 +50,9 @@ class Parameter:
 
     @data.setter
     def data(self, value: Array | OrtValue) -> None:
-        array = self._checked(value)
+        self._write(self._checked(value))
+
+    def _write(self, array: Array) -> None:
         with self._state.lock:
             self._tensor.write(array)
             self._state.missing.discard(self._name)
@@ -127,12 +129,18 @@ class Parameters(MutableMapping[str, Parameter]):
         raise TypeError(f"parameter {name!r} can't be removed: the model needs it")
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets values, as a dict does: all of them, or none if one is wrong."""
+        """Sets values, as a dict does: all of them, or none if one is wrong.
+
+        Raises:
+            KeyError: If there is no such parameter.
+            TypeError: If a value is no array, or of another dtype.
+            ValueError: If it has another shape.
+        """
         found = [(self._find(name), value) for name, value in dict(*args, **kwargs).items()]
         checked = [(parameter, parameter._checked(value)) for parameter, value in found]
         with self._state.lock:
             for parameter, array in checked:
-                parameter.data = array
+                parameter._write(array)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -165,7 +173,12 @@ class Properties(MutableMapping[str, Value]):
         self._state.properties[name] = self._checked(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets values, as a dict does: all of them, or none if one is wrong."""
+        """Sets values, as a dict does: all of them, or none if one is wrong.
+
+        Raises:
+            TypeError: If a name is no str, or a value no int, float or str.
+            ValueError: If an int is too large.
+        """
         given = dict(*args, **kwargs)
         self._state.properties.update({name: self._checked(name, value) for name, value in given.items()})
 

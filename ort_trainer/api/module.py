@@ -122,7 +122,7 @@ class Module:
 
     def lazy_reset_grad(self) -> None:
         """Lets the next training step begin a new sum of the gradients; until then they can be read."""
-        with self._state.lock:  # a step that runs in another thread takes back an earlier reset when it ends
+        with self._state.lock:  # a step in another thread, when it ends, would undo it
             self._state.reset = True
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:

@@ -48,6 +48,8 @@ class Optimizer:
     def step(self, run_options: RunOptions | None = None) -> None:
         """Updates the parameters, and counts the update.
 
+        The gradients are those that there are, also if a step has taken them already or they are to be reset.
+
         Args:
             run_options: Of ONNX Runtime, for this run.
 
@@ -109,7 +111,8 @@ def check_rate(what: str, value: object) -> float:
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    if not 0 <= value <= _LARGEST:
+    # A NumPy scalar would compare in its own type, of which the limit may be beyond the range.
+    if not 0 <= (value if isinstance(value, int) else float(value)) <= _LARGEST:
         raise ValueError(
             f"{what} must be finite, at most {_LARGEST:.3g}, and not negative, but {shown(value)} was given"
         )

@@ -143,10 +143,10 @@ class State:
 
     def advance(self) -> None:
         """Takes over what a training step has written."""
-        self.micro_batches = 1 if self.reset else self.micro_batches + 1
         if self.reset:
-            self.reset = False
+            self.reset, self.micro_batches = False, 1
         else:
+            self.micro_batches += 1
             self.gradients, self._other_gradients = self._other_gradients, self.gradients
             self.gradient_side ^= 1
         if self._other_buffers:

@@ -52,7 +52,10 @@ class LearningRates:
         return self._config.learning_rates
 
     def current(self, info: TrainStepInfo) -> list[float]:
-        """Returns the rates of the coming update; where only asking the schedule tells them, those of the last one."""
+        """Returns the rates of the coming update, without asking the schedule for its next ones.
+
+        A schedule that only says its next rates when it is asked has those of the last update here.
+        """
         return self._config.learning_rates
 
     def updated(self) -> None:

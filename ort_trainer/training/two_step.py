@@ -66,7 +66,7 @@ class TwoStepSession:
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
         batch: Batch = loop.graphs.bind((self._named(inputs),), {})
-        plan = loop.plan(batch, True, loop.graphs.fetches(_checked(names)))
+        plan = loop.plan(batch, True, loop.graphs.fetches(_checked_names(names)))
         with uninterrupted():
             return loop.backward(plan, batch, weight)
 
@@ -84,7 +84,7 @@ class TwoStepSession:
         Raises:
             TypeError: If an input is None that the outputs need.
         """
-        return self._loop.evaluate((self._named(inputs),), {}, _checked(names))
+        return self._loop.evaluate((self._named(inputs),), {}, _checked_names(names))
 
     @outside_inference_mode
     def optimizer_step(self) -> bool:
@@ -175,7 +175,7 @@ class TwoStepSession:
         return {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
 
 
-def _checked(names: Sequence[str] | None) -> Sequence[str]:
+def _checked_names(names: Sequence[str] | None) -> Sequence[str]:
     if isinstance(names, str):
         raise TypeError(f"names must be a list of names, but {shown(names)} was given")
     return names or ()

@@ -63,6 +63,9 @@ def _entries(providers: Any, provider_options: Any) -> list[tuple[str, Mapping[s
     ]
     if wrong:
         raise TypeError(f"providers must be names or pairs (name, dict of options), but {shown(wrong)} were given")
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"providers must name each provider once, but {names} were given")
     if provider_options is None:
         return pairs
     if not isinstance(provider_options, (list, tuple)) or not all(isinstance(o, Mapping) for o in provider_options):
@@ -73,7 +76,6 @@ def _entries(providers: Any, provider_options: Any) -> list[tuple[str, Mapping[s
     if any(options for _, options in pairs):
         raise ValueError("provider_options must not be given when providers already has options")
     if len(provider_options) != len(pairs):
-        names = [name for name, _ in pairs]
         raise ValueError(f"there are {len(names)} providers, {names}, but {len(provider_options)} provider_options")
     return [(name, options) for (name, _), options in zip(pairs, provider_options, strict=True)]
 

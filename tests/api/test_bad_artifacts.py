@@ -265,6 +265,7 @@ def test_sizes_that_the_graph_is_not_right_for() -> None:
         (float("nan"), ValueError, "must be finite"),
         (1e39, ValueError, "and not negative, but 1e\\+39 was given"),  # which is inf in float32
         (10**400, ValueError, "must be finite"),
+        (np.float16("inf"), ValueError, "must be finite"),
     ],
 )
 def test_wrong_rates(artifacts: Artifacts, value: object, error: type[Exception], text: str) -> None:

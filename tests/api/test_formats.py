@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -79,8 +80,11 @@ def test_metadata_of_before_there_were_index_ranges() -> None:
         ({"operator": None}, "a value"),
         ({"steps": [["system", []]]}, "steps"),
         ({"steps": [["slice"]]}, "steps"),
+        ({"steps": [["transpose", []]]}, "'transpose' among the steps: missing"),
+        ({"steps": [["t", [1]]]}, "too many positional"),
         ({"steps": [["slice", [1.5]]]}, "steps"),
         ({"steps": [["slice", ["dim('length')"]]]}, "steps"),
+        ({"steps": [["slice", functools.reduce(lambda inner, _: [inner], range(700), [])]]}, "recursion"),
         ({"steps": 3}, "a value"),
         ({"place": 3}, "unexpected keyword"),
     ],

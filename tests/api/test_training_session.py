@@ -29,6 +29,7 @@ def test_trains_like_pytorch_from_files(artifacts: Artifacts, tmp_path: Path) ->
     session = TrainingSession(
         state, str(tmp_path / "training"), tmp_path / "evaluation", tmp_path / "optimizer", session_options=options
     )
+    assert repr(session).startswith("TrainingSession(Module(") and repr(session).endswith("learning_rate=0.1))")
     reference = Reference()
     for x, target in batches(20):
         loss, *_ = session.train_step([x, target])

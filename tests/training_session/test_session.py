@@ -405,6 +405,8 @@ def test_refused_arguments(path: Path) -> None:
         TrainingSession(b"abc", parameters())
     with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], which ONNX Runtime does not know"):
         TrainingSession(path, parameters(), providers=["NoExecutionProvider"])
+    with pytest.raises(ValueError, match="providers must name each provider once"):
+        TrainingSession(path, parameters(), providers=["CPUExecutionProvider", ("CPUExecutionProvider", {"a": 1})])
     with pytest.raises(ValueError, match=r"there are 1 providers, \['CPUExecutionProvider'\], but 2 provider_options"):
         TrainingSession(path, parameters(), providers=["CPUExecutionProvider"], provider_options=[{}, {}])
     session = TrainingSession(path, parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import sympy
@@ -26,7 +25,7 @@ def read_sizes_from_batch(found: Capture) -> None:
 
 
 def read_sizes_from_needed_inputs(found: Capture, outputs: Iterable[Node]) -> None:
-    """Reads a size that several inputs have from the one whose values most of some outputs need.
+    """Reads a size that several inputs have from one whose values are needed wherever the size is.
 
     PyTorch reads it from any of them, such as from the label, which inference would then have to feed for its size.
 
@@ -34,21 +33,21 @@ def read_sizes_from_needed_inputs(found: Capture, outputs: Iterable[Node]) -> No
         found: The captured step.
         outputs: The outputs that may be asked for without the others.
     """
-    needed: Counter[Node] = Counter()
-    for output in outputs:
-        needed.update(_with_values_in(output) & found.batch.keys())
-    best: dict[sympy.Expr, tuple[Node, int]] = {}
+    needed = [_with_values_in(output) for output in outputs]
+    places: dict[sympy.Expr, list[tuple[Node, int]]] = {}
     for size, node, axis in _sizes_of(found.batch):
-        if size not in best or needed[node] > needed[best[size][0]]:
-            best[size] = (node, axis)
+        places.setdefault(size, []).append((node, axis))
     for size, node in _reads(found):
-        own = node.args[0]
-        if isinstance(own, Node) and own in found.batch and size in best and needed[best[size][0]] > needed[own]:
-            node.args = best[size]
+        readers = [nodes for nodes in needed if node in nodes]
+        if node.args[0] not in found.batch or all(node.args[0] in nodes for nodes in readers):
+            continue
+        better = [place for place in places.get(size, ()) if all(place[0] in nodes for nodes in readers)]
+        if better:
+            node.args = better[0]
 
 
 def _with_values_in(output: Node) -> set[Node]:
-    """Returns all nodes whose values an output needs; not those of which it needs a size alone."""
+    """Returns all nodes whose values an output needs, reads of sizes among them; not those of which it needs these."""
     seen: set[Node] = set()
     waiting = [output]
     while waiting:
