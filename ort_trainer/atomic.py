@@ -34,6 +34,8 @@ _WAYS_OUT = {
 }
 # A file is made and locked in microseconds; one that is empty and older was left by a killed process.
 _EMPTY_SECONDS = 60
+# What the names of temporary folders end with, so that no folder of a user's own is taken for one.
+_FOLDER = ".ort_trainer"
 
 
 def check_target(target: Path) -> None:
@@ -121,7 +123,7 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
     import shutil  # which a mere reader need not wait for
 
     with uninterrupted():
-        path = folder / _temporary_name(name)
+        path = folder / f"{_temporary_name(name)}{_FOLDER}"
         path.mkdir(0o700)
         handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
     try:
@@ -134,7 +136,6 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _temporary_name(name: str) -> str:
-    """Returns a name that :func:`remove_abandoned` knows."""
     return f".{name}.{os.urandom(4).hex()}.tmp"
 
 
@@ -147,9 +148,12 @@ def remove_abandoned(folder: Path, pattern: str) -> None:
         folder: Where to look.
         pattern: Matches the names of what was to be written, as ``glob`` does.
     """
-    for path in folder.glob(f".{pattern}.????????.tmp") if fcntl else ():
+    names = (f".{pattern}.????????.tmp", f".{pattern}.????????.tmp{_FOLDER}")
+    for path in (path for name in names for path in folder.glob(name)) if fcntl else ():
+        is_folder = path.name.endswith(_FOLDER)
+        if path.is_symlink() or path.is_dir() != is_folder:
+            continue  # somebody's own
         with contextlib.suppress(OSError):  # locked, gone, not ours to remove, or on a file system without locks
-            is_folder = path.is_dir() and not path.is_symlink()
             handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
             try:
                 status = os.fstat(handle)

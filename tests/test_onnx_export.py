@@ -94,7 +94,7 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
     x, y = mlp_batches(1)[0]
     trainer.eval_step(x, y)
     session = trainer.session
-    left = tmp_path / ".m.onnx.abcdefgh.tmp"  # of a process that was killed while it wrote
+    left = tmp_path / ".m.onnx.abcdefgh.tmp.ort_trainer"  # of a process that was killed while it wrote
     left.mkdir()
     (left / "m.onnx.data").write_text("half")
     for _ in range(2):

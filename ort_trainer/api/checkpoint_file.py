@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -35,6 +36,7 @@ VERSION = 3
 
 _KEY = "ort_trainer.checkpoint"
 _RANDOM_WORDS = 625
+_MOST = 1 << 62  # of what is counted in 64 bits
 _TENSORS = ("parameters", "buffers", "optimizer", "gradients", "random")
 
 Array = np.ndarray[Any, Any]
@@ -178,13 +180,14 @@ def _check(checkpoint: Checkpoint) -> None:
     rates, schedule, random = checkpoint.learning_rates, checkpoint.schedule, checkpoint.random.get("state")
     sound = {
         "export": isinstance(checkpoint.export, str),
-        "trainable": isinstance(checkpoint.trainable, list) and all(isinstance(n, str) for n in checkpoint.trainable),
+        "trainable": _are_names(checkpoint.trainable),
         "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
         "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
         "optimization_step": type(checkpoint.optimization_step) is int and checkpoint.optimization_step >= 0,
         "properties": isinstance(checkpoint.properties, dict)
         and all(isinstance(value, (int, float, str)) for value in checkpoint.properties.values()),
-        "micro_batches": type(checkpoint.micro_batches) is int and checkpoint.micro_batches >= 0,
+        "micro_batches": type(checkpoint.micro_batches) is int
+        and bool(checkpoint.gradients and checkpoint.trainer) <= checkpoint.micro_batches < _MOST,
         "trainer": checkpoint.trainer is None or _is_of_trainer(checkpoint.trainer, checkpoint),
         "nominal": isinstance(checkpoint.nominal, bool),
         "random": random is None
@@ -195,17 +198,28 @@ def _check(checkpoint: Checkpoint) -> None:
         raise ValueError(f"what it has as {', '.join(wrong)} can't be that")
     if schedule is not None:
         for rate in rates:
-            learning_rate(schedule, checkpoint.optimization_step, rate)
+            for step in {checkpoint.optimization_step, max(checkpoint.optimization_step - 1, 0)}:  # the last one's, too
+                learning_rate(schedule, step, rate)
 
 
 def _is_of_trainer(said: dict[str, Any], checkpoint: Checkpoint) -> bool:
     size, names = said["trainer_options"]["gradient_accumulation_steps"], checkpoint.parameters
     return (
         type(size) is int
-        and size > 0
+        and 0 < size < _MOST
         and said["window"].keys() == {"reduction", "assigned_size"}
-        and all(name in names or name in checkpoint.buffers for name in said["transient_buffers"])
-        and all(name in names and isinstance(slots, list) for name, slots in said["idle"].items())
+        and _are_names(said["transient_buffers"], {*names, *checkpoint.buffers})
+        and _are_names(list(said["idle"]), names)
+        and all(_are_names(slots) for slots in said["idle"].values())
+    )
+
+
+def _are_names(found: Any, known: Collection[str] | None = None) -> bool:
+    """Returns whether something is a list of different texts, all of them known."""
+    return (
+        isinstance(found, list)
+        and all(isinstance(name, str) and (known is None or name in known) for name in found)
+        and len(set(found)) == len(found)
     )
 
 

@@ -186,6 +186,10 @@ def test_a_damaged_part_for_the_trainer() -> None:
     changes: list[Any] = [
         {"trainer_options": {}},
         {"trainer_options": {"gradient_accumulation_steps": 0}},
+        {"trainer_options": {"gradient_accumulation_steps": 10**400}},
+        {"transient_buffers": ["a", "a"]},
+        {"transient_buffers": "a"},
+        {"idle": {"a": [{}]}},
         {"window": {}},
         {"transient_buffers": ["b"]},
         {"idle": {"b": []}},
@@ -195,8 +199,11 @@ def test_a_damaged_part_for_the_trainer() -> None:
     for change in changes:
         with pytest.raises(CheckpointError, match="is damaged"):
             from_bytes(to_bytes(Checkpoint("", weights, ["a"], trainer={**SOUND, **change})))
-    with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):
-        from_bytes(to_bytes(Checkpoint("", weights, ["a"], micro_batches=-1)))
+    for count in (-1, 1 << 62):
+        with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):
+            from_bytes(to_bytes(Checkpoint("", weights, ["a"], micro_batches=count)))
+    with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):  # of which these gradients are
+        from_bytes(to_bytes(Checkpoint("", weights, ["a"], gradients=weights, trainer=SOUND)))
 
 
 @pytest.mark.engine

@@ -76,9 +76,10 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
     """Within the folder or beside it, but not what another process is still writing, which has locked it."""
     fcntl = pytest.importorskip("fcntl")
     folder = tmp_path / "artifacts"
-    left = [place / ".artifacts.abcdefgh.tmp" for place in (tmp_path, folder)]
-    at_work, others = tmp_path / ".artifacts.ijklmnop.tmp", tmp_path / ".other.abcdefgh.tmp"
-    for path in (*left, at_work, others):
+    left = [place / ".artifacts.abcdefgh.tmp.ort_trainer" for place in (tmp_path, folder)]
+    at_work, others = (tmp_path / f".{name}.tmp.ort_trainer" for name in ("artifacts.ijklmnop", "other.abcdefgh"))
+    own = tmp_path / ".artifacts.20240101.tmp"
+    for path in (*left, at_work, others, own):
         path.mkdir(parents=True)
         (path / "checkpoint").write_text("half")
     handle = os.open(at_work, os.O_RDONLY)
@@ -88,7 +89,7 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
     finally:
         os.close(handle)
     assert not any(path.exists() for path in left)
-    assert (at_work / "checkpoint").exists() and (others / "checkpoint").exists()
+    assert all((path / "checkpoint").exists() for path in (at_work, others, own))
     assert [path.name for path in folder.iterdir()] == ["checkpoint"]
 
 

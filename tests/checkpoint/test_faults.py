@@ -113,7 +113,7 @@ def test_a_temporary_folder_in_a_relative_one(tmp_path: Path, monkeypatch: pytes
     Path("target").mkdir()
     with temporary_folder(Path("target"), "a") as made:
         (made / "file").touch()
-        assert made.parent == Path("target") and made.match(".a.????????.tmp")
+        assert made.parent == Path("target") and made.match(".a.????????.tmp.ort_trainer")
         remove_abandoned(Path("target"), "a")
         assert [path.name for path in Path("target").rglob("*")] == [made.name, "file"]
         left = made.rename(tmp_path / made.name)  # what a killed process leaves
