@@ -114,19 +114,21 @@ def atomic_path(target: Path) -> Iterator[Path]:
 def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
     """Gives an empty folder within another one, for files that are to be moved; it is removed when the block ends.
 
-    A process that is killed leaves it; :func:`remove_abandoned` removes it.
+    A process that is killed leaves it; the next one that writes something of the same name there removes it.
 
     Args:
         folder: Where it is made.
         name: Of what is written.
     """
-    import shutil  # which a mere reader need not wait for
+    import glob  # neither of which a mere reader need wait for
+    import shutil
 
     with uninterrupted():
         path = folder / f"{_temporary_name(name)}{_FOLDER}"
         path.mkdir(0o700)
         handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
     try:
+        remove_abandoned(folder, glob.escape(name))
         yield path
     finally:
         with uninterrupted():

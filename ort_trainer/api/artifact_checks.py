@@ -115,7 +115,7 @@ def _tensor(spec: Tensor | RandomTensor | Slot, where: str, texts: Iterable[Any]
             if "dim(" in size:  # otherwise it is a name, which may be any text
                 symbols_of(size)
         else:
-            _require(isinstance(size, int) and not isinstance(size, bool) and size >= 0, f"{where}: shape")
+            _require(_is_whole(size) and size >= 0, f"{where}: shape")
 
 
 def _symbols(shape: Iterable[int | str]) -> set[str]:

@@ -100,11 +100,11 @@ class StepRunner:
         state = self._state
         shapes = tuple([_shape(value) for value in values])
         plan = self._plans.get(shapes) or self._plan(shapes)
+        given = dict(zip(self.inputs, values, strict=True))
         if plan.indices:
-            given = dict(zip(self.inputs, values, strict=True))
             check_indices(plan.indices, lambda name: _array(given[name]), lambda: plan.sizes)
         binding = self._binding()
-        for name, value in zip(self.inputs, values, strict=True):
+        for name, value in given.items():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(name, value)
             else:

@@ -96,8 +96,7 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
     """
     # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
     around = folder if folder.is_dir() else folder.parent
-    for place in {around, folder.parent}:  # of a process that was killed before the folder was there
-        remove_abandoned(place, glob.escape(folder.name))
+    remove_abandoned(folder.parent, glob.escape(folder.name))  # of a process that was killed before there was a folder
     with contextlib.ExitStack() as stack:
         with explained(folder):
             temporary = stack.enter_context(temporary_folder(around, folder.name))

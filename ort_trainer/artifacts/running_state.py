@@ -59,13 +59,11 @@ def running_state(
         gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
         micro_batches=gathered.window["micro_batches"],
         random=_random_state(session.generator),
-        trainer=_trainer(loop, updates, gathered.slots),
+        trainer=_trainer(loop, updates, gathered),
     )
 
 
-def _trainer(
-    loop: TrainingLoop, updates: Mapping[str, Updated], kept: Mapping[str, Mapping[str, torch.Tensor]]
-) -> dict[str, Any] | None:
+def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathered) -> dict[str, Any] | None:
     """Returns what the trainer asks for when the state comes back; None if PyTorch's optimizer keeps it."""
     layout, session = loop.layout, loop.session
     assert session is not None
@@ -76,11 +74,11 @@ def _trainer(
         counts = name in layout.counted and not layout.rule.shares_count
         done = counts and int(session.optimizer.counts[name])
         # What was updated before, and is not now, is in no model, so that it would be lost.
-        if name not in updates and not done and not any(value.any() for value in kept.get(name, {}).values()):
+        if name not in updates and not done and not any(value.any() for value in gathered.slots.get(name, {}).values()):
             idle[name] = [*slots, *([UPDATE_COUNT] if counts else [])]
     return {
         "trainer_options": trainer_options(loop),
-        "window": {key: loop.window.state_dict()[key] for key in ("reduction", "assigned_size")},
+        "window": {key: gathered.window[key] for key in ("reduction", "assigned_size")},
         "transient_buffers": [name for name in layout.non_persistent if name in session.buffers],
         "idle": {name: keys for name, keys in idle.items() if keys},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from ..atomic import atomic_path, check_target, explained, remove_abandoned, sync, temporary_folder
+from ..atomic import atomic_path, check_target, explained, sync, temporary_folder
 from ..interrupts import uninterrupted
 from .training_graph import TrainingGraph
 
@@ -54,7 +53,6 @@ def save_model(
             ir.save(model, temporary)
         return
     check_target(path)  # what is wrong would show only when the data is in place
-    remove_abandoned(path.parent, glob.escape(path.name))
     # The model names its data file, so both are written under their final names in a folder beside them. The data
     # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
     data = f"{path.name}.data"

@@ -46,25 +46,28 @@ def test_windows_of_any_length(reduction: str, tmp_path: Path) -> None:
     for _ in range(4):
         trainer.session.train_step(next(batches))
     artifacts = exported(trainer, tmp_path)
+
+    def train() -> None:
+        batch = next(batches)
+        trainer.session.train_step(batch)
+        artifacts.train(batch)
+
+    def update() -> None:
+        trainer.optimizer_step()
+        artifacts.update()
+        assert_same_state(trainer, artifacts.checkpoint(), 3e-6)
+
     for steps in (1, 1, 3, 2, 5):
         for number in range(steps):
             if steps == 2 and number == 1:  # in the middle of a window
                 CheckpointState.save_checkpoint(artifacts.state, tmp_path / "checkpoint", include_optimizer_state=True)
                 artifacts = Artifacts(tmp_path)
-            batch = next(batches)
-            trainer.session.train_step(batch)
-            artifacts.train(batch)
-        trainer.optimizer_step()
-        artifacts.update()
-        assert_same_state(trainer, artifacts.checkpoint(), 3e-6)
+            train()
+        update()
     artifacts.train(next(batches))
     artifacts.module.lazy_reset_grad()  # which begins the count anew too
-    last = next(batches)
-    trainer.session.train_step(last)
-    artifacts.train(last)
-    trainer.optimizer_step()
-    artifacts.update()
-    assert_same_state(trainer, artifacts.checkpoint(), 3e-6)
+    train()
+    update()
 
 
 @pytest.mark.engine
