@@ -13,13 +13,13 @@ LEGACY := .legacy
 BROWSER := examples/browser
 CHROMIUM ?= /usr/bin/chromium
 PORT ?= 8000
-# Two workers, each on one thread.
-PYTEST := python -m pytest --numprocesses 2
+# Linters and tests, in two workers, with a page at the end; docs/contributing.md says which command runs what.
+RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
-test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
+quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build test test-python312 test-browser lint format
-.PHONY: torture bench fidelity operators docs reference clean
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants test-python312
+.PHONY: test-browser lint format torture bench fidelity operators docs reference clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -71,10 +71,25 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The second engine runs the tests that depend on the engine.
-test: lint setup-stock
-	$(BIN)/$(PYTEST) -m "not extra and not torture"
-	PYTHONPATH=$(CURDIR)/$(STOCK) $(BIN)/$(PYTEST) -m "engine and not extra and not torture"
+# What a change can affect, in three minutes: of the files that differ from `main`, or from the commit SINCE=...
+quick: setup
+	$(RUN) quick --since "$(SINCE)" $(if $(SEED),--seed $(SEED))
+
+# The gate, on both engines. Large parametrizations are sampled by the commit; SEED=... repeats the sample of another.
+test: setup setup-stock
+	$(RUN) gate $(if $(SEED),--seed $(SEED))
+
+# All of it, unsampled, from an empty cache. WRITE=1 writes the tables of docs/contributing.md.
+everything: setup setup-stock
+	$(RUN) everything $(if $(WRITE),--write)
+
+# Measures under coverage which tests reach what, and writes tests/measured.json, which `quick` and `test` choose by.
+reach: setup setup-stock
+	$(RUN) reach $(if $(WRITE),--write)
+
+# After `make reach`: do the tests of the gate notice what those of the whole notice?
+mutants: setup
+	$(BIN)/python benchmarks/mutants.py
 
 # Hundreds of kills, tens of thousands of steps, of which memory is measured: a quarter of an hour.
 torture: setup

@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from onnxruntime.capi import _pybind_state
 
 from ort_trainer.options import trainer_options
 
+from .harness import choose, reach, record
 from .warm import freeze
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -32,12 +35,37 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what ``tests/harness/run.py`` gives; a run from the command line needs none of it."""
+    group = parser.getgroup("ort_trainer")
+    group.addoption("--gate", action="store_true", help="of large parametrizations run a sample")
+    group.addoption("--affected", metavar="FILE", help="run what a change can affect, which this file says")
+    group.addoption("--seed", default="", help="draws the sample")
+    group.addoption("--until", type=float, metavar="TIME", help="skip what begins later, in seconds since 1970")
+    group.addoption("--isolated", action="store_true", help="run exports in child processes, as users do")
+    group.addoption("--reach", action="store_true", help="tell coverage which test runs")
+    group.addoption("--record", metavar="FILE", help="write a line for each test, with what its time went into")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts what the options ask for."""
+    record.start(config)
+
+
+def _affected(config: pytest.Config) -> choose.Affected | None:
+    path = config.getoption("affected")
+    return choose.Affected.from_text(Path(path).read_text()) if path else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replaces the distribution that is the default of several workers."""
-    from .schedule import ByFile
+    from .harness.schedule import ByFile, InOrder
 
-    return ByFile(config, log) if config.getoption("dist") == "load" else None
+    if config.getoption("dist") != "load":
+        return None
+    affected = _affected(config)
+    return ByFile(config, log) if affected is None else InOrder(affected.is_certain, config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -45,13 +73,33 @@ def pytest_collection_finish() -> None:
     freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what needs onnxruntime-training's gradient builder, where there is none."""
-    if hasattr(_pybind_state, "GradientGraphBuilder"):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses tests, and leaves out what needs onnxruntime-training's gradient builder, where there is none."""
+    if not hasattr(_pybind_state, "GradientGraphBuilder"):
+        for item in items:
+            if item.get_closest_marker("needs_gradient_builder"):
+                item.add_marker(pytest.mark.skip(reason="stock onnxruntime does not differentiate ONNX models"))
+    seed, affected = config.getoption("seed"), _affected(config)
+    known = {item.nodeid: item for item in items}
+    if config.getoption("gate"):
+        names = choose.gate(list(known), seed, choose.Measured.read())
+    elif affected is not None:
+        names = affected.chosen(list(known), seed, choose.Measured.read())
+    else:
         return
-    for item in items:
-        if item.get_closest_marker("needs_gradient_builder"):
-            item.add_marker(pytest.mark.skip(reason="stock onnxruntime does not differentiate ONNX models"))
+    items[:] = [known.pop(name) for name in names]
+    config.hook.pytest_deselected(items=list(known.values()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what there is no time for."""
+    if item.config.getoption("reach"):
+        reach.now_runs(item.nodeid)
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip("there was no time left for it")
 
 
 def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
@@ -68,6 +116,12 @@ def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Takes what the files before have left out of the garbage collection that follows each export."""
+    freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _options_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from _chosen(request.node)
 
@@ -78,9 +132,13 @@ def _options_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives every test the same seed, and puts back what a test may change for others."""
-    monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
+def _clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives every test the same seed, and puts back what a test may change for others.
+
+    Exports run in this process, which saves each a tenth of a second; those of the whole in children, as users' do.
+    """
+    isolated = request.config.getoption("isolated")
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "" if isolated else "1")
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.manual_seed(0)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from .harness.reach import now_runs
+
 _ROOT = Path(__file__).parents[1]
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.warm"])
@@ -96,4 +98,6 @@ def _make(call: Call, environment: dict[str, str], output: Path) -> None:
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
+    if "COVERAGE_PROCESS_START" in environment:
+        now_runs(environment.get("PYTEST_CURRENT_TEST", ""))
     call.function(*call.args)

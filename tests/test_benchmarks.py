@@ -121,6 +121,7 @@ def test_ranks_do_the_same_and_end_together(failing: str) -> None:
         assert results["ranks"].losses == [2.0, 2.0, 2.0] and not died
 
 
+@pytest.mark.slow
 def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
     turns, script = importlib.import_module("turns"), importlib.import_module("data_parallel")
     names = (script.OURS, script.DDP)

@@ -208,6 +208,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_distributed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, whole, resumed = ROOT / "examples" / "distributed.py", tmp_path / "whole", tmp_path / "resumed"
     printed = torchrun(script, "--epochs", "3", "--checkpoint", whole)

@@ -13,9 +13,7 @@ pytestmark = pytest.mark.engine
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.extra] * case.extra) for case in CASES.values()], ids=CASES.keys()
-)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_twenty_steps(case: Case) -> None:
     found = compare(case, thorough=False)
     assert found.loss <= 1e-4, found

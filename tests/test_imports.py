@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ort_trainer"
+from ort_trainer.sources import export_cache
+
+from .harness.import_map import FILES, PACKAGE, closure, target, tree
 
 # Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
 LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
@@ -82,7 +84,6 @@ ALLOWED = {
     | {"training_session"},
     "__init__": {"amp", "checkpoint", "errors", "optim", "options", "runs", "sources", "trainer", "training_session"},
 }
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room(path: Path) -> str:
@@ -93,14 +94,10 @@ def room(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """The rooms of this package that a file imports from."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            depth = len(path.relative_to(PACKAGE).parts) - node.level
-            if depth < 0:
-                raise AssertionError(f"{path} imports from outside the package")
-            base = path.relative_to(PACKAGE).parts[:depth]
-            target = [*base, *(node.module or "").split(".")] if node.module else [*base]
-            found |= {target[0]} if target and target[0] else {alias.name for alias in node.names}
+            _, *parts = target(path, node)
+            found |= {parts[0]} if parts else {alias.name for alias in node.names}
     return found
 
 
@@ -115,7 +112,7 @@ def test_direction(path: Path) -> None:
 
 def test_only_compat_uses_the_package_from_outside() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             if any(name.split(".")[0] == "ort_trainer" for name in names):
@@ -149,7 +146,7 @@ def importers(library: str) -> set[str]:
     """The files that import a library or a part of it, in whatever way."""
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -215,3 +212,9 @@ def test_a_capture_does_not_import_the_translator() -> None:
         print([m for m in ('ort_trainer.sources.torch.translate', 'onnxscript') if m in sys.modules])
     """
     assert run(program) == "[]"
+
+
+def test_the_key_of_an_export_covers_what_an_export_depends_on() -> None:
+    """These are the rooms that its code imports, directly or not; ``lazy`` only passes names on."""
+    used = closure([PACKAGE / "sources" / "torch" / "builder.py"])
+    assert {room(path) for path in used} == set(export_cache._ROOMS)

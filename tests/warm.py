@@ -6,6 +6,7 @@ Exports run in forked children, and tests in the processes of ``processes.py``.
 from __future__ import annotations
 
 import gc
+import os
 
 import torch
 import torch.distributed
@@ -13,6 +14,8 @@ import torch.distributed
 from ort_trainer import ORTTrainer  # noqa: F401
 from ort_trainer.sources.torch import assemble, export  # noqa: F401
 from ort_trainer.sources.torch.decompositions import decomposition_table
+
+from .harness.reach import follow_forks
 
 decomposition_table()
 # What PyTorch's exporter imports and makes is there only after a first export.
@@ -26,3 +29,5 @@ def freeze() -> None:
 
 
 freeze()
+if "COVERAGE_PROCESS_START" in os.environ:
+    follow_forks()

@@ -26,14 +26,25 @@ _DEFAULT_MEGABYTES = 1024
 _ABANDONED_SECONDS = 3600
 
 
+# The rooms of this package that an export depends on; a test reads the imports to see whether these are all.
+_ROOMS = (
+    *("dims", "errors", "forked", "graph", "indices", "masks", "nested", "options", "runtime", "sessions", "sources"),
+    "undisturbed",
+)
+
+
 def hash_of_sources() -> str:
-    """Returns a hash of this package's source files as they are now, which takes 3 ms."""
+    """Returns a hash of the source files that an export depends on, as they are now, which takes 2 ms."""
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for room in _ROOMS for path in _files_of(package / room)):
         content = path.read_bytes()
         sources.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
     return sources.hexdigest()
+
+
+def _files_of(room: Path) -> Iterator[Path]:
+    return room.rglob("*.py") if room.is_dir() else iter([room.with_suffix(".py")])
 
 
 SOURCES_AT_IMPORT = hash_of_sources()

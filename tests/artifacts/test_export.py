@@ -45,7 +45,6 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lamb, bounded": (lambda: optim.LambConfig(lr=0.01, ratio_min=0.5, ratio_max=2.0), {}),
     "lion": (lambda: optim.LionConfig(lr=0.001, weight_decay=0.1), {}),
 }
-MORE_OF_A_KIND = ("sgd", "sgd with nesterov", "adam, uncorrected", "adamw, clipped by value", "lamb, bounded")
 SCHEDULES = {
     "constant": optim.ConstantWarmupLRScheduler(20, 0.4),
     "linear": optim.LinearWarmupLRScheduler(20, 0.1),
@@ -58,9 +57,7 @@ def options(more: dict[str, Any]) -> dict[str, Any]:
     return {**more, "utils": {**OWN["utils"], **more.get("utils", {})}}
 
 
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.extra) if rule in MORE_OF_A_KIND else rule for rule in RULES]
-)
+@pytest.mark.parametrize("rule", RULES)
 def test_optimizers(rule: str, tmp_path: Path) -> None:
     config, more = RULES[rule]
     trainer = mlp_trainer(options(more), config())

@@ -24,7 +24,6 @@ class Case:
             model's first output.
         exports: How many training graphs two batch sizes and two lengths need: more than one where the model branches
             on a size or fixes it.
-        extra: Whether it is one more of a kind that other cases have: compared by ``make fidelity``, and not by CI.
     """
 
     name: str
@@ -32,4 +31,3 @@ class Case:
     batch: Callable[[torch.Generator, int, int], Batch]
     loss_fn: Any = None
     exports: int = 1
-    extra: bool = False

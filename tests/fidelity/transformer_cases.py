@@ -93,11 +93,8 @@ def speech_recognition(draw: torch.Generator, batch: int, length: int) -> Batch:
     return {"input_features": features, "labels": torch.randint(3, VOCABULARY, (batch, length), generator=draw)}
 
 
-_EXTRA = ("XLNet", "ModernBERT", "MPNet", "GPT-NeoX", "BLOOM", "Mixtral", "Qwen3", "Gemma 2", "Phi", "Swin")
-
-
 def _case(name: str, model: str, config: str, batch: Any, settings: dict[str, Any]) -> Case:
-    return Case(name, build(model, config, **settings), batch, extra=name in _EXTRA)
+    return Case(name, build(model, config, **settings), batch)
 
 
 # Without a problem_type the model looks at its labels, and at their values, to find out what they are for.

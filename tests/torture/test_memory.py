@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from .memory_cases import epoch
@@ -26,6 +27,7 @@ def measure(folder: Path, *cases: tuple[str, int]) -> dict[str, tuple[float, lis
     return {name: (entry["bytes"], entry["sizes"]) for name, entry in found.items()}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     limits = {
         "steps": (1000, 1000),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from xdist.scheduler import LoadScopeScheduling
 
 _SAME_WORLDS = ("tests/distributed/test_zero.py", "tests/distributed/test_checkpoints.py")
@@ -17,3 +20,20 @@ class ByFile(LoadScopeScheduling):
         if file == _APART:
             return nodeid
         return _SAME_WORLDS[0] if file in _SAME_WORLDS else file
+
+
+class InOrder(ByFile):
+    """The same, but files keep their order, and those of their tests that are certain to run come before the others.
+
+    Args:
+        is_certain: Whether a test is one of these.
+        args: What every scheduler takes.
+    """
+
+    def __init__(self, is_certain: Callable[[str], bool], *args: Any) -> None:
+        super().__init__(*args)
+        self._is_certain = is_certain
+        self.config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        return f"{super()._split_scope(nodeid)} {self._is_certain(nodeid)}"

@@ -1,0 +1,201 @@
+"""Which tests run: a sample of the whole for the gate, or what a change can affect.
+
+``tests/measured.json``, which ``make reach`` writes, has what the choice is based on: the parametrizations that take
+long, and the tests that together reach each file of the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import import_map
+from .import_map import ROOT, TESTS
+
+MEASURED = TESTS / "measured.json"
+# Of a large parametrization the gate runs one case in so many, and those that are always run.
+ONE_IN = 6
+# What a change outside the package and the tests can affect; the longest beginning counts.
+_BESIDE: Mapping[str, Sequence[str]] = {
+    ".ci": (),
+    "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
+    "README.md": ("tests/test_docs.py",),
+    "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py"),
+    "constraints.txt": ("tests/test_package.py",),
+    "docs": ("tests/test_docs.py",),
+    "examples": ("tests/test_examples.py", "tests/test_cookbook.py"),
+    "examples/browser": (),
+    "pyproject.toml": ("tests/test_package.py",),
+    "schemas": ("tests/options/test_options.py", "tests/options/test_model_desc.py", "tests/test_docs.py"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``make reach`` has measured.
+
+    Attributes:
+        large: Test functions whose cases together take more than a second, with these seconds.
+        always: Cases of them without which the gate would not reach some line of the package.
+        reach: File of the package, relative to the root -> tests that together reach it, best first.
+    """
+
+    large: Mapping[str, float] = field(default_factory=dict)
+    always: frozenset[str] = frozenset()
+    reach: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls) -> Measured:
+        """Reads the file."""
+        found = json.loads(MEASURED.read_text())
+        return cls(found["large"], frozenset(found["always"]), found["reach"])
+
+    def to_text(self) -> str:
+        """Returns what the file has."""
+        found = {"large": self.large, "always": sorted(self.always), "reach": self.reach}
+        return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
+def function_of(test: str) -> str:
+    """Returns the test function of a case: its identifier without parameters."""
+    return test.partition("[")[0]
+
+
+def gate(tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
+    """Returns what the gate runs of all tests: every function, and of large parametrizations one case in six.
+
+    Args:
+        tests: Identifiers of all.
+        seed: What the sample is drawn by, such as a commit.
+        measured: What is large, and what is always run.
+    """
+    chosen = set(_one_each(tests, seed))
+    return [
+        test
+        for test in tests
+        if test in chosen
+        or test in measured.always
+        or function_of(test) not in measured.large
+        or _draw(test, seed) % ONE_IN == 0
+    ]
+
+
+@dataclass(frozen=True)
+class Affected:
+    """What a change can affect.
+
+    Attributes:
+        certain: Tests that failed last, and those that reach the changed files.
+        changed: Test files that have changed, and those that read what has changed beside the package and the tests.
+        distance: Files that import a changed one, with the number of imports in between; 0 for the changed ones.
+    """
+
+    certain: frozenset[str]
+    changed: frozenset[str]
+    distance: Mapping[str, int]
+
+    @classmethod
+    def by(cls, changed: Collection[str], failed: Collection[str], measured: Measured) -> Affected:
+        """Returns what some changes can affect.
+
+        Args:
+            changed: The files that have changed, relative to the root.
+            failed: Tests that failed last.
+            measured: What reaches which file.
+        """
+        certain = frozenset(failed).union(*(measured.reach.get(path, ()) for path in changed))
+        near = {path for path in changed if path.startswith("tests/")}.union(*map(_readers, changed))
+        paths = [ROOT / path for path in changed if path.endswith(".py") and (ROOT / path).exists()]
+        files = [*import_map.FILES, *TESTS.rglob("*.py")]
+        distance = {str(path.relative_to(ROOT)): count for path, count in import_map.dependents(paths, files).items()}
+        return cls(certain, frozenset(near), distance)
+
+    def is_certain(self, test: str) -> bool:
+        """Returns whether a test runs before those that may be affected."""
+        return test in self.certain or test.partition("::")[0] in self.changed
+
+    def chosen(self, tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
+        """Returns what to run of all tests, in this order as long as there is time.
+
+        First come the certain ones, then a case of each function, those near to a change first.
+
+        Args:
+            tests: Identifiers of all.
+            seed: What decides which case of a function is taken, and what comes first of equally near files.
+            measured: What is large.
+        """
+        each = set(_one_each(tests, seed))
+
+        def runs(test: str) -> bool:
+            known = test in each or test in self.certain
+            return known or (self.is_certain(test) and function_of(test) not in measured.large)
+
+        def rank(test: str) -> tuple[bool, int, int]:
+            file = test.partition("::")[0]
+            return not self.is_certain(test), self.distance.get(file, len(import_map.FILES)), _draw(file, seed)
+
+        return sorted(filter(runs, tests), key=rank)
+
+    def to_text(self) -> str:
+        """Returns it as JSON."""
+        return json.dumps([sorted(self.certain), sorted(self.changed), dict(self.distance)])
+
+    @classmethod
+    def from_text(cls, text: str) -> Affected:
+        """Reads what ``to_text`` has written."""
+        certain, changed, distance = json.loads(text)
+        return cls(frozenset(certain), frozenset(changed), distance)
+
+
+def _readers(path: str) -> Sequence[str]:
+    """Returns the test files that read a file which is no Python module of the package or the tests."""
+    places = [place for place in _BESIDE if path == place or path.startswith(f"{place}/")]
+    return _BESIDE[max(places, key=len)] if places else ()
+
+
+def _one_each(tests: Iterable[str], seed: str) -> list[str]:
+    """Returns one case of each function."""
+    cases: defaultdict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        cases[function_of(test)].append(test)
+    return [min(found, key=lambda test: _draw(test, seed)) for found in cases.values()]
+
+
+def _draw(text: str, seed: str) -> int:
+    """Returns a number that nobody can foresee, and that is the same each time."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8])
+
+
+def last_failed() -> list[str]:
+    """Returns the tests that failed when they ran last, as pytest has noted them."""
+    path = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    return list(json.loads(path.read_text())) if path.exists() else []
+
+
+def commit() -> str:
+    """Returns the commit that is checked out; where there is no git, nothing."""
+    return _git("rev-parse", "HEAD").strip()
+
+
+def changed_files(since: str = "") -> list[str]:
+    """Returns the files that differ from a commit, in the working tree or in commits since, relative to the root.
+
+    Args:
+        since: The commit; by default where this branch has left ``main``, of which that on the server counts.
+    """
+    if not since:
+        known = [name for name in ("main@{upstream}", "main") if _git("rev-parse", "--verify", "-q", name)]
+        since = _git("merge-base", "HEAD", known[0]).strip() if known else "HEAD"
+    changed = _git("diff", "--name-only", since).splitlines()
+    return sorted({*changed, *_git("ls-files", "--others", "--exclude-standard").splitlines()})
+
+
+def _git(*args: str) -> str:
+    try:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return ""

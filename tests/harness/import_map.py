@@ -1,0 +1,126 @@
+"""Which file imports which, read from the files: of the package and of the tests."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ort_trainer"
+TESTS = ROOT / "tests"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Returns a file, parsed."""
+    return ast.parse(path.read_text())
+
+
+def target(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
+    """Returns the module that a file imports names from, as parts that begin at the root.
+
+    Raises:
+        AssertionError: If it is outside the package.
+    """
+    name = tuple(node.module.split(".")) if node.module else ()
+    if not node.level:
+        return name
+    parts = path.relative_to(ROOT).parts
+    if node.level >= len(parts):
+        raise AssertionError(f"{path} imports from outside the package")
+    return (*parts[: len(parts) - node.level], *name)
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[Path]:
+    """Returns the files that a file imports: those that define the names, not those that pass them on.
+
+    What only type checkers import does not count. A file that goes over the modules of its folder imports them all.
+    """
+    found: set[Path] = set()
+    for node in _running(tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr == "iter_modules":
+            found |= set(path.parent.glob("*.py"))
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found |= _definition(target(path, node), alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                found |= _definition(tuple(alias.name.split(".")), "")
+    return frozenset(found - {path})
+
+
+def closure(paths: Iterable[Path]) -> set[Path]:
+    """Returns all files that some files import, directly or not, and these themselves."""
+    return set(_reached(paths, imported))
+
+
+def dependents(paths: Iterable[Path], files: Iterable[Path]) -> dict[Path, int]:
+    """Returns those of some files that depend on others, with the number of imports in between; 0 for these."""
+    importers = defaultdict(set)
+    for file in files:
+        for path in imported(file):
+            importers[path].add(file)
+    return _reached(paths, lambda path: importers[path])
+
+
+def _reached(paths: Iterable[Path], step: Callable[[Path], Iterable[Path]]) -> dict[Path, int]:
+    found = dict.fromkeys(paths, 0)
+    waiting = deque(found)
+    while waiting:
+        path = waiting.popleft()
+        for other in step(path):
+            if other not in found:
+                found[other] = found[path] + 1
+                waiting.append(other)
+    return found
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of a file that run, unlike what stands under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if for_checkers and child not in node.orelse:
+            continue
+        yield child
+        yield from _running(child)
+
+
+def _definition(module: tuple[str, ...], name: str) -> set[Path]:
+    """Returns the file that defines a name of a module, and nothing if it is of another library."""
+    if module[:1] not in (("ort_trainer",), ("tests",)):
+        return set()
+    submodule = _file((*module, name)) if name else None
+    if submodule is not None:
+        return {submodule}
+    path = _file(module)
+    if path is None:
+        return set()
+    if path.name == "__init__.py" and name:
+        place = _passed_on(path).get(name)
+        if place is not None:
+            return _definition(*place)
+    return {path}
+
+
+def _file(module: tuple[str, ...]) -> Path | None:
+    path = ROOT.joinpath(*module)
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _passed_on(path: Path) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Returns the names that an ``__init__`` passes on, with their modules: those of ``lazily`` too."""
+    found = {}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = (target(path, node), alias.name)
+    return found

@@ -1,0 +1,213 @@
+"""Which tests reach which lines of the package, as coverage's contexts say; writes ``tests/measured.json`` from it.
+
+The lines that run when a module is imported are those of whatever test reaches the module.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from benchmarks.sections import write_section
+
+from . import choose, report
+from .import_map import FILES, ROOT
+
+FOLDER = ROOT / "build" / "tests" / "coverage"
+ENGINES = ("tests", "tests on stock")
+# A parametrization whose cases take so many seconds together is large.
+LARGE = 1.0
+# `make quick` promises 90 % of a changed file's lines, also when the file of what was measured is a little old.
+ENOUGH = 0.97
+
+_KINDS = ((0.97, "at least 97 %"), (0.9, "90 to 97 %"), (0.0, "below 90 %"))
+
+Line = tuple[str, int]
+
+
+def follow_forks() -> None:
+    """Tells coverage in every forked process which test it belongs to; coverage itself restarts there without one."""
+    os.register_at_fork(after_in_child=lambda: now_runs(os.environ.get("PYTEST_CURRENT_TEST", "")))
+
+
+def now_runs(test: str) -> None:
+    """Tells coverage which test runs in this process, if coverage runs at all.
+
+    Args:
+        test: Its identifier, perhaps with the phase that pytest appends.
+    """
+    from coverage import Coverage
+
+    current = Coverage.current()
+    if current is not None:
+        current.switch_context(_without_phase(test))
+
+
+def _test(context: str) -> str:
+    """Returns the test of a context: in a process that many tests use, the second one that is named."""
+    return _without_phase(f"tests/{context.rpartition('|tests/')[2].removeprefix('tests/')}") if context else ""
+
+
+def _without_phase(test: str) -> str:
+    return test.rpartition(" (")[0] or test
+
+
+class Reached:
+    """What the tests of one engine reach.
+
+    Args:
+        engine: The name of the step that has run them.
+    """
+
+    def __init__(self, engine: str) -> None:
+        from coverage import CoverageData
+
+        name = engine.replace(" ", "_")
+        record = FOLDER.parent / f"{name}.jsonl"
+        self.tests = {found["test"]: found for found in map(json.loads, record.read_text().splitlines())}
+        data = CoverageData(str(FOLDER / name / "data.combined"))
+        data.read()
+        self.lines: defaultdict[str, set[Line]] = defaultdict(set)
+        known = {str(path): str(path.relative_to(ROOT)) for path in FILES}
+        for path in data.measured_files():
+            if path in known:
+                for line, contexts in data.contexts_by_lineno(path).items():
+                    for context in contexts:
+                        self.lines[_test(context)].add((known[path], line))
+
+    @property
+    def usual(self) -> list[str]:
+        """The tests that the gate may run: all but the slow ones."""
+        return [test for test, costs in self.tests.items() if not costs["slow"]]
+
+    def of(self, tests: Iterable[str]) -> set[Line]:
+        """Returns the lines that some tests reach, with those that run before any test."""
+        found = set().union(self.lines.get("", ()), *(self.lines.get(test, ()) for test in tests))
+        return found | {(path, line) for path in {path for path, _ in found} for line in _at_import(path)}
+
+    def all(self) -> set[Line]:
+        """Returns the lines that all tests reach."""
+        return self.of(self.lines)
+
+
+@functools.cache
+def _at_import(path: str) -> frozenset[int]:
+    """Returns the lines of a file that run when it is imported."""
+    found: set[int] = set()
+
+    def visit(body: Collection[ast.stmt]) -> None:
+        for statement in body:
+            inside = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
+            nested = [] if inside else [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+            if inside:
+                found.update({statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)})
+                found.update(range(statement.lineno, statement.body[0].lineno))
+            elif any(nested):
+                found.add(statement.lineno)
+                for part in nested:
+                    visit(part)
+            else:
+                found.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+
+    visit(ast.parse((ROOT / path).read_text()).body)
+    return frozenset(found)
+
+
+def combine() -> None:
+    """Makes one file of those that the processes have left, for each engine."""
+    from coverage import CoverageData
+    from coverage.data import combine_parallel_data
+
+    for engine in ENGINES:
+        folder = FOLDER / engine.replace(" ", "_")
+        if list(folder.glob("data.*.*")):
+            data = CoverageData(str(folder / "data.combined"))
+            combine_parallel_data(data, data_paths=[str(path) for path in folder.glob("data.*.*")])
+
+
+def measure(first: Reached, second: Reached) -> choose.Measured:
+    """Returns what the choice of tests is based on."""
+    seconds: Counter[str] = Counter()
+    cases: Counter[str] = Counter()
+    for found in (first, second):
+        own: Counter[str] = Counter()
+        for test, costs in found.tests.items():
+            own[choose.function_of(test)] += costs["seconds"]
+        for function, value in own.items():
+            seconds[function] = max(seconds[function], value)
+    cases.update(choose.function_of(test) for test in first.tests)
+    large = {f: round(value, 1) for f, value in sorted(seconds.items()) if value > LARGE and cases[f] > 1}
+    always: set[str] = set()
+    for found in (first, second):
+        certain = (test for test in found.usual if choose.function_of(test) not in large or test in always)
+        missing = found.of(found.usual) - found.of(certain)
+        sampled = {test: found.lines[test] for test in found.usual if choose.function_of(test) in large}
+        always |= set(_cover(missing, sampled, found.tests, 1.0))
+    reach = {}
+    by_file: defaultdict[str, dict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
+    for test in first.usual:
+        for path, line in first.lines.get(test, ()):
+            if line not in _at_import(path):
+                by_file[path][test].add((path, line))
+    for path, tests in sorted(by_file.items()):
+        reach[path] = _cover(set().union(*tests.values()), tests, first.tests, ENOUGH)
+    return choose.Measured(large, frozenset(always), reach)
+
+
+def _cover(
+    lines: set[Line], tests: Mapping[str, set[Line]], costs: Mapping[str, Mapping[str, Any]], share: float
+) -> list[str]:
+    """Returns tests that together reach a share of some lines, those first that reach most in their time."""
+    left, chosen = set(lines), []
+    while len(left) > (1 - share) * len(lines):
+        best = max(tests, key=lambda test: len(tests[test] & left) / (costs[test]["seconds"] + 0.1))
+        if not tests[best] & left:
+            break
+        left -= tests[best]
+        chosen.append(best)
+    return chosen
+
+
+def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Collection[str]) -> str:
+    """Returns what the gate and `make quick` reach of what all tests do."""
+    whole = first.all() | second.all()
+    rows: list[tuple[object, ...]] = [("all tests", f"{len(whole):,}", "")]
+    for seed in seeds:
+        chosen = [found.of(choose.gate(found.usual, seed, measured)) for found in (first, second)]
+        reached = len(whole.intersection(set().union(*chosen)))
+        rows.append((f"`make test`, sample {seed}", f"{reached:,}", f"{reached / len(whole):.2%}"))
+    shares = {}
+    for path in sorted({path for path, _ in whole}):
+        own = {line for line in whole if line[0] == path}
+        shares[path] = len(own & first.of(measured.reach.get(path, ()))) / len(own)
+    counts = Counter(next(text for least, text in _KINDS if share >= least) for share in shares.values())
+    below = [f"`{path}` ({share:.0%})" for path, share in shares.items() if share < 0.9]
+    return "\n\n".join(
+        [
+            report.table(("run", "lines of the package", "of those of all tests"), rows),
+            report.table(("`make quick` reaches of a changed file's lines", "files"), counts.items()),
+            *([f"Below: {', '.join(below)}."] if below else []),
+        ]
+    )
+
+
+def main() -> None:
+    """Writes ``measured.json`` and the tables of the page for contributors."""
+    combine()
+    first, second = map(Reached, ENGINES)
+    measured = measure(first, second)
+    choose.MEASURED.write_text(measured.to_text())
+    text = tables(first, second, measured, ["1", "2", "3"])
+    print(text)
+    if "--write" in sys.argv:
+        write_section(report.PAGE, "make reach", text)
+
+
+if __name__ == "__main__":
+    main()
