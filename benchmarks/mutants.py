@@ -165,7 +165,7 @@ class Hunt:
         if not tests:
             return ""
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        environment["ORT_TRAINER_CACHE"] = str(ROOT / "build" / "tests" / "exports")
+        environment["ORT_TRAINER_CACHE"] = str(ROOT / "build" / "tests" / "reach" / "exports")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
         try:
             done = subprocess.run(

@@ -19,7 +19,7 @@ from benchmarks.sections import write_section
 from . import choose, report
 from .import_map import FILES, ROOT
 
-FOLDER = ROOT / "build" / "tests" / "coverage"
+FOLDER = ROOT / "build" / "tests" / "reach"
 ENGINES = ("tests", "tests on stock")
 # A parametrization whose cases take so many seconds together is large.
 LARGE = 1.0
@@ -69,7 +69,7 @@ class Reached:
         from coverage import CoverageData
 
         name = engine.replace(" ", "_")
-        record = FOLDER.parent / f"{name}.jsonl"
+        record = FOLDER / f"{name}.jsonl"
         self.tests = {found["test"]: found for found in map(json.loads, record.read_text().splitlines())}
         data = CoverageData(str(FOLDER / name / "data.combined"))
         data.read()
@@ -149,15 +149,26 @@ def measure(first: Reached, second: Reached) -> choose.Measured:
         missing = found.of(found.usual) - found.of(certain)
         sampled = {test: found.lines[test] for test in found.usual if choose.function_of(test) in large}
         always |= set(_cover(missing, sampled, found.tests, 1.0))
-    reach = {}
-    by_file: defaultdict[str, dict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
-    for test in first.usual:
-        for path, line in first.lines.get(test, ()):
-            if line not in _at_import(path):
-                by_file[path][test].add((path, line))
-    for path, tests in sorted(by_file.items()):
-        reach[path] = _cover(set().union(*tests.values()), tests, first.tests, ENOUGH)
-    return choose.Measured(large, frozenset(always), reach)
+    reach, on_stock = {}, {}
+    bodies, stock_bodies = _bodies(first), _bodies(second)
+    for path in sorted(bodies.keys() | stock_bodies.keys()):
+        tests, more = bodies.get(path, {}), stock_bodies.get(path, {})
+        lines = set().union(*tests.values())
+        reach[path] = _cover(lines, tests, first.tests, ENOUGH)
+        rest = set().union(*more.values()) - lines
+        if len(rest) > (1 - ENOUGH) * len(lines | rest):
+            on_stock[path] = _cover(rest, more, second.tests, ENOUGH)
+    return choose.Measured(large, frozenset(always), reach, on_stock)
+
+
+def _bodies(found: Reached) -> dict[str, dict[str, set[Line]]]:
+    """Returns the lines of functions by file and test; of a file without functions the lines that it has."""
+    bodies: defaultdict[str, defaultdict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
+    others: defaultdict[str, defaultdict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
+    for test in found.usual:
+        for path, line in found.lines.get(test, ()):
+            (others if line in _at_import(path) else bodies)[path][test].add((path, line))
+    return {**others, **bodies}
 
 
 def _cover(
@@ -185,7 +196,8 @@ def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Co
     shares = {}
     for path in sorted({path for path, _ in whole}):
         own = {line for line in whole if line[0] == path}
-        shares[path] = len(own & first.of(measured.reach.get(path, ()))) / len(own)
+        reached = first.of(measured.reach.get(path, ())) | second.of(measured.reach_on_stock.get(path, ()))
+        shares[path] = len(own & reached) / len(own)
     counts = Counter(next(text for least, text in _KINDS if share >= least) for share in shares.values())
     below = [f"`{path}` ({share:.0%})" for path, share in shares.items() if share < 0.9]
     return "\n\n".join(

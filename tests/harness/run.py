@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import choose, report
 from .import_map import ROOT
+from .reach import ENGINES
 
 BUILD = ROOT / "build" / "tests"
 STOCK = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / ".stock"), os.environ.get("PYTHONPATH")]))}
@@ -54,72 +55,69 @@ LINTERS = (
 )
 
 
-def tests(
-    name: str, marks: str, *options: str, workers: int = WORKERS, environment: Mapping[str, str] | None = None
-) -> Step:
+def tests(folder: Path, name: str, *options: str, environment: Mapping[str, str] | None = None) -> Step:
     """Returns a step that runs tests.
 
     Args:
+        folder: Where it leaves what its tests cost.
         name: What it is called.
-        marks: Which marks they have.
-        options: Other options of pytest.
-        workers: How many processes run them.
+        options: Options of pytest, and what it runs, if that is not all.
         environment: Variables that differ.
     """
-    record = BUILD / f"{name.replace(' ', '_')}.jsonl"
-    chosen = ("-m", marks, "--record", str(record), *options)
-    return Step(name, python("pytest", "-n", str(workers), *chosen, "tests"), environment or {}, record)
+    record = folder / f"{name.replace(' ', '_')}.jsonl"
+    places = () if any(option.startswith("tests/") for option in options) else ("tests",)
+    command = python("pytest", "-n", str(WORKERS), "--record", str(record), *options, *places)
+    return Step(name, command, environment or {}, record)
 
 
-def quick(since: str, seed: str) -> list[Step]:
+def quick(folder: Path, given: argparse.Namespace) -> list[Step]:
     """What a change can affect, in at most three minutes."""
-    until = time.time() + QUICK_SECONDS
-    changed, measured = choose.changed_files(since), choose.Measured.read()
+    changed, measured = choose.changed_files(given.since), choose.Measured.read()
     print(f"{len(changed)} files have changed: {', '.join(changed[:8])}{', ...' * (len(changed) > 8)}", flush=True)
-    BUILD.mkdir(parents=True, exist_ok=True)
-    path = BUILD / "affected.json"
+    path = folder / "affected.json"
     path.write_text(choose.Affected.by(changed, choose.last_failed(), measured).to_text())
-    options = ("--affected", str(path), "--until", str(until), "--seed", seed)
-    return [*LINTERS, tests("tests", "not slow and not torture", *options)]
+    until = ("--until", str(time.time() + QUICK_SECONDS))
+    steps = [*LINTERS]
+    # First, as the others take what time is left.
+    on_stock = sorted(set().union(*(measured.reach_on_stock.get(path, ()) for path in changed)))
+    if on_stock:
+        steps.append(tests(folder, "tests on stock", *until, *on_stock, environment=STOCK))
+    chosen = ("--affected", str(path), "--seed", given.seed)
+    return [*steps, tests(folder, "tests", "-m", "not slow and not torture", *until, *chosen)]
 
 
-def gate(since: str, seed: str) -> list[Step]:
+def gate(folder: Path, given: argparse.Namespace) -> list[Step]:
     """Every test function, of large parametrizations a sample."""
-    chosen = ("--gate", "--seed", seed)
+    chosen = ("--gate", "--seed", given.seed)
     return [
         *LINTERS,
-        tests("tests", "not slow and not torture", *chosen),
-        tests("tests on stock", "engine and not slow and not torture", *chosen, environment=STOCK),
+        tests(folder, "tests", "-m", "not slow and not torture", *chosen),
+        tests(folder, "tests on stock", "-m", "engine and not slow and not torture", *chosen, environment=STOCK),
     ]
 
 
-def everything(since: str, seed: str) -> list[Step]:
+def everything(folder: Path, given: argparse.Namespace) -> list[Step]:
     """All there is, with no export of an earlier run, in child processes as users have them."""
-    shutil.rmtree(BUILD / "exports", ignore_errors=True)
-    cold = {"ORT_TRAINER_CACHE": str(BUILD / "exports")}
+    cold = {"ORT_TRAINER_CACHE": str(folder / "exports")}
     return [
         *LINTERS,
-        tests("tests", "not torture", "--isolated", environment=cold),
-        tests("tests on stock", "engine and not torture", "--isolated", environment=cold | STOCK),
-        tests("torture", "torture", "--isolated", workers=0, environment=cold),
+        tests(folder, "tests", "-m", "not torture", "--isolated", environment=cold),
+        tests(folder, "tests on stock", "-m", "engine and not torture", "--isolated", environment=cold | STOCK),
+        tests(folder, "torture", "-m", "torture", "--isolated", "-n0", environment=cold),
         Step("Python 3.12", (str(ROOT / "tests" / "python312.sh"),)),
         Step("browser", ("make", "test-browser")),
     ]
 
 
-def reach(since: str, seed: str) -> list[Step]:
+def reach(folder: Path, given: argparse.Namespace) -> list[Step]:
     """The tests of both engines under coverage, from whose contexts ``measured.json`` is written."""
-    shutil.rmtree(BUILD, ignore_errors=True)
-    folders = [BUILD / "coverage" / name for name in ("tests", "tests_on_stock")]
-    for folder in folders:
-        folder.mkdir(parents=True)
     settings = str(ROOT / "tests" / "harness" / "coverage.ini")
-    watched = {"ORT_TRAINER_CACHE": str(BUILD / "exports"), "COVERAGE_PROCESS_START": settings}
-    first, second = (watched | {"REACH_FOLDER": str(folder)} for folder in folders)
+    watched = {"ORT_TRAINER_CACHE": str(folder / "exports"), "COVERAGE_PROCESS_START": settings}
+    first, second = (watched | {"REACH_FOLDER": str(folder / name.replace(" ", "_"))} for name in ENGINES)
     return [
-        tests("tests", "not torture", "--reach", environment=first),
-        tests("tests on stock", "engine and not torture", "--reach", environment=second | STOCK),
-        Step("measured.json", python("tests.harness.reach")),
+        tests(folder, ENGINES[0], "-m", "not torture", "--reach", environment=first),
+        tests(folder, ENGINES[1], "-m", "engine and not torture", "--reach", environment=second | STOCK),
+        Step("measured.json", python("tests.harness.reach", *(["--write"] if given.write else []))),
     ]
 
 
@@ -130,13 +128,16 @@ def main() -> int:
     parser.add_argument("command", choices=commands)
     parser.add_argument("--since", default="", help="a commit: what has changed since counts (quick)")
     parser.add_argument("--seed", default=choose.commit(), help="draws the sample (default: the commit)")
-    parser.add_argument("--write", action="store_true", help="write the page's tables into docs/contributing.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/contributing.md")
     given = parser.parse_args()
-    ended = [_run(step) for step in commands[given.command](given.since, given.seed)]
+    folder = BUILD / given.command
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    ended = [_run(step) for step in commands[given.command](folder, given)]
     page = report.page(given.command, ended, given.seed)
-    (BUILD / f"{given.command}.md").write_text(page)
+    (folder / "page.md").write_text(page)
     print(page)
-    if given.write:
+    if given.write and given.command == "everything":
         report.write(ended)
     return int(any(step.code for step in ended))
 
