@@ -166,17 +166,23 @@ class Hunt:
             return ""
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         environment["ORT_TRAINER_CACHE"] = str(ROOT / "build" / "tests" / "reach" / "exports")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        path = tree / "chosen.json"
+        path.write_text(choose.Affected(frozenset(tests), fills=False).to_text())
+        files = sorted({test.partition("::")[0] for test in tests})
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--affected", str(path)]
+        command = [sys.executable, "-m", "pytest", *options, *files]
         try:
             done = subprocess.run(
                 command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
             )
         except subprocess.TimeoutExpired:
             return "a test that ran on"
-        if done.returncode == 0:
+        if done.returncode in (0, 5):  # of the tests that were measured none may be there any more
             return ""
-        failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0] if failed else "the import"
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
+        if failed is None and done.returncode != 4:  # 4: a file of tests can't be imported
+            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return "the import" if failed is None else failed[1]
 
 
 def _is_of(test: str, mutant: Mutant) -> bool:

@@ -46,10 +46,14 @@ def test_quick_runs_what_reaches_a_change_first_and_then_one_case_of_each_functi
     assert len(chosen) <= len(certain) + 4
     assert all(affected.is_certain(test) == (test in certain) for test in ALL)
     assert Affected.from_text(affected.to_text()) == affected
+    # What the stock engine is asked: nothing beside it, and what is there no more is left out.
+    assert Affected(frozenset([LARGE[7], "tests/gone.py::test_x"]), fills=False).chosen(ALL, "1", MEASURED) == [
+        LARGE[7]
+    ]
 
 
 def test_near_files_come_first() -> None:
-    affected = Affected(frozenset(), frozenset(), {"tests/test_c.py": 2, "tests/test_b.py": 1})
+    affected = Affected(frozenset(), distance={"tests/test_c.py": 2, "tests/test_b.py": 1})
     files = [test.partition("::")[0] for test in affected.chosen(ALL, "1", MEASURED)]
     assert list(dict.fromkeys(files)) == ["tests/test_b.py", "tests/test_c.py", "tests/test_a.py"]
 
@@ -98,7 +102,7 @@ def test_dependents_have_their_distance() -> None:
 def test_what_was_measured_is_of_these_tests() -> None:
     """A little of it may be old; where this fails, ``make reach`` measures anew."""
     measured = Measured.read()
-    tests = {*measured.always, *measured.large}.union(*measured.reach.values())
+    tests = {*measured.always, *measured.large}.union(*measured.reach.values(), *measured.reach_on_stock.values())
     functions = {choose.function_of(test) for test in tests}
     known = {f"{p.relative_to(ROOT)}::{node.name}" for p in TESTS.rglob("test_*.py") for node in _functions(p)}
     assert len(functions - known) <= 0.05 * len(functions), sorted(functions - known)

@@ -95,11 +95,13 @@ class Affected:
         certain: Tests that failed last, and those that reach the changed files.
         changed: Test files that have changed, and those that read what has changed beside the package and the tests.
         distance: Files that import a changed one, with the number of imports in between; 0 for the changed ones.
+        fills: Whether a case of every test function follows.
     """
 
     certain: frozenset[str]
-    changed: frozenset[str]
-    distance: Mapping[str, int]
+    changed: frozenset[str] = frozenset()
+    distance: Mapping[str, int] = field(default_factory=dict)
+    fills: bool = True
 
     @classmethod
     def by(cls, changed: Collection[str], failed: Collection[str], measured: Measured) -> Affected:
@@ -131,7 +133,7 @@ class Affected:
             seed: What decides which case of a function is taken, and what comes first of equally near files.
             measured: What is large.
         """
-        each = set(_one_each(tests, seed))
+        each = set(_one_each(tests, seed)) if self.fills else set()
 
         def runs(test: str) -> bool:
             known = test in each or test in self.certain
@@ -145,13 +147,13 @@ class Affected:
 
     def to_text(self) -> str:
         """Returns it as JSON."""
-        return json.dumps([sorted(self.certain), sorted(self.changed), dict(self.distance)])
+        return json.dumps([sorted(self.certain), sorted(self.changed), dict(self.distance), self.fills])
 
     @classmethod
     def from_text(cls, text: str) -> Affected:
         """Reads what ``to_text`` has written."""
-        certain, changed, distance = json.loads(text)
-        return cls(frozenset(certain), frozenset(changed), distance)
+        certain, changed, distance, fills = json.loads(text)
+        return cls(frozenset(certain), frozenset(changed), distance, fills)
 
 
 def _readers(path: str) -> Sequence[str]:

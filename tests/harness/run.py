@@ -61,12 +61,11 @@ def tests(folder: Path, name: str, *options: str, environment: Mapping[str, str]
     Args:
         folder: Where it leaves what its tests cost.
         name: What it is called.
-        options: Options of pytest, and what it runs, if that is not all.
+        options: Options of pytest.
         environment: Variables that differ.
     """
     record = folder / f"{name.replace(' ', '_')}.jsonl"
-    places = () if any(option.startswith("tests/") for option in options) else ("tests",)
-    command = python("pytest", "-n", str(WORKERS), "--record", str(record), *options, *places)
+    command = python("pytest", "-n", str(WORKERS), "--record", str(record), *options, "tests")
     return Step(name, command, environment or {}, record)
 
 
@@ -74,16 +73,19 @@ def quick(folder: Path, given: argparse.Namespace) -> list[Step]:
     """What a change can affect, in at most three minutes."""
     changed, measured = choose.changed_files(given.since), choose.Measured.read()
     print(f"{len(changed)} files have changed: {', '.join(changed[:8])}{', ...' * (len(changed) > 8)}", flush=True)
-    path = folder / "affected.json"
-    path.write_text(choose.Affected.by(changed, choose.last_failed(), measured).to_text())
-    until = ("--until", str(time.time() + QUICK_SECONDS))
-    steps = [*LINTERS]
-    # First, as the others take what time is left.
-    on_stock = sorted(set().union(*(measured.reach_on_stock.get(path, ()) for path in changed)))
-    if on_stock:
-        steps.append(tests(folder, "tests on stock", *until, *on_stock, environment=STOCK))
-    chosen = ("--affected", str(path), "--seed", given.seed)
-    return [*steps, tests(folder, "tests", "-m", "not slow and not torture", *until, *chosen)]
+    common = ("-m", "not slow and not torture", "--seed", given.seed, "--until", str(time.time() + QUICK_SECONDS))
+    affected = choose.Affected.by(changed, choose.last_failed(), measured)
+    on_stock = choose.Affected(
+        frozenset().union(*(measured.reach_on_stock.get(path, ()) for path in changed)), fills=False
+    )
+    steps = []
+    # The stock engine first, as the other tests take what time is left.
+    for name, chosen, environment in (("tests on stock", on_stock, STOCK), ("tests", affected, {})):
+        if chosen.fills or chosen.certain:
+            path = folder / f"{name.replace(' ', '_')}.json"
+            path.write_text(chosen.to_text())
+            steps.append(tests(folder, name, *common, "--affected", str(path), environment=environment))
+    return [*LINTERS, *steps]
 
 
 def gate(folder: Path, given: argparse.Namespace) -> list[Step]:
