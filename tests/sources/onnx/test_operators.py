@@ -442,7 +442,9 @@ def test_all_built_in_gradients_are_tried() -> None:
         f"{domain}.{op}" if domain else op for domain, ops in gradient._DIFFERENTIABLE.items() for op in ops.split()
     }
     assert set(BUILT_IN) == known
-    assert set(ADDED) >= {op for _, op in gradient._registered if op not in ("EyeLike", "Hardmax", "ArgMin")}
+    gradient._register_own()
+    own = {op for _, op in gradient._registered - gradient._by_user}  # those of the documentation may be there, too
+    assert set(ADDED) >= own - {"EyeLike", "Hardmax", "ArgMin"}
 
 
 @pytest.mark.parametrize("kind", ["max", "mul"])
