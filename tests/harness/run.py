@@ -115,7 +115,10 @@ def reach(folder: Path, given: argparse.Namespace) -> list[Step]:
     """The tests of both engines under coverage, from whose contexts ``measured.json`` is written."""
     settings = str(ROOT / "tests" / "harness" / "coverage.ini")
     watched = {"ORT_TRAINER_CACHE": str(folder / "exports"), "COVERAGE_PROCESS_START": settings}
-    first, second = (watched | {"REACH_FOLDER": str(folder / name.replace(" ", "_"))} for name in ENGINES)
+    places = [folder / name.replace(" ", "_") for name in ENGINES]
+    for place in places:
+        place.mkdir()
+    first, second = (watched | {"REACH_FOLDER": str(place)} for place in places)
     return [
         tests(folder, ENGINES[0], "-m", "not torture", "--reach", environment=first),
         tests(folder, ENGINES[1], "-m", "engine and not torture", "--reach", environment=second | STOCK),
