@@ -18,7 +18,7 @@ from onnxruntime.capi import _pybind_state
 
 from ort_trainer.options import trainer_options
 
-from .harness import choose, reach, record
+from .harness import choose, contexts, record
 from .warm import freeze
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what there is no time for."""
     if item.config.getoption("reach"):
-        reach.now_runs(item.nodeid)
+        contexts.now_runs(item.nodeid)
     until = item.config.getoption("until")
     if until is not None and time.time() > until:
         pytest.skip("there was no time left for it")

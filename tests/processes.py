@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from .harness.reach import now_runs
+from .harness.contexts import now_runs
 
 _ROOT = Path(__file__).parents[1]
 _FORKS = multiprocessing.get_context("forkserver")

@@ -15,7 +15,7 @@ from ort_trainer import ORTTrainer  # noqa: F401
 from ort_trainer.sources.torch import assemble, export  # noqa: F401
 from ort_trainer.sources.torch.decompositions import decomposition_table
 
-from .harness.reach import follow_forks
+from .harness.contexts import follow_forks
 
 decomposition_table()
 # What PyTorch's exporter imports and makes is there only after a first export.

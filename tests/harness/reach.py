@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +16,8 @@ from typing import Any
 from benchmarks.sections import write_section
 
 from . import choose, report
-from .import_map import FILES, ROOT
+from .contexts import without_phase
+from .import_map import FILES, ROOT, tree
 
 FOLDER = ROOT / "build" / "tests" / "reach"
 ENGINES = ("tests", "tests on stock")
@@ -31,31 +31,9 @@ _KINDS = ((0.97, "at least 97 %"), (0.9, "90 to 97 %"), (0.0, "below 90 %"))
 Line = tuple[str, int]
 
 
-def follow_forks() -> None:
-    """Tells coverage in every forked process which test it belongs to; coverage itself restarts there without one."""
-    os.register_at_fork(after_in_child=lambda: now_runs(os.environ.get("PYTEST_CURRENT_TEST", "")))
-
-
-def now_runs(test: str) -> None:
-    """Tells coverage which test runs in this process, if coverage runs at all.
-
-    Args:
-        test: Its identifier, perhaps with the phase that pytest appends.
-    """
-    from coverage import Coverage
-
-    current = Coverage.current()
-    if current is not None:
-        current.switch_context(_without_phase(test))
-
-
 def _test(context: str) -> str:
     """Returns the test of a context: in a process that many tests use, the second one that is named."""
-    return _without_phase(f"tests/{context.rpartition('|tests/')[2].removeprefix('tests/')}") if context else ""
-
-
-def _without_phase(test: str) -> str:
-    return test.rpartition(" (")[0] or test
+    return without_phase(f"tests/{context.rpartition('|tests/')[2].removeprefix('tests/')}") if context else ""
 
 
 class Reached:
@@ -115,7 +93,7 @@ def _at_import(path: str) -> frozenset[int]:
             else:
                 found.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
 
-    visit(ast.parse((ROOT / path).read_text()).body)
+    visit(tree(ROOT / path).body)
     return frozenset(found)
 
 
@@ -134,14 +112,13 @@ def combine() -> None:
 def measure(first: Reached, second: Reached) -> choose.Measured:
     """Returns what the choice of tests is based on."""
     seconds: Counter[str] = Counter()
-    cases: Counter[str] = Counter()
     for found in (first, second):
         own: Counter[str] = Counter()
         for test, costs in found.tests.items():
             own[choose.function_of(test)] += costs["seconds"]
         for function, value in own.items():
             seconds[function] = max(seconds[function], value)
-    cases.update(choose.function_of(test) for test in first.tests)
+    cases = Counter(choose.function_of(test) for test in first.tests)
     large = {f: round(value, 1) for f, value in sorted(seconds.items()) if value > LARGE and cases[f] > 1}
     always: set[str] = set()
     for found in (first, second):

@@ -29,7 +29,6 @@ class Recorder:
         self._path, self._writes, self._limit = path, writes, limit
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._counts = dict.fromkeys(CAUSES, 0)
-        self._running: list[str] = []
         self._tests: dict[str, dict[str, Any]] = {}
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.sections import write_section
 
 from .import_map import ROOT
+from .record import CAUSES
 
 PAGE = ROOT / "docs" / "contributing.md"
 # How many files, functions or reasons a table has.
@@ -119,7 +120,7 @@ def write(ended: Sequence[Ended]) -> None:
     write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), causes(ended), files(ended)]))
 
 
-_COSTS = ("seconds", "children", "exports", "exports_count", "steps", "steps_count", "forks", "forks_count")
+_COSTS = ("seconds", "children", *CAUSES, *(f"{cause}_count" for cause in CAUSES))
 
 
 def _failures(ended: Iterable[Ended]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import subprocess
@@ -424,23 +423,24 @@ def show() -> None:
     print([loss.item().hex() for loss in losses], {k: v.double().sum().item().hex() for k, v in weights.items()})
 
 
-def test_processes_at_once(folder: Path) -> None:
+def test_processes_at_once(folder: Path, tmp_path: Path) -> None:
     """Both export or one finds what the other has made; another interpreter finds it, and needs no exporter."""
     together = processes.run([processes.Call(show), processes.Call(show)], timeout=300)
     heavy = ["onnxscript", "ort_trainer.sources.torch.assemble", "ort_trainer.sources.torch.capture"]
-    assert all(map(importlib.util.find_spec, heavy))
     program = f"""if True:
         import sys
         from tests.sources.test_export_cache import show
         show()
         print([name for name in {heavy} if name in sys.modules])
     """
-    environment = {**os.environ, "ORT_TRAINER_EXPORT_IN_PROCESS": "1"}
-    third = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300, env=environment
-    ).stdout
-    assert FOUND in third and third.splitlines()[-1] == "[]"
-    results = [process.output.splitlines()[-1] for process in together] + third.splitlines()[-2:-1]
+    results = [process.output.splitlines()[-1] for process in together]
+    for cache, done, imported in ((folder, FOUND, []), (tmp_path / "other", MADE, heavy)):
+        environment = {**os.environ, "ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_CACHE": str(cache)}
+        printed = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300, env=environment
+        ).stdout
+        assert done in printed and printed.splitlines()[-1] == str(imported)
+        results.append(printed.splitlines()[-2])
     assert len(set(results)) == 1 and results[0].startswith("['")
     assert len(entries(folder)) == 1 and not list(folder.glob("*.tmp"))
 

@@ -1,0 +1,28 @@
+"""Coverage's contexts under ``make reach``: every process tells which test runs in it."""
+
+from __future__ import annotations
+
+import os
+
+
+def follow_forks() -> None:
+    """Tells coverage in every forked process which test it belongs to; coverage itself restarts there without one."""
+    os.register_at_fork(after_in_child=lambda: now_runs(os.environ.get("PYTEST_CURRENT_TEST", "")))
+
+
+def now_runs(test: str) -> None:
+    """Tells coverage which test runs in this process, if coverage runs at all.
+
+    Args:
+        test: Its identifier, perhaps with the phase that pytest appends.
+    """
+    from coverage import Coverage
+
+    current = Coverage.current()
+    if current is not None:
+        current.switch_context(without_phase(test))
+
+
+def without_phase(test: str) -> str:
+    """Returns the identifier of a test from what pytest says runs, which may name the phase."""
+    return test.rpartition(" (")[0] or test
