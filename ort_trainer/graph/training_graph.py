@@ -93,6 +93,7 @@ class TrainingGraph:
         origins: Where in the user's model the nodes come from, as text of :class:`~ort_trainer.graph.origins.Origins`;
             empty where that is not known.
         index_ranges: What operators allow in the integer inputs that they index with.
+        kept: The file that it is kept in for later processes; empty if there is none. Not written into the bytes.
     """
 
     stored: ir.Model | bytes
@@ -110,6 +111,7 @@ class TrainingGraph:
     programs: Mapping[str, str] = field(default_factory=dict)
     origins: str = ""
     index_ranges: tuple[IndexRange, ...] = ()
+    kept: str = ""
 
     def __post_init__(self) -> None:
         for name in ("state", "gradients", "buffer_updates", "fixed", "programs"):
@@ -213,13 +215,16 @@ class TrainingGraph:
         )
 
 
+_APART = ("stored", "kept")
+
+
 def _to_json(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, IndexRange):
         return value._asdict()
     if dataclasses.is_dataclass(value):
-        return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "stored"}
+        return {f.name: _to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in _APART}
     if isinstance(value, Mapping):
         return dict(value)
     return [_to_json(entry) for entry in value] if isinstance(value, tuple) else value

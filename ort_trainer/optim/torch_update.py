@@ -45,9 +45,9 @@ class TorchUpdate(OptimizerUpdate):
         optimizer = self._torch.optimizer
         gone = [
             name
-            for name, parameter in self._torch.parameters.items()
-            if parameter.dtype == self._parameters[name].dtype
-            and parameter.data_ptr() != self._parameters[name].data_ptr()
+            for name, own in self._parameters.items()  # without frozen and unused ones
+            if self._torch.parameters[name].dtype == own.dtype
+            and self._torch.parameters[name].data_ptr() != own.data_ptr()
         ]
         if gone:
             raise RuntimeError(

@@ -6,6 +6,7 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -351,7 +352,12 @@ class StepGraphs:
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
         graph = self._build(batch, training)
-        session.add_graph(graph)
+        try:
+            session.add_graph(graph)
+        except RuntimeError:
+            if graph.kept:  # no later process shall find what does not load
+                Path(graph.kept).unlink(missing_ok=True)
+            raise
         return_freed_memory()
         self._built(session, graph)
 

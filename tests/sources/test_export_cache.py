@@ -460,3 +460,17 @@ def test_an_export_that_is_none_is_made_again(folder: Path, log: pytest.LogCaptu
     with path.open("wb") as file:
         file.truncate(2 << 30)
     assert "is larger than all files together may be" in cache.load(path.stem)[1]
+
+
+def test_a_graph_that_does_not_load_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any) -> Any:
+        raise ValueError("a node that the engine refuses")
+
+    with monkeypatch.context() as patch:
+        for runner in ("GraphRunner", "KernelRunner"):
+            patch.setattr(f"ort_trainer.runtime.session.{runner}", refuses)
+        with pytest.raises(RuntimeError, match="can't load the training graph: a node that the engine refuses"):
+            trained(MLP())
+    assert entries(folder) == []
+    trained(MLP())
+    assert len(entries(folder)) == 1

@@ -201,6 +201,28 @@ def test_an_engine_that_can_not_call_pytorch() -> None:
 
 
 @needs_pytorch
+def test_a_program_that_reads_nothing() -> None:
+    """What is made of nothing takes so long here that it is a program by itself."""
+
+    class Offset(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            offset = torch.full((3, 9_000_000), 0.5)
+            return super().forward(x) + offset.amax()
+
+    model = Offset()
+    reference = copy.deepcopy(model)
+    ours = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, label in mlp_batches(3):
+        loss = F.cross_entropy(reference(x), label)
+        assert_close(ours.train_step(x, label)[0], loss.detach(), 1e-5, "loss")
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert_same_weights(ours, reference, 1e-5)
+
+
+@needs_pytorch
 def test_twenty_steps_as_pytorch() -> None:
     model = Convolutions()
     reference = copy.deepcopy(model)

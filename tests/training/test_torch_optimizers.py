@@ -284,6 +284,36 @@ def test_parameters_may_wait_frozen() -> None:
         both.trainer.train_step(*mlp_batches(1)[0])
 
 
+def _freezes(model: nn.Module) -> Any:
+    model.fc1.requires_grad_(False)
+    return model.parameters()
+
+
+def _has_an_unused_module(model: nn.Module) -> Any:
+    model.spare = nn.PReLU(2)
+    return model.parameters()
+
+
+@pytest.mark.parametrize("prepared", [_freezes, _has_an_unused_module])
+def test_an_optimizer_may_have_parameters_that_are_not_trained(prepared: Callable[[nn.Module], Any]) -> None:
+    Both(OPTIMIZERS["Adam with L2"], groups=prepared).step(3)
+
+
+def test_an_optimizer_may_have_frozen_weights() -> None:
+    both = Both(OPTIMIZERS["Adam with L2"], options={"utils": {"frozen_weights": ["fc1.weight"]}})
+    both.reference.fc1.weight.requires_grad_(False)
+    both.step(3)
+    # The two halves of a step by themselves.
+    x, y = mlp_batches(1, seed=3)[0]
+    both.trainer.forward_backward(x, y)
+    both.trainer.optimizer_step()
+    both.theirs.zero_grad()
+    F.cross_entropy(both.reference(x), y).backward()
+    both.theirs.step()
+    for name, value in both.reference.state_dict().items():
+        assert_close(both.model.state_dict()[name], value, 1e-5, name)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "other parameters": (lambda m: torch.optim.Adam(MLP().parameters()), ValueError, "has 4 tensors that are no param"),
     "sparse": (lambda m: torch.optim.SparseAdam(m.parameters()), ValueError, "SparseAdam needs sparse gradients"),

@@ -91,7 +91,7 @@ class GraphBuilder:
             draw = progress.draw if progress.shown else None
             answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
-        graph = TrainingGraph.from_bytes(found.graph)
+        graph = dataclasses.replace(TrainingGraph.from_bytes(found.graph), kept=found.kept)
         self._log_export(found, graph, time.perf_counter() - start)
         if graph.fixed:
             places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))

@@ -136,7 +136,7 @@ class _Builder:
         for node in results:
             self._orders[node] = None if node in names else memory_order(node.meta["val"])
         encoder = Encoder(self._symbols, self._sizes, self._orders)
-        program = encoder.write(nodes, results)
+        program = encoder.write(nodes, results, unread=self._inputs[0][0])
         program.outputs.update((str(index), names[node]) for index, node in enumerate(results) if node in names)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
         inputs = [self._values[node] for node in encoder.inputs]

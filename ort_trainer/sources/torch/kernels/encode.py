@@ -48,12 +48,13 @@ class Encoder:
         self._places: dict[Node, dict[str, int]] = {}
         self._done: set[Node] = set()
 
-    def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
+    def write(self, nodes: Sequence[Node], results: Collection[Node], unread: Node) -> Program:
         """Returns the program of operators.
 
         Args:
             nodes: The operators, in order.
             results: Of them, or views of them or of inputs, what comes out.
+            unread: An input of a program that reads none, as ONNX Runtime refuses a node without inputs.
         """
         for node in nodes:
             self._step(node)
@@ -63,6 +64,8 @@ class Encoder:
                 # Memory that ONNX Runtime lent, or that is another result, must not come out under another name.
                 place = self._add(node, "aten.clone.default", [place], {})
             self._program.results.append((place["v"], self._orders.get(node)))
+        if not self.inputs:
+            self._take(unread)
         return self._program
 
     def _place(self, node: Node) -> dict[str, int]:
