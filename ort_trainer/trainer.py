@@ -61,16 +61,16 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
             are trained but those in ``utils.frozen_weights``.
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
             sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
-            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name. Outputs
-            come in the order (loss,) + outputs of the model; the ones at the end may be left out. Or ``"auto"``: it is
-            derived from the first batch and one forward pass, on copies of both. Then the first dimension of all inputs
-            is dynamic, and every dimension of integer inputs; another dimension becomes so when a batch comes with
-            another size.
+            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name, unless
+            ``loss_fn`` takes the prediction alone. Outputs come in the order (loss,) + outputs of the model; the ones
+            at the end may be left out. Or ``"auto"``: it is derived from the first batch and one forward pass, on
+            copies of both. Then the first dimension of all inputs is dynamic, and every dimension of integer inputs;
+            another dimension becomes so when a batch comes with another size.
         optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LambConfig`` or ``LionConfig``; or an
             optimizer of ``torch.optim`` over parameters of the model, whose own ``step`` updates them then.
-        loss_fn: A function or module (prediction, label) -> scalar loss, or the name of one: ``cross_entropy``,
+        loss_fn: A function or module (prediction, label, ...) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
-            returns; of an ONNX model, its first output.
+            returns; of an ONNX model, its first output. A function (prediction) -> scalar loss needs no label.
         options: Settings; None for the defaults. A loss scaler and a schedule in them are the ones that work, for one
             trainer at a time.
 

@@ -15,7 +15,7 @@ from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...runtime.engine import training_bindings
 from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
-from ..torch import LossFunction
+from ..torch import LossFunction, label_parameters
 from .build import OnnxGraphBuilder, OnnxStep
 from .describe import check_description, describe_onnx
 from .load import OnnxModel, load_onnx_model
@@ -41,6 +41,10 @@ class OnnxSource(ModelSource):
     ) -> None:
         training_bindings()  # raises where there are none
         _refuse_for_onnx(options)
+        if loss_fn is not None and label_parameters(loss_fn) == []:
+            raise ValueError(
+                "loss_fn takes no label, which works for PyTorch models: let the loss be an output of the ONNX model"
+            )
         self.name, self.fixed = "the ONNX model", True
         self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         self._loss_fn, self._options = loss_fn, options

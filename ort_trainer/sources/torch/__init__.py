@@ -5,7 +5,14 @@ from .describe import describe, name_sample
 from .model_checks import check_model
 from .model_watch import ModelWatch
 from .operators import register_operator
-from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
+from .step_module import (
+    ExportedStep,
+    LossFunction,
+    RecomputeOptions,
+    canonical_names,
+    check_signature,
+    label_parameters,
+)
 
 __all__ = [
     "ExportedStep",
@@ -17,6 +24,7 @@ __all__ = [
     "check_model",
     "check_signature",
     "describe",
+    "label_parameters",
     "name_sample",
     "register_operator",
 ]

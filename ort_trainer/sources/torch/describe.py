@@ -16,7 +16,7 @@ from ...options import ModelDescription
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
 from .source_lines import source_line_of_error
-from .step_module import LossFunction, named_outputs
+from .step_module import LossFunction, label_parameters, named_outputs
 
 __all__ = ["describe", "name_sample"]
 
@@ -43,8 +43,10 @@ def name_sample(
     # With a loss_fn one of them is the label.
     if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
         raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
-    count = 0 if loss_fn is None or kwargs else max(_label_count(loss_fn, parameters), len(args) - len(names))
-    labels = [_unused("label" if number == 0 else f"label_{number + 1}", names) for number in range(count)]
+    labels: list[str] = []
+    if loss_fn is not None and not kwargs:
+        labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, len(args) - len(names))]
+    count = len(labels)
     names = [*names[: max(len(args) - count, 0)], *labels]
     if len(args) > len(names):
         raise TypeError(f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}")
@@ -55,14 +57,24 @@ def name_sample(
     return {**given, **kwargs}
 
 
-def _label_count(loss_fn: LossFunction, others: Collection[str]) -> int:
-    """Returns how many labels a loss function asks for, at least one."""
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except ValueError:  # some built-in functions have none
-        return 1
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(1, sum(p.default is p.empty and p.name not in others for p in positional) - 1)
+def _label_names(loss_fn: LossFunction, others: Collection[str], least: int) -> list[str]:
+    """Returns names of the labels that a loss function asks for: ``label``, and its own names of further ones.
+
+    Args:
+        loss_fn: The loss function.
+        others: Its parameters that are no labels.
+        least: How many labels there are at least.
+    """
+    parameters = label_parameters(loss_fn)
+    if parameters is None:
+        names, count = [], 1
+    else:
+        names = [p.name for p in parameters if p.name not in others]
+        required = sum(p.default is p.empty and p.name not in others for p in parameters)
+        count = max(required, 1) if parameters else 0
+    count = max(count, least)
+    further = [names[number] if number < len(names) else f"label_{number + 1}" for number in range(1, count)]
+    return ["label", *further][:count]
 
 
 def _takes_any_name(model: nn.Module) -> bool:
@@ -88,7 +100,8 @@ def describe(
 
     Args:
         model: The model.
-        loss_fn: The loss function; its labels are the arguments that ``forward`` does not take, or the last one.
+        loss_fn: The loss function; its labels are the arguments that ``forward`` does not take, or the last one if it
+            takes any.
         batch: The tensors of the sample by input name.
         layouts: How they make the arguments.
         parameters: The loss parameters.
@@ -98,7 +111,7 @@ def describe(
         ValueError: If it is not clear which input is the label or which output is the loss.
         ExportError: If the model returns no tensors.
     """
-    if loss_fn is not None and len(batch) < 2:
+    if loss_fn is not None and len(batch) < 2 and label_parameters(loss_fn) != []:
         raise TypeError(
             f"with a loss_fn a batch has the inputs of forward() and a label, but only {len(batch)} value was given"
         )
@@ -138,9 +151,11 @@ def _unused(name: str, taken: list[str]) -> str:
 
 
 def _labels(model: nn.Module, loss_fn: LossFunction, arguments: Collection[str]) -> list[str]:
-    """Returns the arguments that are labels: those that ``forward`` does not take, or the last one."""
+    """Returns the arguments that are labels: those that ``forward`` does not take, or the last one if it takes any."""
     accepted = _argument_names(model)
-    labels = [name for name in arguments if name not in accepted] or list(arguments)[-1:]
+    labels = [name for name in arguments if name not in accepted]
+    if not labels and label_parameters(loss_fn) != []:
+        labels = list(arguments)[-1:]
     try:
         inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind_partial(None, *labels)
     except ValueError:  # some built-in functions have no signature

@@ -24,11 +24,12 @@ __all__ = [
     "StepModule",
     "canonical_names",
     "check_signature",
+    "label_parameters",
     "named_outputs",
 ]
 
 LossFunction = Callable[..., torch.Tensor]
-"""(prediction, label, ...) -> scalar loss."""
+"""(prediction, label, ...) -> scalar loss; some need no label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ExportedStep:
         model: The user's model; it is left as it was found.
         description: The model description.
         loss_fn: The loss function, or None where the model returns the loss.
-        labels: The arguments that are the loss function's; empty for the last one, where there is a loss function.
+        labels: The arguments that are the loss function's; None for the last one, where there is a loss function.
         parameters: The inputs that are loss parameters, which the loss function, or else the model, takes by name.
         layouts: The arguments that are not one tensor, with their layouts.
         trainable: Canonical names of the parameters to train.
@@ -76,7 +77,7 @@ class ExportedStep:
     description: ModelDescription
     loss_fn: LossFunction | None
     trainable: frozenset[str]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] | None = None
     parameters: tuple[str, ...] = ()
     layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
     modes: Mapping[nn.Module, bool] = dataclasses.field(default_factory=dict)
@@ -117,7 +118,7 @@ def check_signature(
 
     Returns:
         The arguments that are the labels of ``loss_fn``: the last one, and those before it that ``forward`` does not
-        take.
+        take; none if ``loss_fn`` takes the prediction alone.
 
     Raises:
         TypeError: If ``loss_fn`` can't be called with a prediction and the labels.
@@ -131,7 +132,8 @@ def check_signature(
     anything = any(p.kind == p.VAR_KEYWORD for p in taken)
     labels: tuple[str, ...] = ()
     if loss_fn is not None:
-        labels = _labels(list(dict.fromkeys(arguments)), keywords, anything)
+        needs_label = label_parameters(loss_fn) != []
+        labels = _labels(list(dict.fromkeys(arguments)), keywords, anything, int(needs_label))
         try:
             signature = inspect.signature(loss_fn)
         except ValueError:
@@ -157,9 +159,10 @@ def check_signature(
                     f"loss_fn has its own trainable parameters, {extra}, but only the model is trained: make the "
                     "loss a part of the model, or set their requires_grad to False"
                 )
-        if len(names) < 2:
+        if needs_label and len(names) < 2:
             raise ValueError(
-                f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}"
+                f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}. "
+                "(A loss_fn without a label takes the prediction alone, and loss parameters as keyword-only arguments)"
             )
         if not description.outputs[0].is_loss:
             raise ValueError(
@@ -182,12 +185,24 @@ def check_signature(
     return labels
 
 
-def _labels(arguments: Sequence[str], keywords: Sequence[str], anything: bool) -> tuple[str, ...]:
-    """Returns the last argument, and those right before it that ``forward`` does not take."""
-    count = 1
+def label_parameters(loss_fn: LossFunction) -> list[inspect.Parameter] | None:
+    """Returns the parameters of a loss function that can take labels; None where its signature leaves that open."""
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return None
+    parameters = list(signature.parameters.values())
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return None
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def _labels(arguments: Sequence[str], keywords: Sequence[str], anything: bool, least: int) -> tuple[str, ...]:
+    """Returns the last arguments: at least so many, and those right before them that ``forward`` does not take."""
+    count = least
     while not anything and count < len(arguments) - 1 and arguments[-count - 1] not in keywords:
         count += 1
-    return tuple(arguments[-count:])
+    return tuple(arguments[len(arguments) - count :])
 
 
 def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -241,7 +256,8 @@ class StepModule(nn.Module):
         self.loss_fn = step.loss_fn
         self._names = step.description.input_names
         self._layouts, self._loss_parameters = step.layouts, step.parameters
-        self._labels = step.labels or ((argument_of(self._names[-1]),) if step.loss_fn is not None else ())
+        last = () if step.loss_fn is None else (argument_of(self._names[-1]),)
+        self._labels = last if step.labels is None else step.labels
         self._outputs = step.description.outputs
         self.left = LeftAttributes()
 

@@ -395,6 +395,12 @@ def test_a_loss_whose_gradient_the_graph_can_not_have_is_refused(loss_fn: Any, t
 
 
 @needs_builder
+def test_a_loss_without_a_label_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="loss_fn takes no label.*let the loss be an output of the ONNX model"):
+        ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn=lambda out: out.mean())
+
+
+@needs_builder
 def test_a_loss_that_is_detached_as_a_whole_and_a_batch_that_tells_nothing(tmp_path: Path) -> None:
     proto = mlp_proto(tmp_path)
     x, y = mlp_batches(1)[0]

@@ -17,7 +17,7 @@ from torch import nn
 from ort_trainer import ExportError, ORTTrainer, optim
 
 from ...fidelity.transformer_cases import CASES
-from ...helpers import MLP, mlp_batches
+from ...helpers import MLP, assert_close, assert_same_weights, mlp_batches
 
 TRANSFORMERS = {case.name: case for case in CASES}
 CONFIG = optim.SGDConfig(lr=0.1)
@@ -134,6 +134,52 @@ def test_which_output_is_the_loss(returned: Any, names: list[str], loss: str) ->
     trainer.train_step(mlp_batches(1)[0][0])
     assert trainer.model_desc.output_names == names
     assert trainer.model_desc.loss.name == loss
+
+
+class Triplet(MLP):
+    def forward(self, anchor: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(super(Triplet, self).forward(x) for x in (anchor, positive, negative))
+
+
+@pytest.mark.parametrize("desc", ["auto", "written"])
+def test_a_loss_without_a_label(desc: str) -> None:
+    def loss_fn(parts: Any, *, margin: float = 1.0) -> torch.Tensor:
+        anchor, positive, negative = parts
+        return F.relu(F.pairwise_distance(anchor, positive) - F.pairwise_distance(anchor, negative) + margin).mean()
+
+    model, draw = Triplet(), torch.Generator().manual_seed(1)
+    reference = copy.deepcopy(model)
+    names = ["anchor", "positive", "negative"]
+    written = {
+        "inputs": [(name, ["batch", 8]) for name in names],
+        "outputs": [("loss", [], True), ("out", ["batch", 3])],
+    }
+    trainer = ORTTrainer(model, "auto" if desc == "auto" else written, optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 2:
+            trainer.loss_parameters["margin"] = 2.0
+        batch = [torch.randn(5, 8, generator=draw) for _ in names]
+        ours = trainer.train_step(**dict(zip(names, batch, strict=True))) if step else trainer.train_step(*batch)
+        loss = loss_fn(reference(*batch), margin=2.0 if step == 2 else 1.0)
+        assert_close(ours[0], loss.detach(), 1e-5, "loss")
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+    assert_same_weights(trainer, reference, 1e-5)
+    assert trainer.model_desc.input_names == names
+    with pytest.raises(TypeError, match="4 inputs were given"):
+        trainer.train_step(*batch, batch[0])
+
+
+def test_further_labels_have_the_names_of_the_loss_function() -> None:
+    def loss_fn(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (F.cross_entropy(prediction, target, reduction="none") * weight).mean()
+
+    x, label = mlp_batches(1)[0]
+    trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=loss_fn)
+    trainer.train_step(x, label, torch.ones(5))
+    assert trainer.model_desc.input_names == ["x", "label", "weight"]
 
 
 def test_what_is_not_clear() -> None:
