@@ -72,7 +72,7 @@ format: setup
 	$(BIN)/ruff format .
 
 # What a change can affect, in three minutes: of the files that differ from `main`, or from the commit SINCE=...
-quick: setup
+quick: setup setup-stock
 	$(RUN) quick --since "$(SINCE)" $(if $(SEED),--seed $(SEED))
 
 # The gate, on both engines. Large parametrizations are sampled by the commit; SEED=... repeats the sample of another.

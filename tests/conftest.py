@@ -48,7 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts what the options ask for."""
+    """Starts what the options ask for.
+
+    Exports run in this process, which saves each a tenth of a second; those of the whole in children, as users' do.
+    """
+    ways = [name for name in ("gate", "affected") if config.getoption(name)]
+    if len(ways) == 2 or (config.getoption("seed") and not ways):
+        raise pytest.UsageError("tests are chosen by --gate or by --affected, of which --seed draws the sample")
+    os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "" if config.getoption("isolated") else "1"
     record.start(config)
 
 
@@ -65,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getoption("dist") != "load":
         return None
     affected = _affected(config)
-    return ByFile(config, log) if affected is None else InOrder(affected.is_certain, config, log)
+    return ByFile(config, log) if affected is None else InOrder(affected.rank, config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -132,13 +139,8 @@ def _options_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives every test the same seed, and puts back what a test may change for others.
-
-    Exports run in this process, which saves each a tenth of a second; those of the whole in children, as users' do.
-    """
-    isolated = request.config.getoption("isolated")
-    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "" if isolated else "1")
+def _clean_environment() -> Iterator[None]:
+    """Gives every test the same seed, and puts back what a test may change for others."""
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.manual_seed(0)

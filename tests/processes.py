@@ -21,6 +21,8 @@ from unittest import mock
 from .harness.contexts import now_runs
 
 _ROOT = Path(__file__).parents[1]
+processor_seconds = 0.0
+"""Of all processes so far that have ended by themselves, with their children."""
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.warm"])
 
@@ -80,6 +82,8 @@ def run(calls: Sequence[Call], timeout: float = 120) -> list[Ended]:
                 if process.pid is not None:
                     process.kill()
                     process.join()
+        global processor_seconds
+        processor_seconds += sum(float(_used(output).read_text()) for output in outputs if _used(output).exists())
         return [
             Ended(process.exitcode, output.read_text(errors="replace") if output.exists() else "")
             for process, output in zip(started, outputs, strict=True)
@@ -88,6 +92,11 @@ def run(calls: Sequence[Call], timeout: float = 120) -> list[Ended]:
 
 def _with_root() -> str:
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
+
+
+def _used(output: Path) -> Path:
+    """Returns the file in which a process leaves how many seconds of a processor it took."""
+    return output.with_suffix(".seconds")
 
 
 def _make(call: Call, environment: dict[str, str], output: Path) -> None:
@@ -100,4 +109,7 @@ def _make(call: Call, environment: dict[str, str], output: Path) -> None:
     os.environ.update(environment)
     if "COVERAGE_PROCESS_START" in environment:
         now_runs(environment.get("PYTEST_CURRENT_TEST", ""))
-    call.function(*call.args)
+    try:
+        call.function(*call.args)
+    finally:
+        _used(output).write_text(str(sum(os.times()[:4])))

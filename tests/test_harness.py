@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from .harness import choose, import_map, record, report
+from . import processes
+from .harness import choose, contexts, import_map, record, report
 from .harness.choose import Affected, Measured
 from .harness.import_map import PACKAGE, ROOT, TESTS
+from .harness.step import STOCK, Ended, Step, pytest_step
 
 LARGE = [f"tests/test_a.py::test_large[{number}]" for number in range(40)]
 SMALL = [f"tests/test_a.py::test_small[{number}]" for number in range(40)]
@@ -44,7 +48,8 @@ def test_quick_runs_what_reaches_a_change_first_and_then_one_case_of_each_functi
         map(choose.function_of, chosen)
     )
     assert len(chosen) <= len(certain) + 4
-    assert all(affected.is_certain(test) == (test in certain) for test in ALL)
+    assert chosen[0] == SMALL[3]
+    assert all((affected.rank(test) < 2) == (test in certain) for test in ALL)
     assert Affected.from_text(affected.to_text()) == affected
     # What the stock engine is asked: nothing beside it, and what is there no more is left out.
     assert Affected(frozenset([LARGE[7], "tests/gone.py::test_x"]), fills=False).chosen(ALL, "1", MEASURED) == [
@@ -70,7 +75,16 @@ def test_near_files_come_first() -> None:
 )
 def test_changes_beside_the_package(changed: str, certain: str) -> None:
     affected = Affected.by([changed], [], MEASURED)
-    assert affected.is_certain(certain) == bool(certain) and not affected.is_certain("tests/test_b.py::test_one")
+    assert (affected.rank(certain) == 1) == bool(certain) and affected.rank("tests/test_b.py::test_one") == 2
+
+
+def test_a_commit_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="git diff --name-only --no-renames nosuch --: fatal: bad revision 'nosuch'"):
+        choose.changed_files("nosuch")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="git is needed"):
+        choose.changed_files("nosuch")
+    assert choose.commit() == ""
 
 
 def test_everything_at_the_top_is_known_to_affect_something_or_nothing() -> None:
@@ -114,19 +128,51 @@ def _functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(import_map.tree(path)) if isinstance(node, ast.FunctionDef)]
 
 
+def test_what_runs_on_python_312_is_there() -> None:
+    named = re.findall(r"^  (tests/\S+)$", (TESTS / "python312.sh").read_text(), re.MULTILINE)
+    assert len(named) > 5
+    for path, _, function in (test.partition("::") for test in named):
+        assert (ROOT / path).exists() and (
+            not function or function in {node.name for node in _functions(ROOT / path)}
+        ), f"{path}::{function}"
+
+
+@pytest.mark.parametrize("phase", ["", " (setup)", " (call)", " (teardown)"])
+def test_a_context_is_the_whole_name_of_a_test(phase: str) -> None:
+    test = "tests/a.py::test_convolution[(2, 4), (8, 2)]"
+    assert contexts.without_phase(test + phase) == test
+
+
 def costs(test: str, outcome: str = "passed", **more: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(report._COSTS, 1), "test": test, "outcome": outcome, **more}
+    return {**dict.fromkeys(record.COSTS, 1), "test": test, "outcome": outcome, **more}
 
 
 def test_the_page_says_what_ran_and_how_a_failure_is_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "tests.jsonl"
-    lines = [costs("a.py::t"), costs("a.py::u[x]", "failed"), costs("b.py::v", "skipped", reason="Skipped: no time")]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    ended = [report.Ended("ruff", 0, 1.0, None, False), report.Ended("tests on stock", 1, 2.0, path, True)]
-    page = report.page("gate", ended, "abc")
-    assert "PYTHONPATH=.stock .venv/bin/python -m pytest 'a.py::u[x]'" in page and "SEED=abc" in page
+    linter = Step("ruff", ("ruff", "check", "."))
+    step = pytest_step(tmp_path, "tests on stock", "--gate", isolated=True, environment=STOCK)
+    lines = [costs("a.py::t"), costs("a.py::u['x']", "failed"), costs("b.py::v", "skipped", reason="Skipped: no time")]
+    step.file("jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = report.page("gate", [Ended(linter, 0, 1.0), Ended(step, 1, 2.0)], "abc")
+    repeats = page.partition("FAILED a.py::u['x']\n  ")[2].partition("\n")[0]
+    assert shlex.split(repeats)[-1] == "a.py::u['x']" and "--isolated" in repeats and "--gate" not in repeats
+    assert repeats.startswith(f"PYTHONPATH={ROOT / '.stock'}") and "SEED=abc" in page
     assert "| tests on stock | failed | 2 s | 1 | 1 | 1 |" in page and "| 1 | tests on stock | no time |" in page
-    assert "FAILED ruff" in report.page("gate", [report.Ended("ruff", 1, 1.0, None, False)], "")
+    assert "FAILED ruff: exit code 1\n  ruff check ." in report.page("gate", [Ended(linter, 1, 1.0)], "")
+    skipped = report.page("gate", [Ended(linter, 0, 1.0, "there is none")], "")
+    assert "| ruff | skipped | 1 s |" in skipped and "| all | ruff | there is none |" in skipped
+
+
+def test_measured_tests_may_all_be_gone(tmp_path: Path) -> None:
+    ended = [Ended(pytest_step(tmp_path, "tests", may_be_empty=empty), 5, 1.0) for empty in (True, False)]
+    assert [one.failed for one in ended] == [False, True]
+    assert "`make reach` measures anew" in report.page("quick", ended[:1], "")
+
+
+def test_a_test_that_takes_its_worker_along_is_on_the_page(tmp_path: Path) -> None:
+    step = pytest_step(tmp_path, "tests")
+    recorder = record.Recorder(step.file("jsonl"), True, record.LIMIT)
+    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a.py::t", when="???", skipped=False, failed=True))  # type: ignore[arg-type]
+    assert "FAILED a.py::t\n" in report.page("gate", [Ended(step, 1, 1.0)], "")
 
 
 @pytest.mark.parametrize(
@@ -139,10 +185,11 @@ def test_a_long_test_asks_to_be_marked(
     item: Any = SimpleNamespace(nodeid="a.py::t", stash={}, get_closest_marker=lambda name: name == mark or None)
     monkeypatch.setattr(record, "_children", lambda: 0.0)
     drive(recorder.pytest_runtest_setup(item), None)
-    monkeypatch.setattr(record, "_children", lambda: float(seconds))
+    monkeypatch.setattr(record, "_children", lambda: seconds - 20.0)
+    monkeypatch.setattr(processes, "processor_seconds", processes.processor_seconds + 20.0)
     result: Any = SimpleNamespace(nodeid="a.py::t", passed=True, outcome="passed", longrepr=None)
     made = drive(recorder.pytest_runtest_makereport(item, SimpleNamespace(when="teardown")), result)  # type: ignore[arg-type]
-    assert made.outcome == outcome and made.costs["children"] == seconds
+    assert made.outcome == outcome and made.costs["interpreters"] == seconds - 20.0
     assert (
         outcome == "passed" or "took 31 s of a processor, and 30 are allowed: make it smaller, or mark" in made.longrepr
     )

@@ -13,6 +13,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from . import import_map
 from .import_map import ROOT, TESTS
@@ -53,7 +54,13 @@ class Measured:
 
     @classmethod
     def read(cls) -> Measured:
-        """Reads the file."""
+        """Reads the file.
+
+        Raises:
+            SystemExit: If there is none.
+        """
+        if not MEASURED.exists():
+            raise SystemExit(f"{MEASURED} is missing, by which tests are chosen: check it out, or call `make reach`")
         found = json.loads(MEASURED.read_text())
         return cls(found["large"], frozenset(found["always"]), found["reach"], found["reach_on_stock"])
 
@@ -92,13 +99,15 @@ class Affected:
     """What a change can affect.
 
     Attributes:
-        certain: Tests that failed last, and those that reach the changed files.
+        certain: Tests that reach the changed files.
+        failed: Tests that failed last.
         changed: Test files that have changed, and those that read what has changed beside the package and the tests.
         distance: Files that import a changed one, with the number of imports in between; 0 for the changed ones.
         fills: Whether a case of every test function follows.
     """
 
     certain: frozenset[str]
+    failed: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
     distance: Mapping[str, int] = field(default_factory=dict)
     fills: bool = True
@@ -112,21 +121,23 @@ class Affected:
             failed: Tests that failed last.
             measured: What reaches which file.
         """
-        certain = frozenset(failed).union(*(measured.reach.get(path, ()) for path in changed))
+        certain = frozenset().union(*(measured.reach.get(path, ()) for path in changed))
         near = {path for path in changed if path.startswith("tests/")}.union(*map(_readers, changed))
         paths = [ROOT / path for path in changed if path.endswith(".py") and (ROOT / path).exists()]
         files = [*import_map.FILES, *TESTS.rglob("*.py")]
         distance = {str(path.relative_to(ROOT)): count for path, count in import_map.dependents(paths, files).items()}
-        return cls(certain, frozenset(near), distance)
+        return cls(certain, frozenset(failed), frozenset(near), distance)
 
-    def is_certain(self, test: str) -> bool:
-        """Returns whether a test runs before those that may be affected."""
-        return test in self.certain or test.partition("::")[0] in self.changed
+    def rank(self, test: str) -> int:
+        """Returns 0 for a test that failed last, 1 for one that a change affects for certain, and 2 for all others."""
+        if test in self.failed:
+            return 0
+        return 1 if test in self.certain or test.partition("::")[0] in self.changed else 2
 
     def chosen(self, tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
         """Returns what to run of all tests, in this order as long as there is time.
 
-        First come the certain ones, then a case of each function, those near to a change first.
+        First come those that failed, then the certain ones, then a case of each function, those near to a change first.
 
         Args:
             tests: Identifiers of all.
@@ -136,24 +147,25 @@ class Affected:
         each = set(_one_each(tests, seed)) if self.fills else set()
 
         def runs(test: str) -> bool:
-            known = test in each or test in self.certain
-            return known or (self.is_certain(test) and function_of(test) not in measured.large)
+            known = test in each or test in self.certain or test in self.failed
+            return known or (self.rank(test) == 1 and function_of(test) not in measured.large)
 
-        def rank(test: str) -> tuple[bool, int, int]:
+        def order(test: str) -> tuple[int, int, int]:
             file = test.partition("::")[0]
-            return not self.is_certain(test), self.distance.get(file, len(import_map.FILES)), _draw(file, seed)
+            return self.rank(test), self.distance.get(file, len(import_map.FILES)), _draw(file, seed)
 
-        return sorted(filter(runs, tests), key=rank)
+        return sorted(filter(runs, tests), key=order)
 
     def to_text(self) -> str:
         """Returns it as JSON."""
-        return json.dumps([sorted(self.certain), sorted(self.changed), dict(self.distance), self.fills])
+        sets = (sorted(found) for found in (self.certain, self.failed, self.changed))
+        return json.dumps([*sets, dict(self.distance), self.fills])
 
     @classmethod
     def from_text(cls, text: str) -> Affected:
         """Reads what ``to_text`` has written."""
-        certain, changed, distance, fills = json.loads(text)
-        return cls(frozenset(certain), frozenset(changed), distance, fills)
+        certain, failed, changed, distance, fills = json.loads(text)
+        return cls(frozenset(certain), frozenset(failed), frozenset(changed), distance, fills)
 
 
 def _readers(path: str) -> Sequence[str]:
@@ -172,18 +184,18 @@ def _one_each(tests: Iterable[str], seed: str) -> list[str]:
 
 def _draw(text: str, seed: str) -> int:
     """Returns a number that nobody can foresee, and that is the same each time."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8], "big")
 
 
-def last_failed() -> list[str]:
-    """Returns the tests that failed when they ran last, as pytest has noted them."""
-    path = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+def last_failed(cache: Path) -> list[str]:
+    """Returns the tests that failed when they ran last, as pytest has noted them in a folder."""
+    path = cache / "v" / "cache" / "lastfailed"
     return list(json.loads(path.read_text())) if path.exists() else []
 
 
 def commit() -> str:
     """Returns the commit that is checked out; where there is no git, nothing."""
-    return _git("rev-parse", "HEAD").strip()
+    return _git("rev-parse", "HEAD", must=False).strip()
 
 
 def changed_files(since: str = "") -> list[str]:
@@ -191,16 +203,24 @@ def changed_files(since: str = "") -> list[str]:
 
     Args:
         since: The commit; by default where this branch has left ``main``, of which that on the server counts.
+
+    Raises:
+        SystemExit: If git fails, as it does where there is no such commit.
     """
     if not since:
-        known = [name for name in ("main@{upstream}", "main") if _git("rev-parse", "--verify", "-q", name)]
+        known = [name for name in ("main@{upstream}", "main") if _git("rev-parse", "--verify", "-q", name, must=False)]
         since = _git("merge-base", "HEAD", known[0]).strip() if known else "HEAD"
-    changed = _git("diff", "--name-only", since).splitlines()
+    changed = _git("diff", "--name-only", "--no-renames", since, "--").splitlines()
     return sorted({*changed, *_git("ls-files", "--others", "--exclude-standard").splitlines()})
 
 
-def _git(*args: str) -> str:
+def _git(*args: str, must: bool = True) -> str:
     try:
-        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=must)
+        return "" if done.returncode else done.stdout
+    except FileNotFoundError as error:
+        if must:
+            raise SystemExit("git is needed to find what has changed, and is not installed") from error
         return ""
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"git {' '.join(args)}: {error.stderr.strip()}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 
 def follow_forks() -> None:
@@ -25,4 +26,4 @@ def now_runs(test: str) -> None:
 
 def without_phase(test: str) -> str:
     """Returns the identifier of a test from what pytest says runs, which may name the phase."""
-    return test.rpartition(" (")[0] or test
+    return re.sub(r" \((setup|call|teardown)\)$", "", test)

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 @functools.cache
 def tree(path: Path) -> ast.Module:
     """Returns a file, parsed."""
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(), filename=str(path))
 
 
 def target(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:

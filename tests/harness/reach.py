@@ -5,10 +5,10 @@ The lines that run when a module is imported are those of whatever test reaches 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -18,8 +18,9 @@ from benchmarks.sections import write_section
 from . import choose, report
 from .contexts import without_phase
 from .import_map import FILES, ROOT, tree
+from .step import BUILD, Step
 
-FOLDER = ROOT / "build" / "tests" / "reach"
+FOLDER = BUILD / "reach"
 ENGINES = ("tests", "tests on stock")
 # A parametrization whose cases take so many seconds together is large.
 LARGE = 1.0
@@ -41,15 +42,26 @@ class Reached:
 
     Args:
         engine: The name of the step that has run them.
+
+    Attributes:
+        tests: What each test cost, by its name.
+        measured_at: When, in seconds since 1970.
+        lines: The lines that each test reaches, by its name; of no test those that ran before any.
+
+    Raises:
+        SystemExit: If nothing was measured.
     """
 
     def __init__(self, engine: str) -> None:
         from coverage import CoverageData
 
-        name = engine.replace(" ", "_")
-        record = FOLDER / f"{name}.jsonl"
+        step = Step(engine, (), folder=FOLDER)
+        record, combined = step.file("jsonl"), step.place / "data.combined"
+        if not record.exists() or not combined.exists():
+            raise SystemExit(f"{combined} is missing: call `make reach`, which takes half an hour")
         self.tests = {found["test"]: found for found in map(json.loads, record.read_text().splitlines())}
-        data = CoverageData(str(FOLDER / name / "data.combined"))
+        self.measured_at = combined.stat().st_mtime
+        data = CoverageData(str(combined))
         data.read()
         self.lines: defaultdict[str, set[Line]] = defaultdict(set)
         known = {str(path): str(path.relative_to(ROOT)) for path in FILES}
@@ -103,7 +115,7 @@ def combine() -> None:
     from coverage.data import combine_parallel_data
 
     for engine in ENGINES:
-        folder = FOLDER / engine.replace(" ", "_")
+        folder = Step(engine, (), folder=FOLDER).place
         if list(folder.glob("data.*.*")):
             data = CoverageData(str(folder / "data.combined"))
             combine_parallel_data(data, data_paths=[str(path) for path in folder.glob("data.*.*")])
@@ -187,14 +199,17 @@ def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Co
 
 
 def main() -> None:
-    """Writes ``measured.json`` and the tables of the page for contributors."""
+    """Writes ``measured.json``, and the tables of the page for contributors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/contributing.md")
+    given = parser.parse_args()
     combine()
     first, second = map(Reached, ENGINES)
     measured = measure(first, second)
     choose.MEASURED.write_text(measured.to_text())
     text = tables(first, second, measured, ["1", "2", "3"])
     print(text)
-    if "--write" in sys.argv:
+    if given.write:
         write_section(report.PAGE, "make reach", text)
 
 

@@ -16,8 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests import processes
+
 # What is counted: an export that is made or found, a step of a trainer, a fork of ``processes.py``.
 CAUSES = ("exports", "steps", "forks")
+# What is known of each test: seconds by the clock, and of processors in this process and in new interpreters.
+COSTS = ("seconds", "processor", "interpreters", *CAUSES, *(f"{cause}_count" for cause in CAUSES))
 # Processor seconds of a test, with its children, that ask for a smaller test or the mark ``slow``.
 LIMIT = 30.0
 
@@ -29,6 +33,7 @@ class Recorder:
         self._path, self._writes, self._limit = path, writes, limit
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._counts = dict.fromkeys(CAUSES, 0)
+        self._exporting = 0.0  # seconds of a processor in children that export
         self._tests: dict[str, dict[str, Any]] = {}
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,10 +46,11 @@ class Recorder:
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._counts[cause] += 1
-            start, inner = time.perf_counter(), sum(self._seconds.values())
+            start, inner, children = time.perf_counter(), sum(self._seconds.values()), _children()
             try:
                 return function(*args, **kwargs)
             finally:
+                self._exporting += _children() - children if cause == "exports" else 0.0
                 inner = sum(self._seconds.values()) - inner
                 self._seconds[cause] += time.perf_counter() - start - inner
 
@@ -61,7 +67,7 @@ class Recorder:
         if call.when == "teardown":
             before = item.stash[_BEFORE]
             report.costs = {key: round(value - before[key], 4) for key, value in self._now().items()}
-            used = report.costs["processor"] + report.costs["children"]
+            used = sum(report.costs[key] for key in ("processor", "interpreters", "exporting", "forked"))
             report.costs["slow"] = any(map(item.get_closest_marker, ("slow", "torture")))
             if report.passed and used > self._limit and not report.costs["slow"]:
                 report.outcome = "failed"
@@ -72,7 +78,13 @@ class Recorder:
         return report
 
     def _now(self) -> dict[str, float]:
-        now = {"seconds": time.perf_counter(), "processor": time.process_time(), "children": _children()}
+        now = {
+            "seconds": time.perf_counter(),
+            "processor": time.process_time(),
+            "interpreters": _children() - self._exporting,
+            "exporting": self._exporting,
+            "forked": processes.processor_seconds,
+        }
         for cause in CAUSES:
             now[cause] = self._seconds[cause]
             now[f"{cause}_count"] = self._counts[cause]
@@ -87,8 +99,9 @@ class Recorder:
             known["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         elif report.failed:
             known["outcome"] = "failed"
-        if report.when == "teardown":
-            known.update(report.costs)
+        crashed = report.when == "???"  # and with it a worker, which has nothing more to say
+        if report.when == "teardown" or crashed:
+            known.update(dict.fromkeys(COSTS, 0) if crashed else report.costs)
             with self._path.open("a") as file:
                 file.write(json.dumps(known) + "\n")
 
@@ -97,7 +110,7 @@ _BEFORE = pytest.StashKey[dict[str, float]]()
 
 
 def _children() -> float:
-    """Seconds of a processor that children took, of which an end is known; exports among them."""
+    """Seconds of a processor that children took, of which an end is known: exports, new interpreters."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -111,7 +124,6 @@ def start(config: pytest.Config) -> None:
     recorder = Recorder(Path(path), not hasattr(config, "workerinput"), limit)
     from ort_trainer.sources.torch.builder import GraphBuilder
     from ort_trainer.training.loop import TrainingLoop
-    from tests import processes
 
     recorder.measure(GraphBuilder, "_build", "exports")
     recorder.measure(TrainingLoop, "step", "steps")

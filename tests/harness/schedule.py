@@ -23,17 +23,17 @@ class ByFile(LoadScopeScheduling):
 
 
 class InOrder(ByFile):
-    """The same, but files keep their order, and those of their tests that are certain to run come before the others.
+    """The same, but files keep their order, and those of their tests that have a lower rank come before the others.
 
     Args:
-        is_certain: Whether a test is one of these.
+        rank: What a test comes after; see ``Affected``.
         args: What every scheduler takes.
     """
 
-    def __init__(self, is_certain: Callable[[str], bool], *args: Any) -> None:
+    def __init__(self, rank: Callable[[str], int], *args: Any) -> None:
         super().__init__(*args)
-        self._is_certain = is_certain
+        self._rank = rank
         self.config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
-        return f"{super()._split_scope(nodeid)} {self._is_certain(nodeid)}"
+        return f"{super()._split_scope(nodeid)} {self._rank(nodeid)}"
