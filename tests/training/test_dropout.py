@@ -86,17 +86,21 @@ class Noise(nn.Module):
             torch.empty_like(x).uniform_(-1, 3),
             torch.empty_like(x).normal_(5.0, 0.5),
             torch.randn(x.shape),
+            torch.empty_like(x).exponential_(2.0),
+            torch.empty_like(x).bernoulli_(0.2),
+            torch.randperm(x.shape[1]).float().expand(x.shape),
         )
         return (sum(d.sum() for d in draws) * self.scale, *draws)
 
 
-def test_other_random_operators() -> None:
-    names = ["randn_like", "rand", "bernoulli", "randint", "uniform", "normal", "randn"]
+@pytest.mark.parametrize("step", ["train_step", "eval_step"])
+def test_other_random_operators(step: str) -> None:
+    names = ["randn_like", "rand", "bernoulli", "randint", "uniform", "normal", "randn", "exponential"]
+    names += ["bernoulli_", "randperm"]
     desc = {"inputs": [("x", ["n", 1000])], "outputs": [("loss", [], True), *((n, ["n", 1000]) for n in names)]}
     trainer = ORTTrainer(Noise(), desc, optim.SGDConfig(lr=0.0))
     x = torch.zeros(20, 1000)
-    first = dict(zip(names, trainer.train_step(x)[1:], strict=True))
-    second = dict(zip(names, trainer.train_step(x)[1:], strict=True))
+    first, second = (dict(zip(names, getattr(trainer, step)(x)[1:], strict=True)) for _ in range(2))
     moments = {
         "randn_like": (1, 2),
         "rand": (0.5, 12**-0.5),
@@ -105,12 +109,17 @@ def test_other_random_operators() -> None:
         "uniform": (1, 4 * 12**-0.5),
         "normal": (5, 0.5),
         "randn": (0, 1),
+        "exponential": (0.5, 0.5),
+        "bernoulli_": (0.2, 0.4),
+        "randperm": (499.5, 999999**0.5 / 12**0.5),
     }
     for name, (mean, deviation) in moments.items():
         assert first[name].mean().item() == pytest.approx(mean, abs=0.05), name
         assert first[name].std().item() == pytest.approx(deviation, rel=0.05), name
         assert not torch.equal(first[name], second[name]), name
     assert set(first["randint"].unique().tolist()) == {2.0, 3.0, 4.0}
+    assert first["exponential"].min() > 0
+    assert torch.equal(first["randperm"][0].sort().values, torch.arange(1000.0))
 
 
 def _path(own: nn.Module, h: torch.Tensor) -> torch.Tensor:

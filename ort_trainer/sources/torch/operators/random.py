@@ -13,6 +13,7 @@ from ....errors import ExportError
 from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from ..random_inputs import Lifter
 from ..source_lines import source_line
+from .creation import _number
 from .registry import Value, keep, op, random_operator, replacement, translation
 
 aten = torch.ops.aten
@@ -171,6 +172,35 @@ def _normal_tensors(lifter: Lifter, node: torch.fx.Node) -> None:
 def _normal_numbers(lifter: Lifter, node: torch.fx.Node) -> None:
     mean, deviation = node.args[:2]
     _affine(lifter, node, "normal", deviation, mean)
+
+
+@translation(aten.uniform.default)
+def _translate_uniform(value: Value, low: float = 0.0, high: float = 1.0, generator: None = None) -> Value:
+    """Of evaluation, where ONNX Runtime draws; so are the following."""
+    return op.RandomUniformLike(value, low=low, high=high)
+
+
+@translation(aten.bernoulli.default)
+def _translate_bernoulli(probability: Value, generator: None = None) -> Value:
+    """1 where a uniform number is below the probability; ONNX's Bernoulli gives 1 where it is greater."""
+    return op.CastLike(op.Less(op.RandomUniformLike(probability), probability), probability)
+
+
+@translation(aten.exponential.default)
+def _translate_exponential(value: Value, rate: float = 1.0, generator: None = None) -> Value:
+    """-log(1 - u) / rate; like PyTorch's it is never 0, whose logarithm a Gumbel distribution takes."""
+    least = 2.0**-24
+    return op.Mul(
+        op.Neg(op.Log(op.RandomUniformLike(value, low=least, high=1.0 - least))), _number(1.0 / rate, value.dtype)
+    )
+
+
+@translation(aten.randperm.default)
+def _translate_randperm(n: Any, dtype: int = ir.DataType.INT64, **placement: Any) -> Value:
+    """The order of uniform numbers."""
+    size = op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [1])
+    _, order = op.TopK(op.RandomUniformLike(op.ConstantOfShape(size), dtype=ir.DataType.DOUBLE), size)
+    return order if dtype in (-1, ir.DataType.INT64) else op.Cast(order, to=dtype)
 
 
 @random_operator(aten.exponential.default)
