@@ -24,7 +24,7 @@ class _OverTorch(OptimizerConfig):
         optimizer: The optimizer.
 
     Attributes:
-        optimizer: As given.
+        optimizer: As given, or what a library has wrapped.
         names: Of the parameters of each group.
     """
 
@@ -32,7 +32,7 @@ class _OverTorch(OptimizerConfig):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Nothing of the base's: it keeps values, and here they are the optimizer's.
-        self.optimizer = optimizer
+        self.optimizer = _unwrapped(optimizer)
         self.names: list[list[str]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._from_bases = False
@@ -197,6 +197,7 @@ class TorchOptimizerConfig(_OverTorch):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
+        optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise ValueError(
                 "torch.optim.SparseAdam needs sparse gradients, and graphs make dense ones: use torch.optim.Adam, or "
@@ -224,6 +225,15 @@ class TorchOptimizerConfig(_OverTorch):
         return _TorchRule(self.name)
 
 
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer inside a wrapper whose ``step`` has to do with devices and gradient scaling alone."""
+    while type(optimizer).__module__.partition(".")[0] in _WRAPPERS and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+# What Accelerator.prepare and Fabric.setup return.
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric")
 _Hyper = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -341,6 +351,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"from_torch takes an optimizer of torch.optim, but {shown(optimizer)} was given")
+    optimizer = _unwrapped(optimizer)
     try:
         entry = equivalent_rule(optimizer)
     except ValueError as error:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.optim.torch_optimizer import TorchOptimizerConfig
 from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -312,6 +313,24 @@ def test_an_optimizer_may_have_frozen_weights() -> None:
     both.theirs.step()
     for name, value in both.reference.state_dict().items():
         assert_close(both.model.state_dict()[name], value, 1e-5, name)
+
+
+def test_an_optimizer_in_a_librarys_wrapper() -> None:
+    from accelerate import Accelerator
+
+    model = MLP()
+    wrapped = Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    trainer = mlp_trainer({}, wrapped, model)
+    assert trainer.optim_config.optimizer is wrapped.optimizer
+    assert optim.from_torch(wrapped).optimizer is wrapped.optimizer
+    trainer.train_step(*mlp_batches(1)[0])
+    assert len(wrapped.state) == 4
+
+    class Lookahead(torch.optim.SGD):  # has another one inside, and a step of its own
+        optimizer = wrapped.optimizer
+
+    outer = Lookahead(model.parameters())
+    assert TorchOptimizerConfig(outer).optimizer is outer
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {

@@ -34,6 +34,11 @@ def check_model(model: nn.Module) -> None:
                 f"{where} is the result of torch.compile(), which leaves nothing to export: use the module inside, "
                 f"{where}._orig_mod"
             )
+    if type(model).__name__ == "_FabricModule":
+        raise TypeError(
+            "model is what Fabric.setup() returned, whose forward casts and moves what it is given: use the module "
+            "inside, model.module; the trainer has options for devices and mixed precision"
+        )
     name = type(model).__name__
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]

@@ -36,11 +36,16 @@ def made_in_inference_mode() -> nn.Module:
         return MLP()
 
 
+class _FabricModule(MLP):
+    """Stands for what Fabric makes of a model, which is known by its name."""
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: torch.compile(MLP()), TypeError, r"model is the result of torch.compile\(\).*model._orig_mod"),
         (lambda: nn.DataParallel(MLP()), TypeError, "model is a DataParallel.*use the module inside, model.module"),
+        (lambda: _FabricModule(), TypeError, r"Fabric.setup\(\) returned.*use the module inside, model.module"),
         (lambda: torch.jit.script(nn.Linear(8, 3)), TypeError, "model is a TorchScript module"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 3))), TypeError, "model.0 is a TorchScript module"),
         (lazy, ValueError, r"\['fc1.weight', 'fc1.bias'\] of MLP are lazy.*run the model once"),
