@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -196,3 +197,73 @@ def test_a_changed_closure_is_used_with_a_warning() -> None:
     factor = 1.0
     assert_close(trainer.train_step(x, y)[0], expected, 1e-5, "loss")
     assert len(trainer.session.graphs(True)) == 2
+
+
+def _in_closure(weight: torch.Tensor) -> Any:
+    return lambda logits, label: F.cross_entropy(logits, label, weight=weight)
+
+
+def _in_containers(weight: torch.Tensor) -> Any:
+    held = {"weights": [weight]}
+    return lambda logits, label: F.cross_entropy(logits, label, weight=held["weights"][0])
+
+
+def _in_module(weight: torch.Tensor) -> Any:
+    module = nn.CrossEntropyLoss(weight=weight)
+    return lambda logits, label: module(logits, label)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: nn.CrossEntropyLoss(weight=weight),
+        lambda weight: functools.partial(F.cross_entropy, weight=weight),
+        _in_closure,
+        _in_containers,
+        _in_module,
+    ],
+    ids=["module", "partial", "closure", "containers", "module in a closure"],
+)
+def test_tensors_that_a_loss_holds_are_watched(make: Any) -> None:
+    model, weight = MLP(), torch.ones(3)
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.0), make(weight))
+    x, y = mlp_batches(1)[0]
+
+    def check() -> None:
+        expected = F.cross_entropy(model(x), y, weight=weight).detach()
+        assert_close(trainer.train_step(x, y)[0], expected, 1e-5, "loss")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check()
+        check()
+    weight[0] = 5.0
+    with pytest.warns(UserWarning, match="loss_fn reads .* of which a tensor has changed: the model is exported anew"):
+        check()
+    weight.fill_(1.0)
+    check()
+    assert len(trainer.session.graphs(True)) == 2
+
+
+def test_another_tensor_in_a_loss() -> None:
+    model, loss_fn = MLP(), nn.CrossEntropyLoss(weight=torch.ones(3))
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.0), loss_fn)
+    x, y = mlp_batches(1)[0]
+    for _ in range(2):
+        assert_close(trainer.train_step(x, y)[0], loss_fn(model(x), y).detach(), 1e-5, "loss")
+        loss_fn.weight = torch.tensor([1.0, 2.0, 3.0])
+
+
+def test_a_loss_that_reads_the_model_is_not_exported_anew() -> None:
+    model = MLP()
+
+    def loss_fn(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, label) + 0.0 * len(list(model.children()))
+
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.1), loss_fn)
+    for x, y in mlp_batches(2):
+        model.train()
+        trainer.train_step(x, y)
+        model.eval()
+        trainer.eval_step(x, y)
+    assert len(trainer.session.graphs(True)) == len(trainer.session.graphs(False)) == 1

@@ -53,7 +53,7 @@ class TorchSource(ModelSource):
         self._watches = [self._watch]
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
-        self._loss_watch = LossWatch(loss_fn)
+        self._loss_watch = LossWatch(loss_fn, model)
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
         self._shared = SharedTensors(model) if options.utils.share_weights else None
         tensors = {

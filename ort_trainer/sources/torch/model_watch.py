@@ -17,7 +17,7 @@ from ...errors import shown
 from ...interrupts import uninterrupted
 from .step_module import canonical_names
 
-__all__ = ["ModelWatch"]
+__all__ = ["ModelWatch", "settings_of"]
 
 _log = logging.getLogger(__name__)
 _OWN_OF_MODULE = frozenset(nn.Module().__dict__)
@@ -55,7 +55,7 @@ class ModelWatch:
         self._dicts = [module.__dict__ for _, module in self._modules]
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
-        self._keys = [("training", *_settings(module)) for _, module in self._modules]
+        self._keys = [("training", *settings_of(module)) for _, module in self._modules]
         # A second key, as of one alone itemgetter gives no tuple.
         self._getters = [itemgetter("training", *keys) for keys in self._keys]
         self._tensors = [
@@ -259,7 +259,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if "training" in module.__dict__]
 
 
-def _settings(module: nn.Module) -> list[str]:
+def settings_of(module: nn.Module) -> list[str]:
     """Returns the names of the attributes that are settings."""
     kept = _assigned_in_forward(type(module).forward)
     return [
