@@ -56,7 +56,8 @@ class KernelRunner(GraphRunner):
         generator: torch.Generator | None = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. ``destinations`` are needed every time, or never."""
-        given = dict(batch)
+        # Graphs take and give bfloat16 as fp32.
+        given = {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in batch.items()}
         if self.graph.loss_scale is not None and loss_scale is not None:
             given[self.graph.loss_scale.name] = loss_scale
         given |= zip((spec.name for spec, _ in plan.random), self._draw(plan, generator), strict=True)
@@ -68,6 +69,8 @@ class KernelRunner(GraphRunner):
         for output in plan.outputs:
             if output.dtype is torch.bool:
                 results[output.name] = results[output.name].view(torch.bool)
+            elif output.bound is not output.dtype:
+                results[output.name] = results[output.name].to(output.dtype)
         return results, {**found, **(destinations or {})}
 
     def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...runtime.aten.halves import slow_halves
 from ...runtime.installed import engine_identity
 from ..export_cache import SOURCES_AT_IMPORT, hash_of_sources
 from .operators.registry import is_extended
@@ -113,7 +114,7 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
     yield f"training {training} device {device}"
     yield f"trainable {sorted(step.trainable)}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
-    yield f"options {step.kernels} {step.fast_random}"
+    yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"
     yield f"description {_value(step.description.to_dict())} {step.description.has_open_outputs}"
     yield f"canonical {canonical_names(step.model)}"
     # Whose layers are recomputed depends on the classes of all modules.

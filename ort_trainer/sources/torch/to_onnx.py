@@ -53,7 +53,7 @@ def to_onnx(
     model.graph.inputs.extend(values[node] for node, _ in inputs)
     for node, tensor in constants.items():
         if values[node].uses() or values[node].is_graph_output():
-            values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=values[node].name)
+            values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous(), name=values[node].name)
             model.graph.register_initializer(values[node])
     # One value can be two results, or an input and a result: ONNX requires separate values.
     common_passes.OutputFixPass()(model)

@@ -21,6 +21,7 @@ from .values import Node, base_of, memory_order
 
 __all__ = ["KernelModel", "kernel_model"]
 
+aten = torch.ops.aten
 Named = Sequence[tuple[Node, str]]
 
 
@@ -53,16 +54,41 @@ def kernel_model(
     Raises:
         ExportError: If there is something that no program can do.
     """
-    for node, name in (*inputs, *results):
-        if node.meta["val"].dtype == torch.bfloat16:
-            raise ExportError(f"{name!r} is of bfloat16, which is not handed to PyTorch's kernels")
     graph = found.module.graph
+    for node, name in inputs:
+        if node in found.state and node.meta["val"].dtype == torch.bfloat16:
+            raise ExportError(f"{name!r} is of bfloat16, which is not handed to PyTorch's kernels")
+    _widen_interface(graph, [node for node, _ in inputs])
     (end,) = graph.find_nodes(op="output")
-    end.args = (tuple(node for node, _ in results),)
+    end.args = (tuple(_widened(node, end) for node, _ in results),)
     rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     builder = _Builder(found, inputs, results, batch)
     return KernelModel(builder.model(), builder.programs, builder.operators)
+
+
+def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
+    """Makes bfloat16 inputs fp32, with a cast behind them: NumPy, which names types to ONNX Runtime, has none."""
+    (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
+    for node in inputs:
+        if node.meta["val"].dtype == torch.bfloat16:
+            with graph.inserting_before(first):
+                narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
+            narrow.meta.update(node.meta)
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node,)
+            node.meta["val"] = node.meta["val"].float()
+
+
+def _widened(result: Node, end: Node) -> Node:
+    """Returns a result, or its fp32 copy if it is of bfloat16."""
+    if result.meta["val"].dtype != torch.bfloat16:
+        return result
+    with end.graph.inserting_before(end):
+        wide = end.graph.call_function(aten._to_copy.default, (result,), {"dtype": torch.float32})
+    wide.meta.update(result.meta)
+    wide.meta["val"] = result.meta["val"].float()
+    return wide
 
 
 class _Builder:
@@ -95,7 +121,7 @@ class _Builder:
         for node, tensor in self._constants.items():
             name = self._names.unique(node.name)
             value = self._values[node] = _value(node, name)
-            value.const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=name)
+            value.const_value = ir.tensor(tensor.detach().cpu().contiguous(), name=name)
             value.shape = ir.Shape(tensor.shape)
             initializers.append(value)
         results = self._assign_results()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
+from ort_trainer.sources.torch.kernels import rewrites
+from ort_trainer.sources.torch.kernels.rewrites import halves
+
+from ....helpers import assert_close
 from .calls import LARGE, Function, needs_pytorch, trained
 
 pytestmark = needs_pytorch
@@ -72,3 +79,56 @@ def test_views_that_lead_back_are_gone() -> None:
     calls = trained(lambda x: x.t().t().reshape(-1, 5).view(-1, 5).detach() * x)
     assert "aten.detach.default" not in calls
     assert calls["aten.reshape.default"] == 1, "of the gradient of the bias, a sum over rows"
+
+
+class Halves(nn.Module):
+    """A convolution, products, attention and an LSTM in halves, and a constant of that type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.both, self.head = nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 24), nn.Linear(8, 4)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        query, key, value = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.both(x).chunk(3, 2))
+        x = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = self.lstm(torch.maximum(x, torch.tensor(-1.0, dtype=x.dtype)))[0]
+        return self.head(x @ (x.transpose(1, 2) @ x))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_of_halves_that_the_processor_lacks_are_done_in_fp32(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(graph: torch.fx.Graph) -> None:
+        products = [node for node in graph.nodes if node.target in halves._PRODUCTS]
+        operands = [operand.meta["val"] for node in products for operand in node.all_input_nodes]
+        assert len(products) > 10
+        assert not [value for value in operands if isinstance(value, torch.Tensor) and value.dtype == half]
+
+    half = getattr(torch, dtype)
+    monkeypatch.setattr(halves, "slow_halves", lambda: (half,))
+    monkeypatch.setattr(rewrites, "_REWRITES", (*rewrites._REWRITES, check))
+    model, draw = Halves(), torch.Generator().manual_seed(0)
+    reference, x = copy.deepcopy(model), torch.randn(3, 6, 4, generator=draw)
+    options = ORTTrainerOptions(
+        {
+            "mixed_precision": {
+                "enabled": True,
+                "dtype": dtype,
+                "loss_scaler": amp.DynamicLossScaler(automatic_update=False, loss_scale=8.0),
+            },
+            "utils": {"kernels": "pytorch", "grad_norm_clip": False, "cache_exports": False},
+        }
+    )
+    ours = ORTTrainer(model, "auto", optim.SGDConfig(lr=1.0), loss_fn=F.mse_loss, options=options)
+    loss = ours.train_step(x, torch.ones(3, 6, 4))[0]
+    with torch.autocast("cpu", half):
+        expected = F.mse_loss(reference(x), torch.ones(3, 6, 4))
+    (expected * 8.0).backward()
+    relative = 4e-3 if dtype == "float16" else 3e-2
+    assert_close(loss, expected.detach(), relative, "loss")
+    for (name, after), before in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert before.grad is not None
+        assert_close(before.detach() - after.detach(), before.grad / 8.0, relative, name)

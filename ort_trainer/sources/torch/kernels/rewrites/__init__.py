@@ -6,12 +6,14 @@ import torch
 
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
+from .halves import widen_products
 from .linear import use_onednn
 from .views import drop_needless_views
 
 __all__ = ["rewrite", "rewrite_forward"]
 
-_REWRITES = (drop_needless_views, use_onednn, fuse_cross_entropy)
+# oneDNN's products are of fp32, and so of what is widened.
+_REWRITES = (drop_needless_views, widen_products, use_onednn, fuse_cross_entropy)
 
 
 def rewrite_forward(graph: torch.fx.Graph) -> None:

@@ -1,0 +1,125 @@
+"""Products of halves on processors that have no arithmetic for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from .....runtime.aten.halves import slow_halves
+from ..values import Node
+
+__all__ = ["widen_products"]
+
+aten = torch.ops.aten
+
+_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    torch.ops.ort_trainer.steps.default,
+)
+# Of these views the wider value is a view, too, so that the value itself is cast, and once for all of its views.
+_WHOLE = (
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+# A wider value is used again so many operators later, and made anew after that: it takes twice the memory.
+_NEAR = 40
+
+
+def widen_products(graph: torch.fx.Graph) -> None:
+    """Computes products of halves in fp32, and rounds the result, where the processor has no arithmetic for halves::
+
+        mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
+
+    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What goes in
+    and comes out is rounded as before; what attention and recurrent layers keep within is rounded no more.
+    """
+    dtypes = slow_halves()
+    if dtypes:
+        widener = _Widener(graph, dtypes)
+        for position, node in enumerate(list(graph.nodes)):
+            if node.target in _PRODUCTS and any(map(widener.is_half, node.all_input_nodes)):
+                widener.widen(node, position)
+
+
+class _Widener:
+    def __init__(self, graph: torch.fx.Graph, dtypes: Collection[torch.dtype]) -> None:
+        self._graph, self._dtypes = graph, dtypes
+        self._wide: dict[Node, tuple[int, Node]] = {}
+
+    def is_half(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.dtype in self._dtypes
+
+    def widen(self, node: Node, position: int) -> None:
+        """Puts casts around a product."""
+        assert not isinstance(node.target, str)
+        with self._graph.inserting_before(node):
+            args, kwargs = torch.fx.map_arg(
+                (node.args, node.kwargs), lambda value: self._widened(value, position) if self.is_half(value) else value
+            )
+            product = self._graph.call_function(node.target, args, kwargs)
+            product.meta.update(node.meta)
+            product.meta["val"] = self._wide_fake(node.meta["val"])
+            if isinstance(node.meta["val"], torch.Tensor):
+                self._replace(node, product)
+            else:
+                for part in list(node.users):
+                    self._replace(part, self._graph.call_function(operator.getitem, (product, part.args[1])))
+        self._graph.erase_node(node)
+
+    def _replace(self, node: Node, wide: Node) -> None:
+        """Puts the rounded result in the place of a result, or of a part of one."""
+        dtype = node.meta["val"].dtype
+        if wide.op == "call_function" and wide.target is operator.getitem:
+            wide.meta.update(node.meta)
+            wide.meta["val"] = self._wide_fake(node.meta["val"])
+        result = self._cast(wide, dtype, node) if dtype in self._dtypes else wide
+        node.replace_all_uses_with(result)
+        if node.target is operator.getitem:
+            self._graph.erase_node(node)
+
+    def _widened(self, node: Node, position: int) -> Node:
+        known = self._wide.get(node)
+        if known is not None and position - known[0] < _NEAR:
+            return known[1]
+        if node.target in _WHOLE:
+            base = self._widened(node.all_input_nodes[0], position)
+            wide = self._graph.call_function(node.target, (base, *node.args[1:]), node.kwargs)
+            wide.meta.update(node.meta)
+            wide.meta["val"] = self._wide_fake(node.meta["val"])
+        else:
+            wide = self._cast(node, torch.float32, node)
+        self._wide[node] = position, wide
+        return wide
+
+    def _cast(self, value: Node, dtype: torch.dtype, origin: Node) -> Node:
+        new = self._graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+        new.meta.update(origin.meta)
+        new.meta["val"] = value.meta["val"].to(dtype)
+        return new
+
+    def _wide_fake(self, value: Any) -> Any:
+        """Returns fake tensors, of which those of halves are fp32."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._wide_fake, value))
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype in self._dtypes else value
