@@ -14,7 +14,7 @@ from typing import Any
 
 from .import_map import ROOT
 
-__all__ = ["BUILD", "STOCK", "Ended", "Step", "pytest_step", "python"]
+__all__ = ["BUILD", "STOCK", "Ended", "Step", "last_failed_in", "pytest_step", "python"]
 
 BUILD = ROOT / "build" / "tests"
 STOCK = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / ".stock"), os.environ.get("PYTHONPATH")]))}

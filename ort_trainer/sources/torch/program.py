@@ -21,7 +21,7 @@ from .checkpoint_marks import marked_checkpoints
 from .composites import exportable_functions
 from .explain import explain
 from .size_one import watch_size_one
-from .source_lines import source_line
+from .source_lines import source_line, users_lines_of_conditions
 from .step_module import StepModule
 
 __all__ = ["Program", "capture_program", "capturing", "names_in_model"]
@@ -88,6 +88,7 @@ def capture_program(
         watch_autograd() as custom_backward,
         watch_size_one() as special,
         marked_checkpoints(),
+        users_lines_of_conditions(),
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)

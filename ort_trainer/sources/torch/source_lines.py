@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import linecache
+import os
 import re
+import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,6 +31,7 @@ __all__ = [
     "operator_of",
     "source_line",
     "source_line_of_error",
+    "users_lines_of_conditions",
 ]
 
 _ONNX_TRACE = "pkg.torch.onnx.stack_trace"
@@ -32,6 +41,8 @@ _TORCH = Path(torch.__file__).parent
 _LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
 # What of PyTorch computes in Python; the rest of it is between a model and its capture.
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+_PYTHON = str(Path(os.__file__).parent)
+_CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))
 _CALLS_OPERATOR = str(_TORCH / "_ops.py")
 _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 
@@ -92,12 +103,47 @@ def line_of_condition(place: Any) -> str:
     Args:
         place: What torch notes with a condition, whose own text cuts the path.
     """
+    if place.maybe_user_loc is not None:
+        return str(place.maybe_user_loc)
     frame = place.framework_loc
     if not isinstance(frame, traceback.FrameSummary):
         return str(place).strip("()")
     if frame.filename == _CALLS_OPERATOR:
         return ""
     return _shown((frame.filename, str(frame.lineno), frame.name, frame.line or "")).removesuffix(": ")
+
+
+@contextlib.contextmanager
+def users_lines_of_conditions() -> Iterator[None]:
+    """Lets torch note the line of the user's code with every condition on sizes; by itself it notes its own alone."""
+    original = ShapeEnv._get_sloc
+    uninteresting_files().add(__file__)
+
+    def noted(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        place, line = original(self, *args, **kwargs), _current_line_of_the_user()
+        return place if line is None else dataclasses.replace(place, maybe_user_loc=line)
+
+    ShapeEnv._get_sloc = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._get_sloc = original  # type: ignore[method-assign]
+
+
+def _current_line_of_the_user() -> str | None:
+    """Returns the innermost line that runs now of model and loss, without lines of PyTorch, this package and Python."""
+    frame: FrameType | None = sys._getframe(2)
+    found = None
+    while frame is not None and frame.f_code.co_filename != _CALLS_MODEL:
+        file = frame.f_code.co_filename
+        of_python = file.startswith(_PYTHON) and "site-packages" not in file
+        if found is None and not of_python and not file.startswith((*_LIBRARIES, "<")):
+            found = frame
+        frame = frame.f_back
+    if frame is None or found is None:
+        return None
+    file, line = found.f_code.co_filename, found.f_lineno
+    return _shown((file, str(line), found.f_code.co_name, linecache.getline(file, line)))
 
 
 def library_line_of_error(error: BaseException) -> str:

@@ -112,10 +112,10 @@ class SymbolTable:
 
     def reason(self, name: str) -> str:
         """Returns where the model fixed a symbolic dimension; "" where the exporter does not know."""
-        for guard in self._shape_env.guards:
-            if any(self._names.get(symbol) == name for symbol in guard.expr.free_symbols):
-                return line_of_condition(guard.sloc)
-        return ""
+        about = [g for g in self._shape_env.guards if any(self._names.get(s) == name for s in g.expr.free_symbols)]
+        # An equality fixes a size, a bound that was asked for before it need not.
+        about.sort(key=lambda guard: not isinstance(guard.expr, sympy.Eq))
+        return line_of_condition(about[0].sloc) if about else ""
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
         if not expression.free_symbols <= set(self._names):
