@@ -119,7 +119,7 @@ def main() -> int:
 
 def _run(step: Step, after_failure: bool) -> Ended:
     if step.needs_all and after_failure:
-        return Ended(step, 0, 0.0, "an earlier step has failed")
+        return Ended(step, 0, 0.0, f"an earlier step has failed; {step.line()} goes on all the same")
     print(f"== {step.name}", flush=True)
     start = time.perf_counter()
     skipped = step.file("skipped")
