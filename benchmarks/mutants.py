@@ -36,6 +36,8 @@ FOLDER = ROOT / "build" / "mutants"
 PATIENCE = 3
 # How many tests of other rooms are asked, the shortest first.
 OTHERS = 60
+# How many are drawn together: a long one of them keeps one processor, and the others share the other one.
+AT_ONCE = 8
 # What an operator is changed into.
 _OPERATORS = ("+ -", "- +", "* +", "/ *", "// *", "| &", "& |", "< <=", "<= <", "> >=", ">= >", "== !=", "!= ==")
 _OTHER = dict(pair.split() for pair in _OPERATORS) | {"and": "or", "or": "and", "in": "not in", "not in": "in"}
@@ -225,7 +227,7 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         while len(rows) < given.count:
             drawn: list[Mutant] = []
-            while len(drawn) < 2:
+            while len(drawn) < AT_ONCE:
                 path, line = draw.choice(lines)
                 found = list(mutants_of(path, {line}))
                 drawn += [draw.choice(found)] if found else []

@@ -201,6 +201,12 @@ class Cased(nn.Module):
             return y * 2
         if self.case == "inside PyTorch":
             return y + F.one_hot(x.argmax(1))[:, :1]  # the call
+        if self.case == "gradient":
+            return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum()
+        if self.case == "function's gradient":
+            return y + torch.func.grad(lambda value: self.fc(value).sum())(x).sum()
+        if self.case == "numpy":
+            return y + int(y.detach().numpy().argmax())
         if self.case == "string":
             return {"a": y, "b": "text"}
         if self.case == "untranslated":
@@ -228,6 +234,16 @@ class Cased(nn.Module):
             F.cross_entropy,
             "depends on the values.*test_trainer.py.*the call.*which calls.*in one_hot.*this function of PyTorch",
         ),
+        *(
+            (
+                case,
+                {},
+                F.cross_entropy,
+                r"Cased can't be captured: it differentiates in its own.*\(docs/cookbook.md#a-penalty-on-gradients\)",
+            )
+            for case in ("gradient", "function's gradient")
+        ),
+        ("numpy", {}, F.cross_entropy, r"takes values out of a tensor with .numpy\(\).*or before the step, in PyTorch"),
         (
             "string",
             {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]},

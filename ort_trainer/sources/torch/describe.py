@@ -15,7 +15,7 @@ from ...nested import Layout, argument_of, rebuild
 from ...options import ModelDescription
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
-from .source_lines import source_line_of_error
+from .source_lines import differentiates_in, source_line_of_error
 from .step_module import LossFunction, label_parameters, named_outputs
 
 __all__ = ["describe", "name_sample"]
@@ -217,6 +217,12 @@ def _outputs(
         except ExportError:
             raise
         except Exception as error:
+            if differentiates_in(error):
+                from .explain import gradients_within  # which imports what an export needs
+
+                raise ExportError(
+                    f"{type(model).__name__} can't be captured: {gradients_within()}\n  {source_line_of_error(error)}"
+                ) from error
             raise ExportError(
                 f"model_desc='auto' runs {type(model).__name__} on the first batch to see what it returns, which "
                 f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}"

@@ -9,15 +9,17 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 
-from .source_lines import library_line_of_error, source_line, source_line_of_error
+from .source_lines import differentiates_in, library_line_of_error, source_line, source_line_of_error
 
-__all__ = ["explain", "unsupported_input", "way_out"]
+__all__ = ["explain", "gradients_within", "unsupported_input", "way_out"]
 
 _BY_VALUES = "depends on the values of tensors, which a graph does not know"
 
 
 def explain(error: Exception, exporter: str, model: str) -> str:
     """Returns what the exporter could not do, where, and what to do instead."""
+    if differentiates_in(error) or "functorch tensor" in str(error):
+        return f"{model} can't be captured: {gradients_within()}\n  {source_line_of_error(error)}"
     what, inner = None, library_line_of_error(error)
     if isinstance(error, (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound)):
         what = f"what it does next {_BY_VALUES}"
@@ -33,6 +35,12 @@ def explain(error: Exception, exporter: str, model: str) -> str:
             "Where it is an 'if', compute both and choose with torch.where; where it is a number taken out of a tensor "
             "(float(x), x.item()), keep the tensor; where it is a size (x[mask], nonzero), multiply by the mask instead"
         )
+    elif ".numpy()" in str(error):
+        what = "it takes values out of a tensor with .numpy(), and a graph does not know them"
+        hint = (
+            "Compute with tensors what depends on them; or before the step, in PyTorch under torch.no_grad() (the "
+            "hardest negatives of a batch, for one), and give the model the result as an input"
+        )
     else:
         what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
         hint = (
@@ -41,6 +49,16 @@ def explain(error: Exception, exporter: str, model: str) -> str:
         )
     where = source_line_of_error(error) + (f"\n  which calls {inner}" if inner else "")
     return f"{exporter} could not capture {model}: {what}\n  {where}\n{hint}"
+
+
+def gradients_within() -> str:
+    """Returns what is said about a gradient that model or loss ask for themselves."""
+    return (
+        "it differentiates in its own forward pass (torch.autograd.grad, backward, torch.func), and the graph of a "
+        "step has one backward pass. Compute that part of the loss in PyTorch: trainer.forward_backward() for the "
+        "rest, backward() for this part, which adds to the same p.grad, and trainer.optimizer_step() (docs/cookbook.md#"
+        "a-penalty-on-gradients)"
+    )
 
 
 def way_out(nodes: Iterable[torch.fx.Node]) -> str:

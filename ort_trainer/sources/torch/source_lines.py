@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 __all__ = [
+    "differentiates_in",
     "drop_source",
     "forward_line",
     "library_line_of_error",
@@ -43,6 +43,9 @@ _LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
 _PYTHON = str(Path(os.__file__).parent)
 _CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))
+_GRADIENTS = tuple(
+    str(_TORCH / part) for part in ("autograd/__init__.py", "autograd/functional.py", "_functorch/eager_transforms.py")
+)
 _CALLS_OPERATOR = str(_TORCH / "_ops.py")
 _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 
@@ -116,6 +119,8 @@ def line_of_condition(place: Any) -> str:
 @contextlib.contextmanager
 def users_lines_of_conditions() -> Iterator[None]:
     """Lets torch note the line of the user's code with every condition on sizes; by itself it notes its own alone."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files  # takes long to import
+
     original = ShapeEnv._get_sloc
     uninteresting_files().add(__file__)
 
@@ -153,6 +158,14 @@ def library_line_of_error(error: BaseException) -> str:
     inner = [frame for frame in frames[own[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if own else []
     inner = [frame for frame in inner if frame[0] != _CALLS_FORWARD]
     return _shown(inner[-1]) if inner else ""
+
+
+def differentiates_in(error: BaseException) -> bool:
+    """Returns whether an error comes from a gradient that model or loss ask for themselves."""
+    # torch.export reports what a transformation raised as an error of its own.
+    causes = [error, *filter(None, (error.__cause__, error.__context__))]
+    frames = [frame for cause in causes for frame in _frames_of_error(cause)]
+    return any(frame[0] in _GRADIENTS and frame[2] not in ("no_grad", "__exit__") for frame in frames)
 
 
 def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
