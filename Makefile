@@ -108,6 +108,7 @@ test-browser: browser-build
 bench: setup-stock
 	$(BIN)/python benchmarks/train_step.py --write
 	$(BIN)/python benchmarks/rewrites.py --write
+	$(BIN)/python benchmarks/precisions.py --write
 	$(BIN)/python benchmarks/data_parallel.py --write
 
 fidelity: setup

@@ -11,7 +11,9 @@ from turns import Training
 if TYPE_CHECKING:
     from step_models import Batch
 
-__all__ = ["ROWS", "Row", "ort_training"]
+__all__ = ["HALVES", "ROWS", "Row", "ort_training"]
+
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Row:
         model: Name in ``step_models.MODELS``.
         steps: Steps of a block.
         dropout: Whether the model keeps its dropout.
-        bf16: Whether with mixed precision in bfloat16.
+        precision: ``fp32``, or that of mixed precision, a key of ``HALVES``.
         accumulation: Micro-batches of an update.
     """
 
@@ -33,7 +35,7 @@ class Row:
     model: str
     steps: int
     dropout: bool = True
-    bf16: bool = False
+    precision: str = "fp32"
     accumulation: int = 1
 
 
@@ -46,7 +48,8 @@ ROWS = {
     "bert-no-dropout": Row("the same without dropout", "BERT, no dropout", "bert", 5, dropout=False),
     "gpt2": Row("GPT-2, 4 layers of 256, vocabulary 8000, 8 x 128 tokens", "GPT-2", "gpt2", 4),
     "gpt2-no-dropout": Row("the same without dropout", "GPT-2, no dropout", "gpt2", 4, dropout=False),
-    "bert-bf16": Row("BERT in bfloat16", "BERT, bfloat16", "bert", 5, bf16=True),
+    "bert-bf16": Row("BERT in bfloat16", "BERT, bfloat16", "bert", 5, precision="bf16"),
+    "bert-fp16": Row("BERT in fp16", "BERT, fp16", "bert", 5, precision="fp16"),
     "bert-accumulation": Row("BERT, 4 micro-batches an update", "BERT, 4 micro-batches", "bert", 8, accumulation=4),
 }
 
@@ -76,7 +79,7 @@ def ort_training(
             "utils": {"grad_norm_clip": False, **(utils or {})},  # the others do not clip either
             "batch": {"gradient_accumulation_steps": row.accumulation},
             "distributed": dict(distributed or {}),
-            "mixed_precision": {"enabled": row.bf16, "dtype": "bfloat16"} if row.bf16 else {},
+            "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
         }
     )
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
