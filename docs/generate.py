@@ -54,13 +54,12 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
         meta = rules["meta"]
         refused = f"refused beyond the default, `{rules['default']!r}`"
         if "only_default" in meta:
-            differs = f"{refused}, after `install()` a warning; {meta['only_default']}"
+            states[path] = f"{refused}, after `install()` a warning; {meta['only_default']}"
         elif "state" in meta:
             lenient = ", after `install()` a warning" if meta.get("idle") else ""
-            differs = f"{refused}{lenient}; each process trains the whole model"
+            states[path] = f"{refused}{lenient}; each process trains the whole model"
         else:
-            differs = meta.get("differs", "")
-        states[path] = f"works, differs: {differs}" if differs else "works"
+            states[path] = f"works, differs: {meta['differs']}" if meta.get("differs") else "works"
     for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:
         yield f"| `{spelling}` | `{path}` | {states[path]} |"
 

@@ -22,7 +22,7 @@ from .test_names import OPTIONS as OPTION_ROWS
 from .test_names import SESSION_ROWS, leaves
 
 CLASS = "onnxruntime.capi._pybind_state.TrainingParameters."
-REFUSED = re.compile(r"works, differs: refused beyond the default, `(.*?)`(, after `install\(\)` a warning)?; (.+)")
+REFUSED = re.compile(r"refused beyond the default, `(.*?)`(, after `install\(\)` a warning)?; (.+)")
 RULES = leaves(load_schema("trainer_options"))
 STATES = {old: state for old, new, state in OPTION_ROWS if new}
 NEW_NAMES = {old: new for old, new, _ in OPTION_ROWS if new}
