@@ -128,6 +128,10 @@ class TrainingSession:
         """Returns what a training step returns, or an evaluation step."""
         return list(self._module._runner(training).outputs)
 
+    def get_parameters_size(self, only_trainable: bool = True) -> int:
+        """Returns how many elements all parameters have together, or those that are trained."""
+        return self._module.get_parameters_size(only_trainable)
+
     def to_buffer(self, only_trainable: bool) -> OrtValue:
         """Returns the values of all parameters, or of those that are trained, one after the other, as a copy."""
         return self._module.get_contiguous_parameters(only_trainable)

@@ -21,9 +21,13 @@ _SUBMODULES = {
 def training_api_names() -> dict[str, dict[str, Any]]:
     """Returns modules of ``onnxruntime.training``, with the names that they get."""
     from .. import api  # with ONNX Runtime, which should be imported by then
+    from . import pairs
 
     modules = {_PACKAGE: _PUBLIC, **{f"{_PACKAGE}.{name}": names for name, names in _SUBMODULES.items()}}
-    return {module: {name: getattr(api, name) for name in names} for module, names in modules.items()}
+    return {
+        module: {name: getattr(pairs if name in pairs.__all__ else api, name) for name in names}
+        for module, names in modules.items()
+    }
 
 
 def install_alone() -> None:

@@ -170,6 +170,7 @@ def output_names(world: World) -> None:
 def sizes(world: World) -> None:
     assert world.module.get_parameters_size(False) == 4 * 5 + 5 + 5 * 3 + 3
     assert world.module.get_parameters_size() == world.module.get_parameters_size(True) == 5 + 5 * 3 + 3
+    assert [world.session.get_parameters_size(flag) for flag in (True, False)] == [5 + 5 * 3 + 3, 4 * 5 + 5 + 5 * 3 + 3]
 
 
 @checks("CopyParametersToBuffer", "Ort::TrainingSession::ToBuffer")

@@ -61,7 +61,8 @@ def test_names(row: tuple[str, str, str], exported: Exported, tmp_path: Path) ->
     found = resolve(new)
     assert found is not None
     if old.startswith(PYTHON):
-        assert resolve(old) == found
+        # Of a checkpoint's classes, which yield pairs there, they are classes derived from these.
+        assert getattr(resolve(old), "__name__", resolve(old)) == getattr(found, "__name__", found)
     for call in re.findall(r"(?:session|module|state|CheckpointState)\.(\w+)", said):  # what the last column shows
         assert any(hasattr(cls, call) for cls in (api.TrainingSession, api.Module, api.CheckpointState)), call
     CHECKS[old](World(exported, tmp_path))

@@ -59,4 +59,8 @@ from onnxruntime.training.api.checkpoint_state import Parameters, Properties  # 
 
 state = CheckpointState.load_checkpoint(f"{path_to_artifacts}/checkpoint")
 assert isinstance(state.parameters, Parameters) and isinstance(state.properties, Properties)
+for name, parameter in state.parameters:
+    assert parameter.name == name and state.parameters[name] is parameter
+assert list(state.properties) == list(state.properties.items()) == [("epoch", 1)]
+assert list(dict(state.parameters)) == [name for name, _ in state.parameters]
 print("epoch", state.properties["epoch"], len(state.parameters))
