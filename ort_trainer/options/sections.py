@@ -250,7 +250,7 @@ class UtilsOptions(Section):
     share_weights: Option[bool] = Option()
     """Trains the parameters and buffers of the given PyTorch model themselves, so that the model is current after every
     step, and what is changed in it is trained on."""
-    random_numbers: Option[Literal["fast", "pytorch"]] = Option()
+    random_numbers: Option[Literal["fast", "pytorch", "pytorch_global"]] = Option()
     """How dropout draws its masks: `fast` takes 16-bit numbers of NumPy's SFC64, `pytorch` the numbers that PyTorch
     draws for the same seed, mask for mask, at five to ten times the cost."""
     kernels: Option[Literal["auto", "onnxruntime", "pytorch"]] = Option()
@@ -273,7 +273,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     max_grad_value: float | None
     memory_efficient_gradient: bool
     share_weights: bool
-    random_numbers: Literal["fast", "pytorch"]
+    random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     kernels: Literal["auto", "onnxruntime", "pytorch"]
     cache_exports: bool
     run_symbolic_shape_infer: bool

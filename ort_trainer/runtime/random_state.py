@@ -1,4 +1,4 @@
-"""Keeps the random state of a run that fails."""
+"""Where random numbers come from, and the state of them before a run that fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["put_back_on_error"]
+__all__ = ["global_generator", "put_back_on_error"]
+
+
+def global_generator(device: torch.device) -> torch.Generator:
+    """Returns PyTorch's global generator for a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()  # type: ignore[no-untyped-call] # which makes them
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 class put_back_on_error:

@@ -18,7 +18,7 @@ from ..optim.update import Again, OptimizerUpdate
 from .aten.runner import KernelRunner, calls_pytorch
 from .engine import providers_for, session_options
 from .gradients import Gradients
-from .random_state import put_back_on_error
+from .random_state import global_generator, put_back_on_error
 from .runner import Check, GraphRunner, Plan, load
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StepSession:
         deterministic: Whether to ask ONNX Runtime for deterministic kernels.
         provider_options: Execution provider -> its options.
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit.
-        seed: Seed of the random numbers of training (dropout).
+        seed: Seed of the random numbers of training (dropout); None for those of PyTorch's global generator.
         gradient_memory: Where gradients are to lie, by parameter name; None if that may be anywhere.
         parts: What of each parameter this process updates; None for all of it.
     """
@@ -69,7 +69,7 @@ class StepSession:
         deterministic: bool = False,
         provider_options: Mapping[str, Mapping[str, object]] | None = None,
         mem_limit: int = 0,
-        seed: int = 0,
+        seed: int | None = 0,
         gradient_memory: Mapping[str, torch.Tensor] | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -81,7 +81,9 @@ class StepSession:
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self._gradients = Gradients(self.parameters, self._device, gradient_memory)
-        self.generator = torch.Generator(self._device).manual_seed(seed)
+        self.generator = (
+            global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
+        )
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self._variants: dict[bool, Hashable] = {True: None, False: None}

@@ -49,7 +49,7 @@ def make_session(
         deterministic=options.debug.deterministic_compute,
         provider_options=options.provider_options,
         mem_limit=options.memory_limit(device),
-        seed=seed,
+        seed=None if options.utils.random_numbers == "pytorch_global" else seed,
         gradient_memory=memory,
         parts=parts,
     )

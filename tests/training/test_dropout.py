@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ort_trainer import ExportError, ORTTrainer, optim
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
 from ..fidelity.layer_cases import Apply
-from ..helpers import MLP, MLP_DESC, assert_same_training, mlp_batches, mlp_trainer
+from ..helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches, mlp_trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.options(random_numbers="pytorch")]
 
@@ -120,6 +121,43 @@ def test_other_random_operators(step: str) -> None:
     assert set(first["randint"].unique().tolist()) == {2.0, 3.0, 4.0}
     assert first["exponential"].min() > 0
     assert torch.equal(first["randperm"][0].sort().values, torch.arange(1000.0))
+
+
+def test_pytorchs_global_generator_is_drawn_from(tmp_path: Path) -> None:
+    """Without a seed of the trainer's own the same as a loop of PyTorch's; the script's own numbers, too."""
+
+    def made() -> tuple[nn.Module, ORTTrainer]:
+        torch.manual_seed(3)
+        model = MLP(dropout=0.5)
+        options = ORTTrainerOptions({"utils": {"random_numbers": "pytorch_global"}})
+        return model, ORTTrainer(model, MLP_DESC, optim.SGDConfig(lr=0.1), F.cross_entropy, options)
+
+    model, trainer = made()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    batches = mlp_batches(4)
+    torch.manual_seed(7)
+    expected, own = [], []
+    for x, y in batches:
+        own.append(torch.rand(()))
+        loss = F.cross_entropy(reference(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    torch.manual_seed(7)
+    for number, (x, y) in enumerate(batches):
+        assert torch.equal(torch.rand(()), own[number])
+        assert_close(trainer.train_step(x, y)[0], expected[number], 1e-5, "loss")
+        if number == 1:
+            trainer.save_checkpoint(tmp_path / "state")
+    assert_same_weights(trainer, reference, 1e-5)
+    again = made()[1]
+    again.load_checkpoint(tmp_path / "state")
+    again.prepare(batches[0])
+    for number in (2, 3):
+        assert torch.equal(torch.rand(()), own[number])
+        assert_close(again.train_step(*batches[number])[0], expected[number], 1e-5, "loss")
 
 
 def _path(own: nn.Module, h: torch.Tensor) -> torch.Tensor:

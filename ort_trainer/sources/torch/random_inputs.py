@@ -36,8 +36,7 @@ class Draws:
     Attributes:
         fast: Whether by 16-bit numbers, or by PyTorch's own.
         within: Whether within the graph, at the moment when they are needed, from a key that is an input. Otherwise
-            they
-            are inputs themselves.
+            they are inputs themselves.
     """
 
     fast: bool = False
