@@ -223,14 +223,16 @@ def main() -> None:
     hunt, draw = Hunt(Reached(ENGINES[0]), choose.commit()), random.Random(given.seed)
     lines = hunt.lines()
     rows: list[tuple[str, str, str, str]] = []
-    tried = 0
+    tried, known = 0, set[Mutant]()
     with ThreadPoolExecutor(2) as pool:
         while len(rows) < given.count:
             drawn: list[Mutant] = []
             while len(drawn) < AT_ONCE:
                 path, line = draw.choice(lines)
-                found = list(mutants_of(path, {line}))
-                drawn += [draw.choice(found)] if found else []
+                found = [mutant for mutant in mutants_of(path, {line}) if mutant not in known]
+                if found:
+                    drawn.append(draw.choice(found))
+                    known.add(drawn[-1])
             for mutant, noticed in zip(drawn, pool.map(hunt.judge, drawn), strict=True):
                 tried += 1
                 place = f"`{mutant.path.removeprefix('ort_trainer/')}:{mutant.line}`"
