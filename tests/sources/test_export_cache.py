@@ -98,8 +98,7 @@ def tied_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_numbers_of_a_found_graph(
     isolated: bool, folder: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not isolated:
-        monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "" if isolated else "1")
     made = trained(Tied(), tied_batches(), TIED_DESC)
     assert MADE in (text := said(log)) and FOUND not in text and str(entries(folder)[0]) in text
     found = trained(Tied(), tied_batches(), TIED_DESC)

@@ -253,8 +253,7 @@ class Untidy(nn.Module):
 @pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.filterwarnings("ignore:.*was assigned during export")
 def test_neither_the_batch_nor_the_model_is_changed(in_process: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if in_process:
-        monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1" if in_process else "")
     model = Untidy()
     x, label = mlp_batches(1)[0]
     given = x.clone()

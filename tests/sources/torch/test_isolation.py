@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
+import torch
 
 from ort_trainer import ExportError
 from ort_trainer.sources.torch import isolation
@@ -12,7 +14,7 @@ from ort_trainer.sources.torch.isolation import can_isolate, run_in_child
 
 from ...helpers import mlp_batches, mlp_trainer
 
-pytestmark = pytest.mark.skipif(not can_isolate(), reason="no fork here")
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="no fork here")
 
 
 def test_answer_and_isolation() -> None:
@@ -48,9 +50,9 @@ def test_a_child_that_dies_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_export_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = mlp_batches(1)[0]
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "")
+    assert can_isolate()
     expected = mlp_trainer().train_step(x, y)
-    import torch
-
     torch.manual_seed(0)
     monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
     assert not can_isolate()
