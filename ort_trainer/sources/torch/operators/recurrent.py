@@ -58,17 +58,14 @@ def _layers(
 
 @replacement(decompositions, "select_one_layer_lstm_function")
 def _select_one_layer_lstm(input: torch.Tensor, hx: Any, params: Any) -> Any:
-    """Picks oneDNN's layer for what it computes; PyTorch itself does so without gradients only.
-
-    Under autocast it would compute in halves, for which it lacks kernels on most processors.
-    """
+    """Picks oneDNN's layer for what it computes, halves in fp32; PyTorch itself does so without gradients only."""
     tensors = [input, *hx, *(weight for layer in params for weight in layer)]
-    fit = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-    projects = hx[0].size(2) != hx[1].size(2)
-    fit = fit and not projects and not torch.is_autocast_enabled("cpu")
+    fit = all(tensor.dtype in _BY_ONEDNN and tensor.device.type == "cpu" for tensor in tensors)
+    fit = fit and hx[0].size(2) == hx[1].size(2)  # no projection
     return _onednn_lstm if fit and torch._C._get_mkldnn_enabled() and not _for_onnx.get() else _lstm
 
 
+_BY_ONEDNN = (torch.float32, torch.float16, torch.bfloat16)
 _LSTM = 2  # oneDNN's number for the kind of layer
 
 
@@ -77,23 +74,25 @@ def _onednn_lstm(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """One layer in one direction, in training: the backward operator needs the workspace that it keeps."""
     weights = list(params) if has_biases else [*params, *(torch.zeros(params[0].shape[:1]) for _ in range(2))]
-    first, cell = (state.unsqueeze(0).contiguous() for state in hidden)
-    output, last, last_cell, _ = torch.ops.aten.mkldnn_rnn_layer.default(
-        input.contiguous(),
-        *weights[:4],
-        first,
-        cell,
-        reverse,
-        [],
-        _LSTM,
-        first.size(2),
-        1,
-        has_biases,
-        False,
-        False,
-        True,
-    )
-    return output, (last.squeeze(0), last_cell.squeeze(0))
+    first, cell = (state.unsqueeze(0).contiguous().float() for state in hidden)
+    # Autocast would give it halves again, for which oneDNN lacks the backward kernel on most processors.
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        output, last, last_cell, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+            input.contiguous().float(),
+            *(weight.float() for weight in weights[:4]),
+            first,
+            cell,
+            reverse,
+            [],
+            _LSTM,
+            first.size(2),
+            1,
+            has_biases,
+            False,
+            False,
+            True,
+        )
+    return output.to(input.dtype), (last.squeeze(0).to(hidden[0].dtype), last_cell.squeeze(0).to(hidden[1].dtype))
 
 
 def _lstm(

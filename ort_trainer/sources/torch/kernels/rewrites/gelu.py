@@ -11,6 +11,8 @@ __all__ = ["fuse_gelu"]
 
 aten = torch.ops.aten
 
+# In halves the formula rounds eight times, the operator once.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _X = "x"
 _ROOT = math.sqrt(2.0 / math.pi)
 _CUBE = ("mul", ("pow", _X, 3), 0.044715)
@@ -43,7 +45,7 @@ def fuse_gelu(graph: torch.fx.Graph) -> None:
             continue
         for approximation, form in _FORMS:
             found: dict[str, torch.fx.Node] = {}
-            if not _matches(node, form, found) or found[_X].meta["val"].dtype != torch.float32:
+            if not _matches(node, form, found) or found[_X].meta["val"].dtype not in _DTYPES:
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(aten.gelu.default, (found[_X],), {"approximate": approximation})

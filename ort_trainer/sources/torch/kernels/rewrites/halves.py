@@ -50,28 +50,31 @@ def widen_products(graph: torch.fx.Graph) -> None:
 
         mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
 
-    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What goes in
-    and comes out is rounded as before; what attention and recurrent layers keep within is rounded no more.
+    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What is in fp32
+    before a product, or is cast to it behind one, is not rounded in between: a weight, a gradient of a weight. Other
+    operands and results are rounded as before; what attention and recurrent layers keep within is not.
     """
     dtypes = slow_halves()
     if dtypes:
         widener = _Widener(graph, dtypes)
-        for position, node in enumerate(list(graph.nodes)):
+        for node in list(graph.nodes):
             if node.target in _PRODUCTS and any(map(widener.is_half, node.all_input_nodes)):
-                widener.widen(node, position)
+                widener.widen(node)
 
 
 class _Widener:
     def __init__(self, graph: torch.fx.Graph, dtypes: Collection[torch.dtype]) -> None:
         self._graph, self._dtypes = graph, dtypes
+        self._positions = {node: position for position, node in enumerate(graph.nodes)}
         self._wide: dict[Node, tuple[int, Node]] = {}
 
     def is_half(self, node: Node) -> bool:
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and value.dtype in self._dtypes
 
-    def widen(self, node: Node, position: int) -> None:
+    def widen(self, node: Node) -> None:
         """Puts casts around a product."""
+        position = self._positions[node]
         assert not isinstance(node.target, str)
         with self._graph.inserting_before(node):
             args, kwargs = torch.fx.map_arg(
@@ -93,8 +96,11 @@ class _Widener:
         if wide.op == "call_function" and wide.target is operator.getitem:
             wide.meta.update(node.meta)
             wide.meta["val"] = self._wide_fake(node.meta["val"])
-        result = self._cast(wide, dtype, node) if dtype in self._dtypes else wide
-        node.replace_all_uses_with(result)
+        if dtype in self._dtypes:
+            for user in [user for user in node.users if _casts_to(user, torch.float32)]:
+                user.replace_all_uses_with(wide)
+            wide = self._cast(wide, dtype, node)
+        node.replace_all_uses_with(wide)
         if node.target is operator.getitem:
             self._graph.erase_node(node)
 
@@ -108,7 +114,13 @@ class _Widener:
             wide.meta.update(node.meta)
             wide.meta["val"] = self._wide_fake(node.meta["val"])
         else:
-            wide = self._cast(node, torch.float32, node)
+            source = node.all_input_nodes[0] if _casts_to(node, node.meta["val"].dtype) else node
+            # What was computed in fp32 long before is kept as a half, which takes half the memory.
+            near = source.op == "placeholder" or position - self._positions.get(source, position) < _NEAR
+            if source is not node and source.meta["val"].dtype == torch.float32 and near:
+                wide = source
+            else:
+                wide = self._cast(node, torch.float32, node)
         self._wide[node] = position, wide
         return wide
 
@@ -123,3 +135,11 @@ class _Widener:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._wide_fake, value))
         return value.float() if isinstance(value, torch.Tensor) and value.dtype in self._dtypes else value
+
+
+def _casts_to(node: Node, dtype: torch.dtype) -> bool:
+    """Returns whether an operator does nothing but cast."""
+    if node.target is not aten._to_copy.default or node.kwargs.get("dtype") != dtype:
+        return False
+    known = {"dtype": dtype, "layout": torch.strided, "device": node.meta["val"].device}
+    return node.kwargs.items() <= known.items()
