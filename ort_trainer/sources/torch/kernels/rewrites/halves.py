@@ -50,9 +50,9 @@ def widen_products(graph: torch.fx.Graph) -> None:
 
         mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
 
-    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What is in fp32
-    before a product, or is cast to it behind one, is not rounded in between: a weight, a gradient of a weight. Other
-    operands and results are rounded as before; what attention and recurrent layers keep within is not.
+    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What goes in is
+    rounded as before, so that what overflows there does so here. A result that is cast to fp32 behind the product, as
+    the gradient of a weight is, is not rounded in between, and what attention and recurrent layers keep within is not.
     """
     dtypes = slow_halves()
     if dtypes:
@@ -75,27 +75,21 @@ class _Widener:
     def widen(self, node: Node) -> None:
         """Puts casts around a product."""
         position = self._positions[node]
-        assert not isinstance(node.target, str)
         with self._graph.inserting_before(node):
             args, kwargs = torch.fx.map_arg(
                 (node.args, node.kwargs), lambda value: self._widened(value, position) if self.is_half(value) else value
             )
-            product = self._graph.call_function(node.target, args, kwargs)
-            product.meta.update(node.meta)
-            product.meta["val"] = self._wide_fake(node.meta["val"])
+            product = self._wide_call(node.target, args, kwargs, node)
             if isinstance(node.meta["val"], torch.Tensor):
                 self._replace(node, product)
             else:
                 for part in list(node.users):
-                    self._replace(part, self._graph.call_function(operator.getitem, (product, part.args[1])))
+                    self._replace(part, self._wide_call(operator.getitem, (product, part.args[1]), {}, part))
         self._graph.erase_node(node)
 
     def _replace(self, node: Node, wide: Node) -> None:
         """Puts the rounded result in the place of a result, or of a part of one."""
         dtype = node.meta["val"].dtype
-        if wide.op == "call_function" and wide.target is operator.getitem:
-            wide.meta.update(node.meta)
-            wide.meta["val"] = self._wide_fake(node.meta["val"])
         if dtype in self._dtypes:
             for user in [user for user in node.users if _casts_to(user, torch.float32)]:
                 user.replace_all_uses_with(wide)
@@ -110,24 +104,25 @@ class _Widener:
             return known[1]
         if node.target in _WHOLE:
             base = self._widened(node.all_input_nodes[0], position)
-            wide = self._graph.call_function(node.target, (base, *node.args[1:]), node.kwargs)
-            wide.meta.update(node.meta)
-            wide.meta["val"] = self._wide_fake(node.meta["val"])
+            wide = self._wide_call(node.target, (base, *node.args[1:]), node.kwargs, node)
         else:
-            source = node.all_input_nodes[0] if _casts_to(node, node.meta["val"].dtype) else node
-            # What was computed in fp32 long before is kept as a half, which takes half the memory.
-            near = source.op == "placeholder" or position - self._positions.get(source, position) < _NEAR
-            if source is not node and source.meta["val"].dtype == torch.float32 and near:
-                wide = source
-            else:
-                wide = self._cast(node, torch.float32, node)
+            wide = self._cast(node, torch.float32, node)
         self._wide[node] = position, wide
         return wide
+
+    def _wide_call(self, target: Any, args: Any, kwargs: Any, origin: Node) -> Node:
+        """Inserts what an operator computes, in fp32."""
+        new = self._graph.call_function(target, args, kwargs)
+        new.meta.update(origin.meta)
+        new.meta["val"] = self._wide_fake(origin.meta["val"])
+        self._positions[new] = self._positions[origin]
+        return new
 
     def _cast(self, value: Node, dtype: torch.dtype, origin: Node) -> Node:
         new = self._graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
         new.meta.update(origin.meta)
         new.meta["val"] = value.meta["val"].to(dtype)
+        self._positions[new] = self._positions[origin]
         return new
 
     def _wide_fake(self, value: Any) -> Any:
