@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STOCK := .stock
 # The last release of onnxruntime-training that has ORTTrainer, with all that it needs, for `make bench`.
 LEGACY := .legacy
+# Libraries that train with ORTTrainer, for `make recipes`; nothing else needs them.
+RECIPES := .recipes
 # Training in a browser; the test may take another Chromium than Debian's.
 BROWSER := examples/browser
 CHROMIUM ?= /usr/bin/chromium
@@ -19,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants test-python312
-.PHONY: test-browser lint format torture bench fidelity operators docs reference clean
+.PHONY: test-browser lint format torture bench fidelity operators recipes docs reference clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -39,6 +41,12 @@ $(LEGACY)/.installed: benchmarks/legacy-requirements.txt
 	rm -rf $(LEGACY)
 	$(PYTHON) -m venv $(LEGACY)
 	$(LEGACY)/bin/python -m pip install --quiet --requirement benchmarks/legacy-requirements.txt
+	touch $@
+
+# Without what they require, which is installed already: they would bring another torch.
+$(RECIPES)/.installed: $(VENV)/.installed examples/recipes/requirements.txt
+	rm -rf $(RECIPES)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(RECIPES) --requirement examples/recipes/requirements.txt
 	touch $@
 
 $(BROWSER)/node_modules/.installed: $(BROWSER)/package.json $(BROWSER)/package-lock.json
@@ -118,6 +126,10 @@ fidelity: setup
 operators: setup
 	$(BIN)/python benchmarks/operators.py
 
+# The scripts of examples/recipes, each beside the same in PyTorch.
+recipes: $(RECIPES)/.installed
+	PYTHONPATH=$(RECIPES) $(BIN)/python -m pytest -rs tests/test_recipes.py
+
 docs: setup
 	$(BIN)/python docs/generate.py
 
@@ -127,4 +139,4 @@ reference: setup
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs/reference build/reference
 
 clean:
-	rm -rf $(VENV) $(STOCK) $(LEGACY) out dist build $(BROWSER)/build $(BROWSER)/node_modules
+	rm -rf $(VENV) $(STOCK) $(LEGACY) $(RECIPES) out dist build $(BROWSER)/build $(BROWSER)/node_modules

@@ -1,7 +1,7 @@
 """The charts of docs/benchmarks.md, as SVG files.
 
-Equal numbers give equal bytes: there is no date in a file, and no random name. The background is white, so that the
-charts can be read on a dark page as well. matplotlib is needed only here and is imported late.
+Equal numbers give equal bytes: files contain no dates or random names. The background is white, so the charts are
+readable on a dark page too. Only this module needs matplotlib, and imports it late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLOURS = ("#8c8c8c", "#1f6fb4", "#7fb8e6", "#d98032")
 _SETTINGS = {
     "svg.hashsalt": "ort_trainer",
     "svg.fonttype": "none",
-    "font.family": ["DejaVu Sans"],  # comes with matplotlib, so that text has the same width everywhere
+    "font.family": ["DejaVu Sans"],  # ships with matplotlib, so text has the same width everywhere
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -31,7 +31,7 @@ _SETTINGS = {
 }
 
 _PRODUCTS = "products, convolutions"
-# Other kinds of operators, with how the names of PyTorch's and of ONNX's begin. The first that fits counts.
+# Other kinds of operators, with prefixes of their names in PyTorch and ONNX. The first match wins.
 _FAMILIES = {
     "dropout, random numbers": r"random numbers|ort_trainer\.(draw|apply)_mask|aten\.native_dropout|Dropout|Dequantize",
     "norms": r"aten\.(native_(layer|batch|group)_norm|cudnn_batch)|(Layer|Batch|Group)Norm|SimplifiedLayerNorm",
@@ -59,7 +59,7 @@ _FAMILY_COLOURS = {
 
 
 class Bar(NamedTuple):
-    """The length of a bar, with the ends of its interval where it has one."""
+    """The length of a bar, with the ends of its interval if it has one."""
 
     value: float
     low: float | None = None
@@ -82,8 +82,8 @@ def draw_ratios(path: Path, title: str, contenders: Sequence[str], rows: Mapping
 
     Args:
         path: The SVG file.
-        title: Says what is drawn.
-        contenders: In the order of their colours, so that one that is missing leaves the others theirs.
+        title: The title.
+        contenders: All contenders in the order of their colours, so that a missing one does not change the others'.
         rows: Bars by label of the row and name of the contender.
     """
     colours = dict(zip(contenders, _COLOURS, strict=True))
@@ -113,7 +113,7 @@ def draw_operators(path: Path, profiles: Mapping[str, Profile]) -> None:
 
     Args:
         path: The SVG file.
-        profiles: By what the bar is called.
+        profiles: Profiles by label of the bar.
     """
     with _figure(path, 0.45 * len(profiles) + 1.6) as axes:
         sums = [_by_family(profile) for profile in profiles.values()]
@@ -150,7 +150,7 @@ def _by_family(profile: Profile) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _figure(path: Path, height: float) -> Iterator[Any]:
-    """Gives the axes of a new figure, and writes it at the end."""
+    """Yields the axes of a new figure, and writes it at the end."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,10 +1,10 @@
-"""What checksums cost: saving and loading a trainer's checkpoint, sealed and as it was before, on a RAM disk.
+"""The cost of checksums: saving and loading a trainer's checkpoint with and without them, on a RAM disk.
 
-Each way is a process of its own, and they take turns (turns.py). ``before`` writes with safetensors and reads what it
-maps into memory; ``sealed`` is ``save_checkpoint`` and ``load_checkpoint``. Saves include the sync and the rename.
+Each way runs in its own process, and they take turns (turns.py). ``before`` writes with safetensors and reads through
+a memory map; ``sealed`` is ``save_checkpoint`` and ``load_checkpoint``. Saves include the sync and the rename.
 
     python benchmarks/checkpoints.py
-    python benchmarks/checkpoints.py --hashes    # how fast checksums are, which decided for XXH3
+    python benchmarks/checkpoints.py --hashes    # the speed of checksums, which led to the choice of XXH3
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Training in several processes on one machine, against one process and against torch's DistributedDataParallel.
 
-1. Step times. Contenders take turns, each in processes of its own (turns.py, ranks.py): two processes of one thread
-   each, one process of two threads with twice the batch, and one of one thread alone. A process of two trains what
-   one alone does, so that in the best case it takes as long.
-2. Where a step of two processes is with the other: waiting for the slower one, exchanging the messages before a
-   reduction, reducing, and giving out what only some have.
-3. What a process sends in a step, by the counters of its TCP connections, against the theory: 2 (N - 1) / N of the
-   gradients for a ring (Patarasuk and Yuan 2009).
-4. All-reduces of several sizes, which give the formula of scaling_model.py its bandwidth and latency; it then foretells
-   the steps of 2.
+1. Step times. Contenders take turns, each in its own processes (turns.py, ranks.py): two processes with one thread
+   each, one process with two threads and twice the batch, and a single process with one thread. Each of the two
+   processes trains the same batch as the single one, so at best it takes as long.
+2. Where a step of two processes spends its time on communication: waiting for the slower process, exchanging messages
+   before a reduction, reducing, and sending results that only some processes have.
+3. The bytes that a process sends in a step, from the counters of its TCP connections, against the theory:
+   2 (N - 1) / N of the gradients for a ring (Patarasuk and Yuan 2009).
+4. All-reduces of several sizes, which determine the bandwidth and latency in the formula of scaling_model.py; it then
+   predicts the steps of 2.
 
     python benchmarks/data_parallel.py                    # everything; five minutes on two cores
     python benchmarks/data_parallel.py --rows mlp         # this model only
@@ -50,13 +50,13 @@ class Kind:
     """A way to train.
 
     Attributes:
-        size: Processes.
-        threads: Of each.
-        batch: How many times the row's batch each trains.
+        size: The number of processes.
+        threads: The number of threads of each process.
+        batch: The batch of each process, as a multiple of the row's batch.
         distributed: Options of ``ORTTrainer``.
-        torch: Whether PyTorch trains, and not ``ORTTrainer``.
-        sharded: Whether with ``ZeroRedundancyOptimizer``.
-        bucket: MB of a bucket.
+        torch: Whether PyTorch trains instead of ``ORTTrainer``.
+        sharded: Whether ``ZeroRedundancyOptimizer`` is used.
+        bucket: The size of a bucket in MB.
     """
 
     size: int = 2
@@ -92,7 +92,7 @@ SURVEY = "survey"
 
 
 def part_of(batch: tuple[Any, ...], kind: Kind) -> tuple[Any, ...]:
-    """Returns what this process trains: the rank's batch, or those of several ranks one behind the other."""
+    """Returns the batch of this process: the rank's own, or the concatenated batches of several ranks."""
     import torch
 
     first = int(os.environ.get("RANK", "0"))
@@ -158,7 +158,7 @@ def torch_rank(row: str, kind: Kind) -> Rank:
 
 
 class Survey(Training):
-    """What is found out without turns: how long all-reduces take, and what steps send."""
+    """Measurements without turns: the times of all-reduces, and the bytes that steps send."""
 
     def profile(self, steps: int) -> Profile:
         """Returns bytes and seconds of all-reduces, profiles of the ways to send gradients, and what was refused."""
@@ -203,14 +203,14 @@ def _nbytes(tensors: list[Any]) -> int:
 
 
 def serve_rank(name: str, row: str, size: int) -> None:
-    """A process of a contender; the launcher of several, where they are not launched yet."""
+    """Runs a process of a contender; launches the others first if needed."""
     if size > 1 and "RANK" not in os.environ:
         launch((sys.executable, *sys.argv), size)
         return
     import torch
     import torch.distributed as dist
 
-    # Imports are no part of the start-up that is measured.
+    # Imports are not part of the measured start-up.
     import ort_trainer  # noqa: F401
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -223,7 +223,7 @@ def serve_rank(name: str, row: str, size: int) -> None:
 
 
 def contender(name: str, row: str, cache: str, size: int | None = None) -> Contender:
-    """Returns how a contender is started. All have one cache: what they export is the same."""
+    """Returns how a contender is started. All share one cache, because their exports are the same."""
     kind = KINDS.get(name, Kind())
     command = (sys.executable, __file__, "--serve", name, "--rows", row, "--size", str(size or kind.size))
     return Contender(command, {"OMP_NUM_THREADS": str(kind.threads), "ORT_TRAINER_CACHE": cache})
@@ -231,7 +231,7 @@ def contender(name: str, row: str, cache: str, size: int | None = None) -> Conte
 
 @dataclass(frozen=True)
 class Fit:
-    """What all-reduces of a number of processes have shown: bytes a second and seconds."""
+    """The bandwidth and latency of all-reduces for a number of processes: bytes per second, and seconds."""
 
     bandwidth: float
     latency: float
@@ -242,7 +242,7 @@ class Fit:
 
 
 def fitted(size: int, all_reduces: Sequence[tuple[int, float]]) -> tuple[Fit, str]:
-    """Returns what comes nearest to measured all-reduces, and the line that says how near."""
+    """Returns the best fit to measured all-reduces, and a line that reports its accuracy."""
     fit = Fit(*fit_ring(size, all_reduces))
     errors = [abs(fit.seconds(size, nbytes) / seconds - 1) for nbytes, seconds in all_reduces]
     return fit, (
@@ -269,7 +269,7 @@ def step_lines(row: str, results: Mapping[str, Result]) -> list[str]:
 
 
 def waiting_lines(row: str, results: Mapping[str, Result], fit: Fit) -> list[str]:
-    """Returns the lines of what a step of several processes waits for, and of what the formula says of it."""
+    """Returns the lines of what a step of several processes waits for, with the formula's predictions."""
     lines = []
     for name, result in results.items():
         kind, found = KINDS[name], result.profile
@@ -280,7 +280,7 @@ def waiting_lines(row: str, results: Mapping[str, Result], fit: Fit) -> list[str
         else:
             shares = [found[part] for part in ("wait", "messages", "reduce", "spread")]
             parts = [*(f"{part * 1e3:.3g} ({part / found['step']:.0%})" for part in shares), "-"]
-        # On gloo the gradients are summed up everywhere; ZeRO-1 then gives out the weights, half a ring.
+        # On gloo, all processes get the complete sums; ZeRO-1 then sends the weights, which is half a ring.
         foretold = fit.seconds(kind.size, found["gradients"]) * (1.5 if kind.sharded or kind.distributed else 1)
         alone = results.get(EAGER if kind.torch else ALONE)
         step = "-" if alone is None else f"{(alone.median + foretold) * 1e3:.4g}"
@@ -292,7 +292,7 @@ def waiting_lines(row: str, results: Mapping[str, Result], fit: Fit) -> list[str
 
 
 def sent_lines(size: int, profiles: Mapping[str, Profile]) -> list[str]:
-    """Returns the lines of what is sent."""
+    """Returns the lines of the bytes sent."""
     lines = []
     for name, found in profiles.items():
         _, formula, factor = SENT[name]
@@ -321,7 +321,7 @@ FIT_HEAD = ["| processes | GB/s | latency, µs | error: median | largest |", "|-
 
 
 def differing(row: str, results: Mapping[str, Result]) -> list[str]:
-    """Returns what must be said of processes that do not learn what DDP's do: the losses of rank 0 should agree."""
+    """Returns remarks on contenders whose losses differ from DDP's: the losses of rank 0 should agree."""
     if DDP not in results:
         return []
     expected = results[DDP].losses
@@ -338,7 +338,7 @@ def report(arguments: argparse.Namespace, cache: str) -> list[str]:
     steps, waiting, sent, fits, below = [], [], [], [], []
     surveys = {}
     for row in arguments.rows:
-        # Exports, so that no contender's memory has that in it.
+        # Exports first, so that no contender's memory includes the export.
         measure({ALONE: contender(ALONE, row, cache)}, 1, 0, 1)
     for size in arguments.sizes:
         results, _ = measure({SURVEY: contender(SURVEY, "mlp", cache, size)}, 1, 0, 1, 10, SURVEY)

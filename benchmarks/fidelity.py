@@ -50,7 +50,7 @@ The tests require each loss within 1e-4, and each weight within 1e-4 or 10 times
 
 
 def start() -> None:
-    """Makes a worker quiet, and leaves the other cores to the other workers."""
+    """Silences a worker, and limits it to one core."""
     logging.getLogger("ort_trainer").setLevel(logging.ERROR)
     torch.set_num_threads(1)
 

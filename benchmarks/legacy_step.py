@@ -1,14 +1,14 @@
 """The contender "legacy 1.16.3": the ORTTrainer of onnxruntime-training 1.16.3, the last release that has it.
 
-It runs in an environment of its own (make setup-legacy), started by train_step.py. To train these models, and with a
-torch that is newer than it, it gets some help, which adds nothing of weight to its steps:
+It runs in its own environment (make setup-legacy), started by train_step.py. To train these models with a newer torch,
+it gets some help, which adds no significant cost to its steps:
 
 1. Models are exported by TorchScript, with the arguments that torch.onnx.export still has.
-2. Packing weights ahead is switched off: the engine would compute with the initial weights of every product for good.
-3. All sizes are fixed. With free ones, a reshape in the backward pass of GPT-2 gets a wrong size.
-4. Attention is computed step by step, because the export of PyTorch's fused one has dropout without its mask.
-5. A classifier of up to 8 classes gets 16: the optimizer of graphs takes so small a bias for a constant, and loses it.
-6. Buffers of integers become attributes: those that the export leaves out are refused as unknown frozen weights.
+2. Prepacking of weights is switched off: otherwise the engine would always use the initial weights of a product.
+3. All sizes are fixed. With symbolic sizes, a reshape in the backward pass of GPT-2 gets a wrong size.
+4. Attention is computed step by step, because the export of PyTorch's fused attention has dropout without its mask.
+5. Classifiers with up to 8 classes get 16: the graph optimizer treats so small a bias as a constant, and loses it.
+6. Integer buffers become attributes: the trainer rejects buffers that the export omits as unknown frozen weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_LOST_BIAS = 8
 
 
 def export_by_torchscript(model: nn.Module, args: Any, path: Any, **options: Any) -> Any:
-    """Is torch.onnx.export for a caller of 2020."""
+    """Replaces torch.onnx.export for a caller from 2020."""
     kept = {name: value for name, value in options.items() if name not in _GONE}
     return _export(model, args, path, dynamo=False, **kept)
 
@@ -66,7 +66,7 @@ def make_training(model: str, dropout: bool) -> Training:
         task.model,
         description,
         optim.AdamConfig(lr=1e-3, lambda_coef=0.01),
-        # It insists on a function of exactly two parameters.
+        # The legacy trainer requires a function of exactly two parameters.
         None if loss_fn is None else lambda scores, label: loss_fn(scores, label),
         options,
     )

@@ -1,7 +1,7 @@
-"""Changes one operator or constant of the package at a time: does the gate notice what the whole notices?
+"""Changes one operator or constant of the package at a time, and checks that the gate detects the change.
 
-Needs the coverage that `make reach` leaves in build/. A mutant counts if the tests of its own room notice it, on the
-first engine, without those marked slow; then the gate must notice it with its sample of all tests.
+Needs the coverage data that `make reach` writes to build/. A mutant counts if the tests of its own room detect it on
+the first engine, without those marked slow; the gate must then detect it with its sample of all tests.
 
     python benchmarks/mutants.py --count 40 --seed 1 --write
 """
@@ -32,13 +32,13 @@ from tests.harness import choose, report  # noqa: E402
 from tests.harness.reach import ENGINES, Reached  # noqa: E402
 
 FOLDER = ROOT / "build" / "mutants"
-# Tests that take so many times what they took under coverage, and a minute, run on: that is noticed.
+# Tests that take this many times their time under coverage, plus a minute, hang: the mutant is detected.
 PATIENCE = 3
-# How many tests of other rooms are asked, the shortest first.
+# The number of tests of other rooms to run, the shortest first.
 OTHERS = 60
-# How many are drawn together: a long one of them keeps one processor, and the others share the other one.
+# The number of mutants drawn together: a long one keeps one processor busy while the others share the other one.
 AT_ONCE = 8
-# What an operator is changed into.
+# The replacements of operators.
 _OPERATORS = ("+ -", "- +", "* +", "/ *", "// *", "| &", "& |", "< <=", "<= <", "> >=", ">= >", "== !=", "!= ==")
 _OTHER = dict(pair.split() for pair in _OPERATORS) | {"and": "or", "or": "and", "in": "not in", "not in": "in"}
 _OTHER |= {"is": "is not", "is not": "is"}
@@ -52,8 +52,8 @@ class Mutant:
     Attributes:
         path: The file, relative to the root.
         line: The number of the line.
-        column, end: What of the line is replaced.
-        text: By what.
+        column, end: The range of the line to replace.
+        text: The replacement.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Mutant:
         return Path(self.path).parts[1].removesuffix(".py")
 
     def source(self) -> list[str]:
-        """Returns the lines of the file as they are."""
+        """Returns the original lines of the file."""
         return (ROOT / self.path).read_text().splitlines(keepends=True)
 
     def apply(self, root: Path) -> None:
@@ -114,8 +114,8 @@ class Hunt:
     """Runs tests over mutants.
 
     Args:
-        reached: What the tests of the first engine reach.
-        seed: What the gate's sample is drawn by.
+        reached: The lines that each test reaches on the first engine.
+        seed: The seed of the gate's sample.
     """
 
     def __init__(self, reached: Reached, seed: str) -> None:
@@ -143,9 +143,9 @@ class Hunt:
         return sorted(self._tests)
 
     def judge(self, mutant: Mutant) -> tuple[str, str] | None:
-        """Returns the tests by which the room's tests and the gate notice a mutant; None if the room's don't.
+        """Returns a test of the room and one of the gate that detect a mutant; None if no test of the room does.
 
-        The second is empty if the gate does not notice it.
+        The second is empty if the gate does not detect it.
         """
         tree = self._trees.pop()
         try:
@@ -173,7 +173,7 @@ class Hunt:
         return found, self._failing(others, tree)
 
     def _failing(self, tests: Sequence[str], tree: Path) -> str:
-        """Returns the first of some tests that fails, or nothing."""
+        """Returns the first test that fails; empty if none does."""
         if not tests:
             return ""
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -198,7 +198,7 @@ class Hunt:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that its tests have started
                 return "a test that ran on"
-        if process.returncode in (0, 5):  # of the tests that were measured none may be there any more
+        if process.returncode in (0, 5):  # 5: the measured tests no longer exist
             return ""
         if "ImportError while loading conftest" in output:
             return "the import"

@@ -80,7 +80,7 @@ def _verdict(counts: Mapping[str, int]) -> str:
 
 
 def _reasons(findings: Sequence[Finding], outcome: str) -> list[str]:
-    """Returns each reason with the operators and the number of samples that it stops."""
+    """Returns each reason with the operators and the number of samples that it affects."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for finding in findings:
         for other, _, message in finding["messages"]:
@@ -94,7 +94,7 @@ def _reasons(findings: Sequence[Finding], outcome: str) -> list[str]:
 
 
 def _reason(message: str) -> str:
-    """Returns what an error says, without what is different in every sample."""
+    """Returns an error message without the parts that differ between samples."""
     operators = re.findall(r"(\S+\.\S+) has no ONNX translation", message)
     if operators:
         return f"no translation of `{operators[0]}`"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from tests.sources.torch.against_pytorch import Call  # noqa: E402
 
 if "expecttest" not in sys.modules:
-    # PyTorch's test utilities import it; the samples need nothing of it.
+    # PyTorch's test utilities import it, but the samples do not use it.
     sys.modules["expecttest"] = types.ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 with warnings.catch_warnings():
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 __all__ = ["EDGES", "OPEN", "RANDOM", "edge_values", "open_question", "operators", "samples"]
 
-# Their results are sampled, or are uninitialized memory.
+# Operators whose results are random or uninitialized memory.
 RANDOM = {
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "randperm", "uniform", "empty", "empty_like", "empty_permuted",
@@ -99,7 +99,7 @@ def operators() -> dict[str, Any]:
 
 
 def samples(op: Any, limit: int) -> Iterator[tuple[int, Call]]:
-    """Yields at most so many samples, evenly spread, each with its number."""
+    """Yields at most ``limit`` samples, evenly spread, each with its number."""
     torch.manual_seed(0)
     found = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
     if op.name == "nn.functional.multi_head_attention_forward":  # its dropout has no name in the samples

@@ -2,8 +2,8 @@
 
 Run it with ``make operators``; it takes about half an hour. Workers write their findings to
 ``build/operators.jsonl``, one line per operator, and a run continues where the last one stopped; ``--fresh`` starts
-over. ``--only NAME`` prints the findings for some operators and writes nothing. An operator that crashes or hangs a
-worker is one finding, and another worker does the rest.
+over. ``--only NAME`` prints the findings for some operators and writes nothing. If an operator crashes or hangs a
+worker, that is its finding, and a new worker continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Inspection:
         self.messages: list[tuple[str, str, str]] = []
 
     def finding(self) -> Finding:
-        """Compares them all."""
+        """Compares all samples."""
         import operator_samples
 
         op = operator_samples.operators()[self.name]
@@ -74,7 +74,7 @@ class Inspection:
             self.messages.append((outcome, sample, message))
 
     def _inspect(self, calls: Sequence[tuple[int, Any]]) -> None:
-        """Compares samples in one graph; if there is any trouble, each in its own."""
+        """Compares samples in one graph; if that fails, each in its own graph."""
         before, noted = self.counts.copy(), len(self.messages)
         try:
             self._compare(calls)
@@ -139,7 +139,7 @@ def _line(error: BaseException) -> str:
 
 
 def work(limit: int) -> None:
-    """Reads operators from the standard input and writes what is found."""
+    """Reads operators from stdin and writes the findings."""
     import torch
 
     warnings.simplefilter("ignore")
@@ -160,7 +160,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def inspect(self, operator: str) -> Finding:
-        """Returns what is found about an operator, if it ends the process or not."""
+        """Returns the finding for an operator, even if it ends the process."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         ended = threading.Timer(self._timeout, process.kill)
@@ -199,7 +199,7 @@ class Worker:
 
 
 def inspect_all(names: Sequence[str], limit: int, timeout: float, jobs: int) -> Iterator[Finding]:
-    """Inspects operators in several processes; yields what is found as it comes."""
+    """Inspects operators in several processes; yields findings as they arrive."""
     todo: queue.Queue[str] = queue.Queue()
     done: queue.Queue[Finding] = queue.Queue()
     for name in names:
@@ -255,7 +255,7 @@ def main() -> None:
 
 
 def read(path: Path) -> dict[str, Finding]:
-    """Returns what was found, by operator."""
+    """Returns earlier findings by operator."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {finding["operator"]: finding for finding in map(json.loads, lines)}
 

@@ -1,7 +1,7 @@
-"""Training steps of ort_trainer in fp32 and in mixed precision, of fp16 and of bfloat16, and of PyTorch in bfloat16.
+"""Training steps of ort_trainer in fp32 and in mixed precision with fp16 or bfloat16, and of PyTorch in bfloat16.
 
-The contenders take turns, each in a process of its own; turns.py says how. Whether halves are faster depends on the
-processor: without arithmetic for them, products are done in fp32.
+The contenders take turns, each in its own process (see turns.py). Whether half precision is faster depends on the
+processor: without native arithmetic for it, products are computed in fp32.
 
     python benchmarks/precisions.py                     # ten minutes on two cores
     python benchmarks/precisions.py --quick             # three rounds
@@ -34,7 +34,7 @@ MODELS = [name for name, row in ROWS.items() if name == row.model]
 
 
 def serve_contender(name: str, row: str) -> None:
-    """A contender's process."""
+    """Runs a contender's process."""
     import torch  # noqa: F401 - imports are no part of the start-up that is measured
 
     from ort_trainer import ORTTrainer  # noqa: F401
@@ -61,11 +61,11 @@ def line(row: str, results: Mapping[str, Result]) -> str:
 
 
 def processor() -> str:
-    """Returns for which halves the processor has arithmetic."""
+    """Returns the half-precision dtypes whose products are computed in fp32 here."""
     from ort_trainer.runtime.aten.halves import slow_halves
 
     slow = [name for name, dtype in HALVES.items() if any(str(known) == f"torch.{dtype}" for known in slow_halves())]
-    return f"no arithmetic for {' and '.join(slow)}" if slow else "arithmetic for both"
+    return f"products of {' and '.join(slow)} computed in fp32"
 
 
 def main() -> None:

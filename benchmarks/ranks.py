@@ -1,6 +1,7 @@
-"""Contenders of several processes: how they are launched, and what their steps wait for and send.
+"""Contenders with several processes: launches them, and measures what their steps wait for and send.
 
-A launcher starts the ranks and passes on what turns.py asks for, so that all do the same at a time; rank 0 answers.
+A launcher starts the ranks and forwards the requests of turns.py, so that all do the same at the same time; rank 0
+answers.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ __all__ = ["JOINT", "Rank", "bytes_sent", "launch"]
 JOINT = ("meet", "reduce", "spread")
 """The methods of a strategy (ort_trainer/training/strategy.py) in which a step is with the other processes."""
 
-# Of struct tcp_info in linux/tcp.h: data sent, without headers; the kernel has it since Linux 4.19.
+# From struct tcp_info in linux/tcp.h: bytes sent, without headers; available since Linux 4.19.
 _TCP_INFO, _BYTES_SENT = 11, 200
 
 
 def launch(command: Sequence[str], size: int) -> None:
-    """Runs ranks until stdin ends, and ends all if one fails.
+    """Runs ranks until stdin ends, and ends all of them if one fails.
 
     Args:
-        command: What each runs; it must call ``turns.serve``.
-        size: How many.
+        command: The command that each rank runs; it must call ``turns.serve``.
+        size: The number of ranks.
     """
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ def launch(command: Sequence[str], size: int) -> None:
         )
         for rank in range(size)
     ]
-    os.dup2(2, 1)  # whoever reads the answers must notice that rank 0 is gone
+    os.dup2(2, 1)  # closes the pipe of answers, so that its reader notices when rank 0 is gone
 
     def watch(rank: subprocess.Popen[str]) -> None:
         if rank.wait():
@@ -75,10 +76,10 @@ def launch(command: Sequence[str], size: int) -> None:
 
 
 def bytes_sent() -> int:
-    """Returns what this process has sent over its TCP connections, without headers. Needs Linux."""
+    """Returns the bytes that this process has sent over its TCP connections, without headers. Needs Linux."""
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # another thread has closed it
+        with contextlib.suppress(OSError):  # another thread may have closed it
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as opened:
@@ -109,21 +110,21 @@ def _timed(owner: Any, name: str, times: list[float]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rank(Training):
-    """What a rank does.
+    """The training of a rank.
 
     Attributes:
         strategy: The trainer's strategy, if it is an ORTTrainer.
-        describe: Returns what else is to be said of the steps.
+        describe: Returns additional figures of the steps.
     """
 
     strategy: Any = None
     describe: Callable[[], Mapping[str, Any]] = field(default=dict)
 
     def profile(self, steps: int) -> Profile:
-        """Returns what steps send, their peak memory, and where they are with the others, in seconds a step.
+        """Returns the bytes that steps send, their peak memory, and their communication times in seconds per step.
 
-        Who comes last waits for nobody: the shortest of all meetings is what the messages take, and what the others
-        take longer is their waiting for the slowest.
+        The last process to arrive does not wait: the shortest meeting is the time of the messages, and the excess of
+        the others is their waiting for the slowest process.
         """
         times: dict[str, list[float]] = {name: [] for name in JOINT}
         total: list[float] = []
@@ -139,7 +140,7 @@ class Rank(Training):
             sent = (bytes_sent() - before) / steps
         rows = [total, *(times[name] or [0.0] * steps for name in JOINT)]
         ranks = _gather([sent, memory("VmHWM"), *(value for row in rows for value in row)])
-        # The first step waits for who was told later.
+        # The first step includes waiting for ranks that got the request later.
         columns = [[rank[2 + part * steps : 2 + (part + 1) * steps][1:] for rank in ranks] for part in range(4)]
         step, meeting, reduction, spread = columns
         messages = [min(values) for values in zip(*meeting, strict=True)]

@@ -1,4 +1,4 @@
-"""What the options that recompute forward values in the backward pass save in memory and cost in time.
+"""The memory saved and the time spent by the options that recompute forward values in the backward pass.
 
 Each setting trains the same transformer encoder in a separate process. "Memory of a step" is the peak of the process
 over the steps minus what it held before the first (weights, the loaded graph); the peak is read from /proc, so this

@@ -1,8 +1,8 @@
-"""What each rewrite of the graph is worth, and each other thing that makes ort_trainer's steps fast.
+"""The gain of each graph rewrite, and of everything else that makes ort_trainer's steps fast.
 
-For each model there is a contender with everything switched on, and one for each lever with everything but it. They
-take turns, each in a process of its own; turns.py says how. A lever is measured on the models that it is there for.
-The gain is the time without it by the time with it, so that those of two levers need not multiply to that of both.
+For each model there is a contender with everything switched on, and one for each lever with everything but that lever.
+They take turns, each in its own process (see turns.py). A lever is measured on the models that it targets. The gain is
+the time without it divided by the time with it, so the gains of two levers need not multiply to that of both.
 
     python benchmarks/rewrites.py                       # everything; ten minutes on two cores
     python benchmarks/rewrites.py --quick               # three rounds
@@ -38,10 +38,10 @@ class Lever:
     """Something that makes steps faster.
 
     Attributes:
-        title: For the table.
+        title: The title in the table.
         rows: The models that it is measured on.
         utils: Options of the section ``utils`` that switch it off.
-        switch_off: Switches off what no option does, in this process.
+        switch_off: Switches it off in this process, if no option does.
     """
 
     title: str
@@ -51,14 +51,14 @@ class Lever:
 
 
 def replace(module: str, name: str, value: object) -> None:
-    """Replaces a name of a module, which must be there, so that nothing is measured that has another name by now."""
+    """Replaces a name of a module; the name must exist, so that a renamed function is noticed."""
     found = importlib.import_module(module)
     getattr(found, name)
     setattr(found, name, value)
 
 
 def leave_out(name: str) -> None:
-    """Leaves out a rewrite of differentiated graphs."""
+    """Disables a rewrite of differentiated graphs."""
     rewrites = importlib.import_module(REWRITES)
     kept = tuple(function for function in rewrites._REWRITES if function is not getattr(rewrites, name))
     assert len(kept) == len(rewrites._REWRITES) - 1
@@ -66,17 +66,17 @@ def leave_out(name: str) -> None:
 
 
 def without_gelu() -> None:
-    """Leaves out the rewrite that comes before the differentiation."""
+    """Disables the rewrite before differentiation."""
     replace(REWRITES, "fuse_gelu", lambda graph: None)
 
 
 def without_reuse() -> None:
-    """Gives every result memory of its own."""
+    """Allocates separate memory for every result."""
     replace("ort_trainer.sources.torch.kernels.encode", "find_reuse", lambda node, is_free: None)
 
 
 def without_kept_memory() -> None:
-    """Lets the C library give freed memory back to the system."""
+    """Lets the C library return freed memory to the system."""
     replace("ort_trainer.runtime.aten.runner", "keep_freed_memory", lambda: None)
 
 
@@ -105,7 +105,7 @@ MODELS = [name for name in ROWS if any(name in lever.rows for lever in LEVERS.va
 
 
 def serve_without(name: str, row: str) -> None:
-    """A contender's process: everything but one lever."""
+    """Runs a contender's process: everything but one lever."""
     from ort_trainer import ORTTrainer  # noqa: F401 - imports are no part of the start-up that is measured
 
     lever = LEVERS.get(name, Lever(EVERYTHING, ()))
@@ -161,7 +161,7 @@ def main() -> None:
     for row in arguments.rows:
         names = [EVERYTHING, *(name for name in arguments.levers if row in LEVERS[name].rows)]
         contenders = {name: contender(name, row) for name in names}
-        # One start each: it is the steps that are looked at.
+        # One start each, because only the steps matter here.
         results, died = measure(contenders, arguments.steps or ROWS[row].steps, rounds, starts=1, needed=EVERYTHING)
         lines = table(row, results)
         print("\n".join(lines), flush=True)

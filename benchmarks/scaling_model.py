@@ -1,6 +1,6 @@
-"""What data parallel training costs on more processes than this machine has: the tables of docs/scaling.md.
+"""The cost of data parallel training on more processes than this machine has: the tables of docs/scaling.md.
 
-A model of a few lines, no measurement: a step is its computation, then the exchange of its gradients.
+This is a simple model, not a measurement: a step is its computation, then the exchange of its gradients.
 benchmarks/data_parallel.py compares the formula with measured steps.
 
     python benchmarks/scaling_model.py                    # prints the tables
@@ -25,12 +25,12 @@ PAGE = ROOT / "docs" / "scaling.md"
 SIZES = (8, 16, 64, 256, 1024)
 MODELS = {"110 M": 110e6, "1.3 B": 1.3e9, "7 B": 7e9}
 TYPICAL = "1.3 B"
-FLOPS = 989e12  # of an H100 SXM, bfloat16, dense: NVIDIA's data sheet
+FLOPS = 989e12  # an H100 SXM, bfloat16, dense: NVIDIA's data sheet
 UTILISATION = 0.4
-REACHED = 0.8  # of a link's bandwidth
-TOKENS = 8192  # a GPU and update
+REACHED = 0.8  # fraction of a link's bandwidth
+TOKENS = 8192  # per GPU and update
 BUCKET = 25 * 2**20
-FORWARD = 1 / 3  # of a step's computation
+FORWARD = 1 / 3  # fraction of a step's computation
 WIDTHS = {"float32": 4, "bfloat16": 2, "bfloat16, with ZeRO-1": 3}
 WANTED = 0.9
 
@@ -39,21 +39,21 @@ def ring(size: int, nbytes: float, bandwidth: float, latency: float = 0.0, calls
     """Returns the seconds of a ring all-reduce (Patarasuk and Yuan 2009).
 
     Args:
-        size: Processes.
-        nbytes: Of all tensors together.
-        bandwidth: Bytes a second that each process can send while it receives as many.
+        size: The number of processes.
+        nbytes: The bytes of all tensors together.
+        bandwidth: Bytes per second that each process can send while it receives as many.
         latency: Seconds of a message, whatever its size.
-        calls: Tensors, reduced one after the other.
+        calls: The number of tensors, reduced one after another.
     """
     return 2 * (size - 1) / size * nbytes / bandwidth + 2 * (size - 1) * latency * calls
 
 
 def fit_ring(size: int, measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the bandwidth and the latency with which :func:`ring` comes nearest to measured times.
+    """Returns the bandwidth and latency with which :func:`ring` best fits measured times.
 
     Args:
-        size: Processes.
-        measured: Bytes and seconds of all-reduces. All count alike: errors are relative.
+        size: The number of processes.
+        measured: Bytes and seconds of all-reduces, with equal weights: errors are relative.
     """
     rows = [(1 / seconds, 2 * (size - 1) / size * nbytes / seconds) for nbytes, seconds in measured]
     # Least squares of: nothing * one + inverse * sent = 1.
@@ -74,10 +74,10 @@ class Network:
     """Machines of several GPUs.
 
     Attributes:
-        name: For the tables.
-        gpus: GPUs of a machine.
-        within: Bytes a second of each GPU, sent while as many are received, to those of its machine.
-        between: The same to those of other machines.
+        name: The name in the tables.
+        gpus: The number of GPUs of a machine.
+        within: Bytes per second that each GPU sends, while it receives as many, within its machine.
+        between: The same between machines.
         latency_within: Seconds of a message within a machine.
         latency_between: Seconds of a message between machines.
     """
@@ -98,15 +98,15 @@ NETWORKS = (INFINIBAND, ETHERNET)
 def all_reduce(network: Network, size: int, nbytes: float, calls: int = 1, trees: bool = True) -> float:
     """Returns the seconds of an all-reduce in two levels: within machines, and of each part between machines.
 
-    Two binary trees send what a ring sends, with fewer messages after each other (Sanders, Speck and Traeff 2009); NCCL
-    has both and chooses.
+    Two binary trees send as much as a ring, with fewer consecutive messages (Sanders, Speck and Traeff 2009); NCCL has
+    both and chooses.
 
     Args:
         network: The machines.
-        size: GPUs; more than a machine has must fill machines.
-        nbytes: Of all tensors together.
-        calls: Tensors, reduced one after the other.
-        trees: Whether machines make trees, and not a ring.
+        size: The number of GPUs; if more than one machine has, they must fill machines.
+        nbytes: The bytes of all tensors together.
+        calls: The number of tensors, reduced one after another.
+        trees: Whether machines form trees instead of a ring.
     """
     inner = min(size, network.gpus)
     machines = size // inner
@@ -116,28 +116,28 @@ def all_reduce(network: Network, size: int, nbytes: float, calls: int = 1, trees
 
 
 def hops(size: int, trees: bool) -> int:
-    """Returns how many messages follow each other in an all-reduce: in a ring, or in two binary trees."""
+    """Returns the number of consecutive messages in an all-reduce: in a ring, or in two binary trees."""
     return 2 * (math.ceil(math.log2(size)) if trees else size - 1)
 
 
 def compute(parameters: float, tokens: float = TOKENS) -> float:
-    """Returns the seconds of forward and backward pass: 6 operations a parameter and token (Kaplan et al. 2020)."""
+    """Returns the seconds of a forward and backward pass: 6 operations per parameter and token (Kaplan et al. 2020)."""
     return 6 * parameters * tokens / (UTILISATION * FLOPS)
 
 
 def calls(parameters: float, bucket: float = BUCKET) -> int:
-    """Returns the number of buckets; their size is that of float32 gradients, whatever is sent."""
+    """Returns the number of buckets; their size is that of float32 gradients, whatever dtype is sent."""
     return math.ceil(4 * parameters / bucket)
 
 
 def shares_computing(parameters: float, network: Network, size: int, width: float) -> tuple[float, float]:
-    """Returns the part of a step that computes: with the exchange after it, and with one behind the backward pass.
+    """Returns the fraction of a step that computes: with the exchange after it, and hidden behind the backward pass.
 
     Args:
-        parameters: Of the model.
+        parameters: The number of parameters of the model.
         network: The machines.
-        size: GPUs.
-        width: Bytes of a gradient's element.
+        size: The number of GPUs.
+        width: The bytes of a gradient's element.
     """
     busy, exchange = compute(parameters), all_reduce(network, size, parameters * width, calls(parameters))
     return busy / (busy + exchange), busy / (FORWARD * busy + max((1 - FORWARD) * busy, exchange))
@@ -158,7 +158,7 @@ def exchange_table() -> list[str]:
 
 
 def efficiency_table() -> list[str]:
-    """Returns the table of what is left of N GPUs; it is almost the same for any number of parameters."""
+    """Returns the table of the efficiency of N GPUs, which hardly depends on the number of parameters."""
     lines = [
         f"| network | gradients sent as | {' | '.join(f'{size} GPUs' for size in SIZES)} |",
         "|---|---|" + "---|" * len(SIZES),
@@ -172,7 +172,7 @@ def efficiency_table() -> list[str]:
 
 
 def tokens_table() -> list[str]:
-    """Returns the table of the tokens at which a part of a step computes; without latencies it is that of any model."""
+    """Returns the table of tokens for a given computing fraction; without latencies it holds for any model."""
     sizes = (8, 64, 1024)
     lines = [
         f"| network | gradients sent as | {' | '.join(f'{size} GPUs' for size in sizes)} |",
@@ -187,7 +187,7 @@ def tokens_table() -> list[str]:
 
 
 def buckets_table() -> list[str]:
-    """Returns the table of what the messages of many buckets cost beside what they carry."""
+    """Returns the table of the overhead of many buckets."""
     size, parameters = SIZES[-1], MODELS[TYPICAL]
     lines = ["| `bucket_cap_mb` | buckets | network | trees, ms | rings, ms |", "|---|---|---|---|---|"]
     for limit in (25, 100, 400):
@@ -199,7 +199,7 @@ def buckets_table() -> list[str]:
 
 
 def memory_table() -> list[str]:
-    """Returns the table of what a process keeps in float32 beside activations: of Adam, two moments."""
+    """Returns the table of a process's float32 memory without activations: with Adam, two moments."""
     lines = [
         "| parameters | weights, GB | gradients, GB | moments, GB | all, GB "
         f"| {' | '.join(f'ZeRO-1 on {size}, GB' for size in SIZES)} |",

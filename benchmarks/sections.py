@@ -1,4 +1,4 @@
-"""Generated sections of a document that several scripts write: each keeps what the others wrote."""
+"""Generated sections of a document that several scripts write: each preserves the sections of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _marks(name: str) -> tuple[str, str]:
 
 
 def read_section(path: Path, name: str) -> str:
-    """Returns a section with its marks, or nothing if the document has none."""
+    """Returns a section with its marks; empty if the document does not have it."""
     start, end = _marks(name)
     text = path.read_text() if path.exists() else ""
     _, found, rest = text.partition(start)
@@ -20,7 +20,7 @@ def read_section(path: Path, name: str) -> str:
 
 
 def write_section(path: Path, name: str, content: str) -> None:
-    """Puts a section in the place of the one of this name, or at the end of the document."""
+    """Replaces the section of this name, or appends it to the document."""
     start, end = _marks(name)
     text, old = path.read_text(), read_section(path, name)
     section = f"{start}{content.rstrip()}\n{end}"

@@ -1,8 +1,8 @@
-"""Start-up: what importing the package costs beside torch, and how long a script waits for its first training step.
+"""Start-up: the import time of the package without torch's, and the time to the first training step.
 
-Every figure is of a fresh process; the best of several, as other work on a machine only adds. The first start finds an
-empty cache of exports, the second one what the first has left. "First step" is the time from the finished imports to
-the end of the first step: model, trainer, capture, graph, session and the step itself.
+Every figure is the best of several fresh processes, because other work on the machine only adds time. The first start
+finds an empty export cache; the second one uses what the first has left. "First step" is the time from the finished
+imports to the end of the first step: model, trainer, capture, graph, session and the step itself.
 
     python benchmarks/start_up.py
     python benchmarks/start_up.py --models mlp --repeat 5
@@ -55,7 +55,7 @@ def train_one_step(name: str) -> Any:
 
 
 def start(name: str) -> None:
-    """One process: prints the seconds of the import above torch's, and of the first step."""
+    """Runs one process: prints the seconds of the import beyond torch's, and of the first step."""
     import torch  # noqa: F401
 
     begin = time.perf_counter()

@@ -17,13 +17,13 @@ Batch = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """What a contender trains.
+    """The task that a contender trains.
 
     Attributes:
         model: The model.
-        batch: One batch; the last tensor is the label where there is a loss function.
+        batch: One batch; the last tensor is the label if there is a loss function.
         description: The model description for ``ORTTrainer``.
-        loss_fn: The loss function; None where the model returns the loss.
+        loss_fn: The loss function; None if the model returns the loss.
     """
 
     model: nn.Module
@@ -111,7 +111,7 @@ def _lstm() -> Task:
 
 
 class _Classifier(nn.Module):
-    """A BERT that takes its inputs by position and returns the logits alone."""
+    """A BERT that takes its inputs by position and returns only the logits."""
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What a step costs outside the engine: the Python part of a step of a model that is one multiplication.
+"""The cost of a step outside the engine: the Python part of a step whose model is one multiplication.
 
-Each optimizer runs in a separate process, in blocks that alternate. The engine's part is measured inside the same
-steps, around its one call, and subtracted; what is left is the trainer, with PyTorch's kernels of the weight update.
+Each optimizer runs in a separate process, in alternating blocks. The engine's part is measured in the same steps,
+around its one call, and subtracted; the rest is the trainer, including PyTorch's kernels of the weight update.
 
     python benchmarks/step_overhead.py [--rounds 5]
 """
@@ -66,7 +66,7 @@ class Timed:
 
     @property
     def _sess(self) -> Timed:
-        """What the trainer takes for the session below the Python class."""
+        """The object that the trainer uses as the session below the Python class."""
         return self
 
     def __getattr__(self, name: str) -> Any:

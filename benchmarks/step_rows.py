@@ -18,16 +18,16 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is measured.
+    """A row of the tables.
 
     Attributes:
-        title: For the table.
-        label: For the charts, where a title has to make sense without the one before it.
-        model: Name in ``step_models.MODELS``.
-        steps: Steps of a block.
+        title: The title in the table.
+        label: The label in the charts, which must make sense without the preceding row.
+        model: The name in ``step_models.MODELS``.
+        steps: The number of steps of a block.
         dropout: Whether the model keeps its dropout.
-        precision: ``fp32``, or that of mixed precision, a key of ``HALVES``.
-        accumulation: Micro-batches of an update.
+        precision: ``fp32``, or the dtype of mixed precision, a key of ``HALVES``.
+        accumulation: Micro-batches per update.
     """
 
     title: str
@@ -64,9 +64,9 @@ def ort_training(
 
     Args:
         row: The row.
-        utils: Options of the section ``utils`` beside those that make it train as the other contenders do.
+        utils: Options of the section ``utils``, beside those that make it comparable with the other contenders.
         distributed: Options of the section ``distributed``.
-        batch: Makes the batch to train with of the row's.
+        batch: Returns the batch to train with, given the row's batch.
     """
     from step_models import make_task
 

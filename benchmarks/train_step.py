@@ -1,12 +1,12 @@
 """Full training steps (forward, backward, AdamW) of ORTTrainer against PyTorch eager and torch.compile.
 
-The contenders take turns, each in a process of its own; turns.py says how. Two of them take part where somebody has
-installed them: the newest stock onnxruntime as ort_trainer's engine (make setup-stock), and the ORTTrainer of
-onnxruntime-training 1.16.3 (make setup-legacy; legacy_step.py), in full precision and without accumulation.
+The contenders take turns, each in its own process (see turns.py). Two of them take part only if installed: the newest
+stock onnxruntime as ort_trainer's engine (make setup-stock), and the ORTTrainer of onnxruntime-training 1.16.3
+(make setup-legacy; legacy_step.py), in full precision and without accumulation.
 
-When a row's times are taken, the contenders that are ORTTrainers do ten more steps under their own profiler. It says
-which part of a step went into matrix products, convolutions, attention and recurrent layers, and which into neither
-operators nor the update of the weights.
+After a row is timed, the contenders that are ORTTrainers run ten more steps under their own profiler. It reports the
+fraction of a step spent in matrix products, convolutions, attention and recurrent layers, and the fraction spent
+outside operators and the weight update.
 
     python benchmarks/train_step.py                       # everything; three quarters of an hour on two cores
     python benchmarks/train_step.py --quick               # less of everything; five minutes
@@ -46,13 +46,13 @@ EAGER, COMPILE, OURS, ON_STOCK, LEGACY = CONTENDERS = (
 )
 QUICK = (EAGER, OURS, ON_STOCK)
 SLOW_ROWS = ("bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
-# PyTorch itself takes five seconds a step where the processor has no arithmetic for it: see precisions.py.
+# PyTorch itself takes five seconds per step if the processor has no fp16 arithmetic: see precisions.py.
 NOT_HERE = ("bert-fp16",)
-# Is not timed, but shows where the time went before there were PyTorch's kernels.
+# Not timed; it shows where the time went before PyTorch's kernels were used.
 BEFORE = "ort_trainer, ONNX Runtime's kernels"
 ROWS_BY_OPERATOR = ("bert", "gpt2")
 PROFILED = 10
-# Fewer are a trial run, in which dropout may hide that a loss falls.
+# With fewer rounds, dropout may hide that a loss falls.
 ENOUGH_ROUNDS = 3
 
 
@@ -83,7 +83,7 @@ def eager_training(row: Row, compiled: bool) -> Training:
 
 
 def serve_contender(name: str, row: Row) -> None:
-    """A contender's process."""
+    """Runs a contender's process."""
     import torch  # noqa: F401 - imports are no part of the start-up that is measured
 
     if name in (EAGER, COMPILE):
@@ -95,7 +95,7 @@ def serve_contender(name: str, row: Row) -> None:
 
 
 def takes_part(name: str, row: Row) -> bool:
-    """Returns whether a contender is installed and made for a row."""
+    """Returns whether a contender is installed and supports a row."""
     if name == LEGACY:
         return LEGACY_PYTHON.exists() and row.precision == "fp32" and row.accumulation == 1
     return name != ON_STOCK or STOCK.exists()
@@ -134,12 +134,12 @@ def table(row: Row, results: Mapping[str, Result], died: Mapping[str, str]) -> l
 
 
 def share(profile: Profile | None, part: str) -> str:
-    """Returns the part of a step that something took."""
+    """Returns the fraction of a step that a part took."""
     return f"{profile[part] / profile['milliseconds']:.0%}" if profile else "-"
 
 
 def paid_back(eager: Result, result: Result) -> str:
-    """Returns after how many steps a second start has paid for itself."""
+    """Returns the number of steps after which a second start pays off."""
     if result is eager or len(result.starts) < 2:
         return "-"
     gain, cost = eager.median - result.median, result.starts[1] - eager.starts[1]
@@ -155,7 +155,7 @@ HEAD = [
 
 
 def remarks(row: Row, results: Mapping[str, Result], died: Mapping[str, str]) -> list[str]:
-    """Returns what must be said below the table: of contenders that died, or did not learn."""
+    """Returns the remarks below the table: contenders that died or did not learn."""
     lines = [f"- {name}, {row.label}: fails with `{why[:200].replace('`', '')}`." for name, why in died.items()]
     for name, result in results.items():
         first, last = result.losses[0], result.losses[-1]
@@ -165,7 +165,7 @@ def remarks(row: Row, results: Mapping[str, Result], died: Mapping[str, str]) ->
 
 
 def before_and_after(row: str, after: Profile | None) -> dict[str, Profile]:
-    """Returns where a row's time goes on ONNX Runtime's kernels and on PyTorch's; nothing if that can't be said."""
+    """Returns the profiles of a row on ONNX Runtime's kernels and on PyTorch's; empty if they are unavailable."""
     if after is None:
         return {}
     found, _ = measure({BEFORE: contender(BEFORE, row)}, ROWS[row].steps, 0, starts=1, profiled=PROFILED)
@@ -218,7 +218,7 @@ def main() -> None:
         serve_contender(arguments.serve, ROWS[arguments.rows[0]])
         return
     if arguments.write:
-        charts.require_matplotlib()  # rather now than after all the measuring
+        charts.require_matplotlib()  # fail now rather than after all measurements
     wanted: Sequence[str] = arguments.contenders or (QUICK if arguments.quick else CONTENDERS)
     rounds = arguments.rounds or (3 if arguments.quick else 8)
     text = [f"Python {platform.python_version()}, {versions(PACKAGES)}; {os.cpu_count()} cores.", "", *HEAD]

@@ -1,9 +1,9 @@
-"""Training from artifacts: what importing the api costs, and its steps and memory beside the trainer's.
+"""Training from artifacts: the import time of the API, and its steps and memory compared with the trainer's.
 
-Import times are of fresh processes that take turns, medians: of ONNX Runtime alone, of the names that train, which
-import it, and of ort_trainer.api before any name is asked for, which does not. Steps are those of the MLP in
-train_step.py, full ones with AdamW; the artifacts are of that trainer, and the contenders are processes of their own
-that take turns (turns.py). Those that train from artifacts have no torch.
+Import times are medians over fresh processes that take turns: of ONNX Runtime alone, of the names that train, which
+import it, and of ort_trainer.api before any name is used, which does not import it. Steps are full steps with AdamW of
+the MLP in train_step.py; its trainer writes the artifacts. The contenders are separate processes that take turns
+(turns.py). Those that train from artifacts have no torch.
 
     python benchmarks/training_api.py
     python benchmarks/training_api.py --write             # and writes docs/benchmarks.md
@@ -50,7 +50,7 @@ TIMED = (
 
 
 def write_artifacts(folder: str) -> None:
-    """A process: trains a step, and writes artifacts and the batch."""
+    """Runs a process that trains a step, and writes the artifacts and the batch."""
     import numpy as np
     from step_models import make_task
     from step_rows import ROWS, ort_training
@@ -72,7 +72,7 @@ class ArtifactsTraining(Training):
     updates: list[float] = dataclasses.field(default_factory=list)
 
     def profile(self, steps: int) -> Profile:
-        """Returns how long the update of a step takes."""
+        """Returns the time of the update in a step."""
         for _ in range(steps):
             self.step()
         return {"optimizer": statistics.median(self.updates[-steps:]) * 1e3}
@@ -91,7 +91,7 @@ def artifacts_training(folder: Path) -> Training:
         options.intra_op_num_threads = int(os.environ["OMP_NUM_THREADS"])  # as the trainer's
         return options
 
-    engine.default_options = with_threads  # what users get who give no options, except for the number of threads
+    engine.default_options = with_threads  # the default options, except for the number of threads
     with np.load(folder / "batch.npz") as file:
         batch = [file[name] for name in file.files]
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
@@ -112,9 +112,9 @@ def artifacts_training(folder: Path) -> Training:
 
 
 def serve_contender(name: str, folder: str) -> None:
-    """A contender's process."""
+    """Runs a contender's process."""
     if name in (ARTIFACTS, ARTIFACTS_ON_STOCK):
-        # The engine for training imports it where it is installed. A device has none.
+        # The engine for training imports torch if it is installed. A device has none.
         sys.modules["torch"] = None  # type: ignore[assignment]
         import ort_trainer.api  # noqa: F401 - imports are no part of the start-up that is measured
 
@@ -128,7 +128,7 @@ def serve_contender(name: str, folder: str) -> None:
 
 
 def environment(stock: bool, threads: int = 1) -> dict[str, str]:
-    """Returns the variables of a process: this package, and the stock engine before the other if it is wanted."""
+    """Returns the environment of a process: this package on the path, preceded by the stock engine if ``stock``."""
     parts = [str(STOCK)] * stock + [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(parts).rstrip(os.pathsep), "OMP_NUM_THREADS": str(threads)}
 
@@ -139,7 +139,7 @@ def import_times(repeat: int) -> dict[str, float]:
     for _ in range(repeat + 1):
         for statement, loads in IMPORTS.items():
             command = [sys.executable, "-c", TIMED.format(statement, loads)]
-            # With compiled files, as an installed package has them; the first import writes them.
+            # Write bytecode, as an installed package has it; the first import writes it.
             variables = {**os.environ, **environment(stock=True), "PYTHONDONTWRITEBYTECODE": ""}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
             found[statement].append(float(done.stdout))

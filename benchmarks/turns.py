@@ -1,13 +1,13 @@
-"""Contenders that take turns: how training steps are timed on a machine whose speed changes.
+"""Contenders that take turns: times training steps on a machine whose speed varies.
 
-Each contender is a process of its own, because two runtimes' thread pools disturb each other. While one computes a
-short block of steps, the others sleep on a pipe; several rounds follow each other. What is compared are the medians of
-the blocks of a round, so that a slow minute hits all contenders alike.
+Each contender is a separate process, because the thread pools of two runtimes disturb each other. While one computes a
+short block of steps, the others sleep on a pipe; there are several rounds. The comparison uses the medians of the
+blocks of a round, so a slow minute affects all contenders alike.
 
-The processes speak in lines. They print ``{"startup": seconds, "loss": number}`` when their first step is done, then
-read requests: ``steps 12`` is answered with the times of the steps, their mean loss and the peak memory, ``profile 10``
-with where the time of a step goes. This file must run with nothing but the standard library, as contenders may live in
-environments of their own.
+The processes communicate in lines. They print ``{"startup": seconds, "loss": number}`` after their first step, then
+read requests: ``steps 12`` returns the times of the steps, their mean loss and the peak memory; ``profile 10`` returns
+where the time of a step goes. This file must run with only the standard library, because contenders may have their own
+environments.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ milliseconds."""
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a contender's process does.
+    """The training in a contender's process.
 
     Attributes:
-        step: Does one training step and returns the loss.
-        trainer: The ORTTrainer, if it is one.
-        accumulation: Calls of ``step`` for an update of the weights.
+        step: Runs one training step and returns the loss.
+        trainer: The trainer, if it is an ORTTrainer.
+        accumulation: Calls of ``step`` per weight update.
     """
 
     step: Callable[[], Any]
@@ -50,7 +50,7 @@ class Training:
     accumulation: int = 1
 
     def profile(self, steps: int) -> Profile | None:
-        """Returns where the time of a step goes; None where the trainer can't say."""
+        """Returns where the time of a step goes; None if the trainer can't tell."""
         if not hasattr(self.trainer, "profile"):
             return None
         windows = -(-steps // self.accumulation)
@@ -62,14 +62,14 @@ class Training:
 
 
 def serve(make: Callable[[], Training]) -> None:
-    """A contender's process: trains as it is told on stdin.
+    """Runs a contender's process: trains as requested on stdin.
 
     Args:
-        make: Builds the model and the trainer. Whatever it needs should have been imported before, as imports are no
-            part of the start-up that is measured.
+        make: Builds the model and the trainer. Import its modules before, because imports are not part of the measured
+            start-up.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def answer(content: Any) -> None:
         print(json.dumps(content), file=answers, flush=True)
@@ -99,7 +99,7 @@ class Contender:
 
     Attributes:
         command: The command, which must call :func:`serve`.
-        environment: Variables beside those that are set already.
+        environment: Additional environment variables.
     """
 
     command: tuple[str, ...]
@@ -108,14 +108,14 @@ class Contender:
 
 @dataclasses.dataclass
 class Result:
-    """What was found of one contender: seconds and megabytes.
+    """The results of a contender: seconds and megabytes.
 
     Attributes:
-        starts: Start-up with nothing in any cache, and of the processes after it.
+        starts: The start-up times: with empty caches, then of later processes.
         rounds: The times of each round.
-        losses: Of the first step, and the mean of each block.
-        peak: Largest resident memory, of the process or of its children.
-        profile: Where the time of a step goes, if it was asked for and can be said.
+        losses: The loss of the first step, and the mean loss of each block.
+        peak: The peak resident memory of the process or its children.
+        profile: Where the time of a step goes, if requested and available.
     """
 
     starts: list[float] = dataclasses.field(default_factory=list)
@@ -136,12 +136,12 @@ class Result:
 
 
 class _Died(Exception):
-    """A process ended before it answered; the message is the last thing that it said."""
+    """A process ended before it answered; the message is its last output."""
 
 
 class _Process:
     def __init__(self, contender: Contender, caches: str) -> None:
-        # A pipe that nobody reads would stop a process that warns a lot.
+        # A full, unread pipe would block a process that prints many warnings.
         self._said = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
             contender.command,
@@ -158,7 +158,7 @@ class _Process:
         )
 
     def ask(self, request: str = "") -> Any:
-        """Returns the answer to a request; without one, what the process says at its start."""
+        """Returns the answer to a request; without a request, the process's first message."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             if request:
@@ -172,14 +172,14 @@ class _Process:
         raise _Died(_reason(self._said.read()) or f"status {status}")
 
     def end(self) -> None:
-        """Lets the process come to its end."""
+        """Waits for the process to end."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
         self._said.close()
 
 
 def _reason(said: str) -> str:
-    """Returns the line that says why a process died: of the last error rather than of what was logged after it."""
+    """Returns the line that explains why a process died: the last error, rather than later log lines."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Died)\b", line)]
     return (errors or lines or [""])[-1]
@@ -196,18 +196,18 @@ def measure(
     """Measures contenders in turns.
 
     Args:
-        contenders: By name, in the order in which they take their turns.
-        steps: Steps of a block.
-        rounds: Blocks of each contender, after one that warms up.
+        contenders: Contenders by name, in the order of their turns.
+        steps: The number of steps of a block.
+        rounds: The number of blocks of each contender, after a warm-up block.
         starts: How often each is started; the last process is the one that trains.
-        profiled: How many steps are looked at in detail when all times are taken. None by default.
-        needed: The contender without which the others say nothing.
+        profiled: The number of steps to profile after all times are taken. None by default.
+        needed: The contender without which the others' results are useless.
 
     Returns:
-        The results by name, and why contenders that died did.
+        The results by name, and the reasons why contenders died.
 
     Raises:
-        SystemExit: If the one that is needed died.
+        SystemExit: If the needed contender died.
     """
     processes: dict[str, _Process] = {}
     found: dict[str, Result] = {}
@@ -258,8 +258,8 @@ def memory(field: str, reset: bool = False) -> float:
     """Returns a figure of this process in MB; needs Linux.
 
     Args:
-        field: Its name in /proc/self/status: ``VmRSS`` is what is resident, ``VmHWM`` the largest that was.
-        reset: Whether the largest begins anew.
+        field: Its name in /proc/self/status: ``VmRSS`` is the resident memory, ``VmHWM`` its peak.
+        reset: Whether to reset the peak.
     """
     if reset:
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""The versions that a report names."""
+"""The versions listed in a report."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 __all__ = ["ENGINES", "versions"]
 
-# The distributions of ONNX Runtime, of which one is the engine.
+# The distributions of ONNX Runtime; one of them is the engine.
 ENGINES = ("onnxruntime-training", "onnxruntime-training-cpu", "onnxruntime")
 
 
 def versions(packages: Iterable[str]) -> str:
-    """Returns the versions of those packages that are installed."""
+    """Returns the versions of the installed packages."""
     found = []
     for package in packages:
         try:

@@ -1,7 +1,8 @@
 """Writes what follows from other files; --check says whether it is up to date.
 
 From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
-ort_trainer/options/sections.py; from examples/cookbook/ the differences in docs/cookbook.md.
+ort_trainer/options/sections.py; from examples/cookbook/ and examples/recipes/ the differences in docs/cookbook.md and
+docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     schema = load_schema("trainer_options")
     rules = dict(leaves(schema))
-    names, cookbook = HERE / "names.md", HERE / "cookbook.md"
+    names = HERE / "names.md"
     block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
     begin = re.escape(NAMES_HEAD.splitlines()[0])
     targets = {
@@ -76,7 +77,10 @@ def main() -> None:
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
         names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
-        cookbook: with_diffs(cookbook.read_text(), ROOT / "examples" / "cookbook"),
+        **{
+            page: with_diffs(page.read_text(), ROOT / "examples" / page.stem)
+            for page in (HERE / "cookbook.md", HERE / "recipes.md")
+        },
     }
     for target, text in targets.items():
         if "--check" not in sys.argv:

@@ -1,4 +1,4 @@
-"""Writes the types of the options as Python, from the schema, for docs/generate.py."""
+"""Generates Python types of the options from the schema, for docs/generate.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["option_types"]
 
-HEAD = '''"""The types of all options, written by `make docs` from the schema: attributes, and dicts to give."""
+HEAD = '''"""Types of all options, as attributes and as dicts; generated from the schema by `make docs`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "OptionsDict"]
 '''
-# The schema's types as Python's, and what is taken beside them, by the rule that turns it into them.
+# The schema's types in Python, and additional types that its coercions accept.
 SIMPLE = {
     "boolean": "bool",
     "callable": "Callable[[onnx.ModelProto], onnx.ModelProto]",
@@ -50,12 +50,12 @@ def _is_section(rules: Mapping[str, Any]) -> bool:
 
 
 def _name(path: str) -> str:
-    """Returns the name of a section's class without its ending."""
+    """Returns the name of a section's class without its suffix."""
     return "".join(word.capitalize() for word in path.rpartition(".")[2].split("_"))
 
 
 def _type(rules: Mapping[str, Any], given: bool) -> str:
-    """Returns the type of a value: as an attribute, or as it may be given."""
+    """Returns the type of a value: of the attribute, or of a given value."""
     kind = rules.get("type")
     if kind is None or (kind == "dict" and "valuesrules" not in rules):
         return "Any" if kind is None else "Mapping[str, Any]"
@@ -95,8 +95,8 @@ def _attributes(path: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dict(path: str, schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the type of a section's dict, with the other spellings that belong there."""
-    title = f"Section `{path}` of the options, as it may be given" if path else "What `ORTTrainerOptions` takes"
+    """Yields the type of a section's dict, including other spellings of its keys."""
+    title = f"Section `{path}` of the options, as a dict" if path else "The dict that `ORTTrainerOptions` takes"
     yield f'\n\nclass {_name(path)}OptionsDict(TypedDict, total=False):\n    """{title}."""\n'
     for key, rules in schema.items():
         yield f"    {key}: {f'{_name(key)}OptionsDict' if _is_section(rules) else _type(rules, True)}"
@@ -107,7 +107,7 @@ def _dict(path: str, schema: Mapping[str, Any], spellings: Mapping[str, Mapping[
 
 
 def _section(path: str, schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the classes of a section and, before them, of those in it."""
+    """Yields the classes of a section, after those of its subsections."""
     for key, rules in schema.items():
         if _is_section(rules):
             yield from _section(f"{path}.{key}" if path else key, rules["schema"], spellings)
@@ -119,7 +119,7 @@ def option_types(schema: Mapping[str, Any], spellings: Mapping[str, Mapping[str,
     """Returns the text of the module.
 
     Args:
-        schema: Of all options.
-        spellings: Other spellings of options, as dotted paths, with the rules of the option.
+        schema: The schema of all options.
+        spellings: Other spellings of options, as dotted paths, with the option's rules.
     """
     return HEAD + "\n".join(_section("", schema, spellings)) + "\n"

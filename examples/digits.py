@@ -1,7 +1,7 @@
 """Trains a small CNN on scikit-learn's handwritten digits with ORTTrainer, and the same CNN in plain PyTorch.
 
-Run ``make demo``, or ``python examples/digits.py --out FOLDER``. It writes a checkpoint, an ONNX file with which
-onnxruntime then classifies the test set, and a plot of both loss curves.
+Run ``make demo``, or ``python examples/digits.py --out FOLDER``. It writes a checkpoint, an ONNX file, with which it
+classifies the test set in onnxruntime, and a plot of both loss curves.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def train_with_ort(
     """Returns the trainer, the loss of every step, the test accuracy and the total time in seconds."""
     start = time.perf_counter()
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
-    # PyTorch's own dropout masks, for the two loss curves to be the same; without this a step is faster.
+    # Use PyTorch's own dropout masks to make the two loss curves equal; steps are faster without this.
     options = ORTTrainerOptions({"utils": {"random_numbers": "pytorch"}})
     trainer = ORTTrainer(model, MODEL_DESC, config, loss_fn=F.cross_entropy, options=options)
     losses = []
@@ -102,7 +102,7 @@ def train_with_ort(
 
 
 def train_with_pytorch(model: nn.Module, train: Data, test: Data, epochs: int) -> tuple[list[float], float, float]:
-    """The same loop in plain PyTorch."""
+    """Runs the same loop in plain PyTorch."""
     start = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     losses = []
@@ -133,7 +133,7 @@ def main() -> None:
     model = DigitNet()
     twin = copy.deepcopy(model)
 
-    torch.manual_seed(1)  # the same seed before each run, so that both sample the same dropout masks
+    torch.manual_seed(1)  # the same seed before each run makes both sample the same dropout masks
     trainer, losses, score, seconds = train_with_ort(model, train, test, arguments.epochs)
     torch.manual_seed(1)
     torch_losses, torch_score, torch_seconds = train_with_pytorch(twin, train, test, arguments.epochs)

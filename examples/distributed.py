@@ -1,13 +1,12 @@
-"""Trains a classifier of handwritten digits in several processes, which make the same updates as one process.
+"""Trains a classifier of handwritten digits in several processes, with the same updates as one process.
 
 ``torchrun --nproc-per-node 2 examples/distributed.py`` prints the same losses as ``python examples/distributed.py``:
-two processes with batches of 32 images train as one with batches of 64. What several processes need is
+two processes with batches of 32 images train like one with batches of 64. Several processes only need a
+``DistributedSampler``, which gives each its part of every batch. The trainer finds the others through ``torchrun``'s
+environment variables; all processes must call its methods in the same order.
 
-- a ``DistributedSampler``, which gives each process its part of every batch, and
-- nothing else: the trainer finds the others through what ``torchrun`` sets, and all call its methods in the same order.
-
-``torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --checkpoint digits.ortckpt --resume`` goes on
-from the last epoch when a process dies.
+``torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --checkpoint digits.ortckpt --resume`` continues
+from the last epoch if a process dies.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
-BATCH = 64  # of all processes together
+BATCH = 64  # total of all processes
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -34,12 +33,12 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains; returns the loss of every step of this run."""
+    """Trains and returns the loss of every step of this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the training images")
     parser.add_argument("--zero", action="store_true", help="each process keeps a part of the optimizer's state (ZeRO)")
-    parser.add_argument("--checkpoint", type=Path, help="file that is written after every epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--checkpoint", type=Path, help="file to write after every epoch")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     arguments = parser.parse_args(argv)
     if arguments.resume and not arguments.checkpoint:
         parser.error("--resume needs --checkpoint")
@@ -58,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         begin = trainer.load_checkpoint(arguments.checkpoint)["epochs"]
     losses: list[float] = []
     for epoch in range(begin, arguments.epochs):
-        sampler.set_epoch(epoch)  # another order in every epoch, the same one in all processes
+        sampler.set_epoch(epoch)  # a new order in every epoch, the same in all processes
         own = [trainer.train_step(*batch)[0].item() for batch in batches]
         every = [found["losses"] for found in trainer.gather({"losses": own})]
-        losses += [sum(parts) / size for parts in zip(*every, strict=True)]  # each is that of the whole batch
+        losses += [sum(parts) / size for parts in zip(*every, strict=True)]  # each is the loss of the whole batch
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {sum(losses[-len(batches) :]) / len(batches):.5f}, last {losses[-1]:.5f}")
         if arguments.checkpoint:

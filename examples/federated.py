@@ -1,11 +1,10 @@
-"""Federated averaging: clients train one model together, and their data stay with them.
+"""Federated averaging: clients train one model together without sharing their data.
 
 Run ``python examples/federated.py --out FOLDER``. The server exports the artifacts of a model once. Five clients,
-processes of their own without PyTorch, each have only two of the ten digits. In every round each of them gets the
-weights, trains on its own part of scikit-learn's digits and returns its weights, of which the server takes the mean,
-weighted by the number of images (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017). The plot compares that with clients that go on with their own weights, and with a single trainer
-that has all the data.
+separate processes without PyTorch, each have only two of the ten digits. In every round, each client gets the weights,
+trains on its own part of scikit-learn's digits and returns its weights. The server averages them, weighted by the
+number of images (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
+2017). The plot compares this with clients that keep their own weights, and with a single trainer that has all the data.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def new_trainer() -> ORTTrainer:
 
 
 def split_by_digit(train: Data, folder: Path) -> list[tuple[Path, int]]:
-    """Writes a file for every client, with the images of two digits, and returns its path and their number."""
+    """Writes a file for each client, with the images of two digits, and returns its path and number of images."""
     images, labels = train
     parts = []
     for client in range(CLIENTS):
@@ -76,7 +75,7 @@ Client = subprocess.Popen[bytes]
 
 @contextlib.contextmanager
 def clients(artifacts: Path, files: list[Path]) -> Iterator[list[Client]]:
-    """Starts a process for every file, and ends them."""
+    """Starts a process for each file, and ends it afterwards."""
     script = Path(__file__).with_name("federated_client.py")
     command = [sys.executable, str(script), str(artifacts)]
     started = [subprocess.Popen([*command, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for file in files]
@@ -86,14 +85,14 @@ def clients(artifacts: Path, files: list[Path]) -> Iterator[list[Client]]:
             client.stdin.close()  # no more rounds
         for client in started:
             if client.wait(60):
-                raise RuntimeError(f"a client ended with the code {client.returncode}")
+                raise RuntimeError(f"a client ended with code {client.returncode}")
     finally:
         for client in started:
             client.kill()
 
 
 def train_round(started: list[Client], weights: list[np.ndarray]) -> list[np.ndarray]:
-    """Lets every client train once from weights of its own, all at the same time, and returns what they make."""
+    """Trains all clients in parallel, each from its given weights, and returns their new weights."""
     for client, own in zip(started, weights, strict=True):
         client.stdin.write(own.tobytes())
         client.stdin.flush()
@@ -101,13 +100,13 @@ def train_round(started: list[Client], weights: list[np.ndarray]) -> list[np.nda
     for client, own in zip(started, weights, strict=True):
         answer = client.stdout.read(own.nbytes)
         if len(answer) < own.nbytes:
-            raise RuntimeError(f"a client ended with the code {client.wait()} instead of an answer")
+            raise RuntimeError(f"a client ended with code {client.wait()} instead of an answer")
         returned.append(np.frombuffer(answer, np.float32))
     return returned
 
 
 class Evaluator:
-    """The evaluation model on the server: accuracy of any weights."""
+    """Evaluates weights on the server with the evaluation model."""
 
     def __init__(self, artifacts: Path, test: Data) -> None:
         state = CheckpointState.load_checkpoint(artifacts / "checkpoint")
@@ -126,7 +125,7 @@ class Evaluator:
 
 
 def train_apart(started: list[Client], evaluator: Evaluator, start: np.ndarray, rounds: int) -> list[float]:
-    """Returns the mean accuracy of clients that go on with their own weights, before and after every round."""
+    """Returns the mean accuracy of clients that keep their own weights, before and after every round."""
     weights = [start] * len(started)
     curve = [evaluator.accuracy(start)]
     for _ in range(rounds):
@@ -150,7 +149,7 @@ def train_together(
 
 
 def train_alone(train: Data, test: Data, rounds: int) -> list[float]:
-    """Returns the accuracy of one trainer with all the data, before and after as many epochs as a round has."""
+    """Returns the accuracy of one trainer with all the data, before and after the epochs of every round."""
     trainer = new_trainer()
 
     def accuracy() -> float:
@@ -184,7 +183,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args(given)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # for so small a model; more would wait for each other while the clients compute
+    torch.set_num_threads(1)  # the model is small, and more threads would compete with the clients
 
     train, test = digits()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,7 @@
-"""One participant of federated.py: it trains from the artifacts on data that never leave it, without PyTorch.
+"""A client of federated.py: trains from artifacts on its private data, without PyTorch.
 
 The server starts it with the folder of the artifacts and the file with its data. In each round it reads the weights
-from its standard input, as one flat buffer of float32, and writes those that it has trained to its standard
-output.
+from standard input, as one flat float32 buffer, and writes the trained weights to standard output.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":  # as on a device that has no PyTorch: onnxruntime-training would import it where it is there
+if __name__ == "__main__":  # simulates a device without PyTorch, which onnxruntime-training imports if it is installed
     sys.modules["torch"] = None
 from onnxruntime import OrtValue
 
@@ -33,7 +32,7 @@ def batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[tuple
 
 
 def main(artifacts: Path, data: Path) -> None:
-    """Trains from the weights of every round until there are no more."""
+    """Trains from the weights of each round until there are no more."""
     with np.load(data) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     # Shapes only: the weights come from the server.

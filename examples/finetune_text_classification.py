@@ -3,7 +3,7 @@
 It has what a fine-tuning script needs: a Hugging Face model, tokenizer and collator, batches of varying length, a
 warm-up schedule, no weight decay on biases and norms, gradient accumulation, an evaluation after each epoch, the best
 and the last checkpoint, and at the end a folder for ``from_pretrained`` and an ONNX file. The model starts from random
-weights, so that nothing is downloaded; to start from pretrained ones, replace the one line that makes it.
+weights to avoid a download; to start from pretrained ones, replace the one line that makes it.
 
     python examples/finetune_text_classification.py --out out/finetune
     python examples/finetune_text_classification.py --out out/finetune --resume     # after an interruption
@@ -68,8 +68,7 @@ def make_trainer(model: BertForSequenceClassification, updates: int) -> ORTTrain
     options = ORTTrainerOptions(
         {
             "batch": {"gradient_accumulation_steps": ACCUMULATION_STEPS},
-            # PyTorch's own dropout masks, for the losses to be those of the other script. Without this line a step is
-            # faster.
+            # Use PyTorch's own dropout masks to get the same losses as the other script; steps are faster without this.
             "utils": {"random_numbers": "pytorch"},
             "lr_scheduler": optim.LinearWarmupLRScheduler(total_steps=updates, warmup=WARMUP),
         }

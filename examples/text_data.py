@@ -1,4 +1,4 @@
-"""The data of the text examples: the source code of Python's standard library, so that nothing is downloaded.
+"""The data of the text examples: the source code of Python's standard library, which needs no download.
 
 For classification: docstrings and comments, labelled with the package they come from. For the language model: whole
 source files. ``python examples/text_data.py`` prints a summary.

@@ -33,8 +33,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Public name -> the module that has it. Nothing is imported before it is asked for: ort_trainer.api trains where there
-# is no torch, and what only ONNX models need takes as long to import as all the rest.
+# Public name -> the module that has it. Imports are lazy: ort_trainer.api trains without torch, and the part for ONNX
+# models takes as long to import as everything else.
 _PLACES = {
     "CheckpointError": "errors",
     "CheckpointManager": "runs",
@@ -54,12 +54,12 @@ _MISSING = """ort_trainer.{name} needs {package}, which is not installed. Instal
   pip install -c constraints.txt '.[cpu]'     onnxruntime-training-cpu: Python up to 3.12
   pip install -c constraints.txt '.[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
   pip install -c constraints.txt '.[stock]'   onnxruntime: any Python and platform
-Without it there is only ort_trainer.api, which trains from exported artifacts."""
+Without it, only ort_trainer.api works, which trains from exported artifacts."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name or a submodule when it is asked for first."""
-    from importlib.util import find_spec  # which ort_trainer.api need not wait for
+    """Imports a public name or a submodule on first use."""
+    from importlib.util import find_spec  # here, to keep the import of ort_trainer.api fast
 
     if name not in _PLACES and (not name.isidentifier() or name[0] == "_" or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         found = importlib.import_module(f".{_PLACES.get(name, name)}", __name__)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", __name__, "onnxruntime"):  # a module of ours, or an error that says what to do itself
+        if package in ("", __name__, "onnxruntime"):  # our own module, or an error that already says what to do
             raise
         raise ModuleNotFoundError(_MISSING.format(name=name, package=package), name=error.name) from error
     if name in _PLACES:

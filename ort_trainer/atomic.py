@@ -30,16 +30,16 @@ _WAYS_OUT = {
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EROFS: "choose a folder on a file system that is not mounted read-only",
-    errno.ENOENT: "the folder has vanished: make it again, or choose another one",
+    errno.ENOENT: "the folder has vanished: create it again, or choose another one",
 }
-# A file is made and locked in microseconds; one that is empty and older was left by a killed process.
+# A file is created and locked within microseconds; an older empty file was left by a killed process.
 _EMPTY_SECONDS = 60
-# What the names of temporary folders end with, so that no folder of a user's own is taken for one.
+# Suffix of temporary folders, which tells them from the user's own folders.
 _FOLDER = ".ort_trainer"
 
 
 def check_target(target: Path) -> None:
-    """Checks that a file can be put at a path.
+    """Checks that a file can be written to a path.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -47,7 +47,7 @@ def check_target(target: Path) -> None:
     """
     if not target.parent.is_dir():
         raise FileNotFoundError(
-            f"can't write {str(target)!r}: the folder {str(target.parent)!r} does not exist: make it first"
+            f"can't write {str(target)!r}: the folder {str(target.parent)!r} does not exist: create it first"
         )
     if target.is_dir():
         raise IsADirectoryError(f"can't write {str(target)!r}: it is a folder")
@@ -55,41 +55,41 @@ def check_target(target: Path) -> None:
 
 @contextlib.contextmanager
 def explained(target: Path) -> Iterator[None]:
-    """A context for writing: an error of the system becomes one of its kind that says what to do.
+    """A context for writing that turns a system error into one that says what to do.
 
     Raises:
-        OSError: With the ``errno`` of the first one, so of its subclass, and a message that names the target, not a
-            temporary file, the cause and the way out.
+        OSError: The same subclass with the same ``errno``, and a message that names the target (instead of the
+            temporary file), the cause and the way out.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None or str(error.strerror).startswith("can't write"):  # with a message of its own
+        if error.errno is None or str(error.strerror).startswith("can't write"):  # it has its own message
             raise
         way_out = _WAYS_OUT.get(error.errno, "try again, or write to another place")
         cause = error.strerror or str(error)
-        message = f"can't write {str(target)!r}: {cause}; {way_out}. What was there before is unchanged"
+        message = f"can't write {str(target)!r}: {cause}; {way_out}. An existing file there is unchanged"
         raise OSError(error.errno, message) from error
 
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """Gives a temporary path beside ``target``; when the block ends well, the file there is synced and takes its place.
+    """Yields a temporary path beside ``target``; if the block succeeds, syncs the file and moves it to ``target``.
 
-    A process that is killed leaves its temporary file; the next one that writes to the same path removes it.
+    A killed process leaves its temporary file; the next write to the same path removes it.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
         IsADirectoryError: If the target is a folder.
-        OSError: If writing fails, as :func:`explained` says; there is the old file then, or none, as before.
+        OSError: If writing fails, as :func:`explained` says; an existing file is unchanged.
     """
-    import glob  # which a mere reader need not wait for
+    import glob  # here, so that readers don't import it
 
     temporary = handle = None
     try:
         with explained(target):
             check_target(target)
-            with uninterrupted():  # or nobody would know the name of the file
+            with uninterrupted():  # otherwise an interrupt could lose the name of the file
                 name = target.with_name(_temporary_name(target.name))
                 handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 temporary = name
@@ -97,7 +97,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
             handle = _locked(handle)
             remove_abandoned(target.parent, glob.escape(target.name))
             yield temporary
-            temporary.chmod(mode)  # a library that writes may have made another file of this name
+            temporary.chmod(mode)  # the writing library may have replaced the file
             sync(temporary)
             temporary.replace(target)
         sync(target.parent)
@@ -106,21 +106,21 @@ def atomic_path(target: Path) -> Iterator[Path]:
             if handle is not None:
                 os.close(handle)
             if temporary is not None:
-                with contextlib.suppress(OSError):  # the error that led here says more; another save removes the file
+                with contextlib.suppress(OSError):  # the original error says more; another save removes the file
                     temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
-    """Gives an empty folder within another one, for files that are to be moved; it is removed when the block ends.
+    """Yields a new folder for files that will be moved, and removes it when the block ends.
 
-    A process that is killed leaves it; the next one that writes something of the same name there removes it.
+    A killed process leaves its folder; the next write of the same name removes it.
 
     Args:
-        folder: Where it is made.
-        name: Of what is written.
+        folder: The parent folder.
+        name: Name of what is written.
     """
-    import glob  # neither of which a mere reader need wait for
+    import glob  # here, so that readers import neither
     import shutil
 
     with uninterrupted():
@@ -142,20 +142,20 @@ def _temporary_name(name: str) -> str:
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Removes the temporary files and folders of processes that were killed while they wrote.
+    """Removes the temporary files and folders of processes that were killed while writing.
 
-    A process that writes has locked its own, and the system unlocks it when the process ends, however it does.
+    A writing process holds a lock on its own, which the system releases when the process ends.
 
     Args:
         folder: Where to look.
-        pattern: Matches the names of what was to be written, as ``glob`` does.
+        pattern: A ``glob`` pattern for the names of the targets.
     """
     names = (f".{pattern}.????????.tmp", f".{pattern}.????????.tmp{_FOLDER}")
     for path in (path for name in names for path in folder.glob(name)) if fcntl else ():
         is_folder = path.name.endswith(_FOLDER)
         if path.is_symlink() or path.is_dir() != is_folder:
-            continue  # somebody's own
-        with contextlib.suppress(OSError):  # locked, gone, not ours to remove, or on a file system without locks
+            continue  # not made by this module
+        with contextlib.suppress(OSError):  # locked, gone, not permitted, or a file system without locks
             handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
             try:
                 status = os.fstat(handle)
@@ -177,17 +177,17 @@ def _remove(path: Path, is_folder: bool) -> None:
 
 
 def _locked(handle: int) -> int | None:
-    """Locks a new file, so that nobody takes it for abandoned; returns None where it can't be, and closes it there."""
-    if fcntl is None:  # an open file can't be renamed there
+    """Locks a new file so that it does not look abandoned; without ``fcntl``, closes it and returns None."""
+    if fcntl is None:  # Windows can't rename an open file
         os.close(handle)
         return None
-    with contextlib.suppress(OSError):  # a file system without locks, on which nobody removes anything
+    with contextlib.suppress(OSError):  # a file system without locks, where remove_abandoned removes nothing
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or what a folder holds, is on the disk."""
+    """Waits until a file, or the entries of a folder, are on the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows can't open a folder to sync it
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

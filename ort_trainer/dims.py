@@ -1,4 +1,4 @@
-"""Symbolic sizes: arithmetic over the names of dimensions, kept as text and evaluated for the sizes of a batch."""
+"""Symbolic sizes: arithmetic over the names of dimensions, stored as text and evaluated for the sizes of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import shown
 
-__all__ = ["evaluate", "fixed_dimensions", "holds", "symbols_of"]
+__all__ = ["evaluate", "evaluate_number", "fixed_dimensions", "holds", "symbols_of"]
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -43,14 +43,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# More than sizes and strides of 64 bits and what they are computed from can have.
+# Larger than any 64-bit size or stride, and than the intermediate results in computing one.
 _LARGEST_BITS = 512
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Raises for what would take for ever, which no size of a tensor is: an expression may come from a file."""
+    """Raises for powers too large to be a tensor size: an expression from a file could otherwise run forever."""
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
-        raise ValueError(f"{base} ** {exponent} is no size")
+        raise ValueError(f"{base} ** {exponent} is too large for a size")
     return base**exponent
 
 
@@ -62,7 +62,7 @@ def _parse(expression: str) -> ast.expr:
     try:
         return ast.parse(expression, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{shown(expression)} is no arithmetic over dimensions: {error!r}") from error
+        raise ValueError(f"{shown(expression)} is not arithmetic over dimensions: {error!r}") from error
 
 
 def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
@@ -74,20 +74,25 @@ def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
         sizes: Size of every symbol.
 
     Raises:
-        ValueError: If the expression holds anything else.
+        ValueError: If the expression contains anything else.
         KeyError: If a symbol has no size.
     """
-    if isinstance(expression, int):
-        return expression
+    return expression if isinstance(expression, int) else int(evaluate_number(expression, sizes))
+
+
+def evaluate_number(expression: str, sizes: Mapping[str, int]) -> float:
+    """Returns the value of an expression that need not be a size, such as a ratio of two; see :func:`evaluate`."""
     parsed = _parse(expression)
     try:
-        return int(_evaluate(parsed, sizes))
+        value = _evaluate(parsed, sizes)
+        int(value)  # neither complex nor infinite
     except (RecursionError, OverflowError, TypeError) as error:
         raise ValueError(f"{shown(expression)} has no value for {shown(dict(sizes))}: {error!r}") from error
+    return value  # type: ignore[no-any-return]
 
 
 def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a condition is true for the given sizes; one that divides by zero for them is not."""
+    """Returns whether a condition is true for the given sizes; a division by zero makes it false."""
     try:
         return bool(evaluate(condition, sizes))
     except ZeroDivisionError:
@@ -130,7 +135,7 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
             return sizes[_symbol(node)]
         if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_evaluate(argument, sizes) for argument in node.args))
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic over dimensions")
+    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic over dimensions")
 
 
 def fixed_dimensions(sizes: Mapping[str, int]) -> str:

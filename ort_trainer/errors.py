@@ -1,4 +1,4 @@
-"""The errors that are neither a plain bad value (``ValueError``), bad type (``TypeError``) nor bad moment."""
+"""The package's own exceptions, and how messages show values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class ExportError(RuntimeError):
 
 
 class IdleOptionError(ExportError):
-    """An option asks for a part that the model does not have; the message begins with the option and a colon."""
+    """An option needs a part that the model lacks; the message begins with the option and a colon."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint file is damaged, is no checkpoint of this package, or does not fit the trainer."""
+    """A checkpoint file is damaged, is not a checkpoint of this package, or does not fit the trainer."""
 
 
 class DistributedError(RuntimeError):
-    """The processes that train one model do not do the same, or one of them is missing."""
+    """The processes that train one model disagree, or one of them is missing."""
 
 
 class _Short(reprlib.Repr):
-    """Representations for messages: long ones are cut, and of tensors and arrays only what they are is said."""
+    """Representations for messages: long ones are truncated; tensors and arrays show shape and dtype only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ _SHORT = _Short()
 
 
 def shown(value: Any) -> str:
-    """Returns a user's value as a message shows it: in one line, not too long, whatever it is."""
+    """Returns any value as text for a message: one line of limited length."""
     return " ".join(_SHORT.repr(value).split())
 
 
 def warn(message: str) -> None:
-    """Gives a ``UserWarning`` at the line outside this package that led to it."""
+    """Issues a ``UserWarning`` that points at the calling line outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""The part of ``ORTTrainer`` that writes artifacts for training elsewhere."""
+"""The part of ``ORTTrainer`` that exports artifacts for the training API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Exporting"]
 
 
 class Exporting:
-    """What :class:`~ort_trainer.ORTTrainer` has for the training API."""
+    """``export_artifacts`` of :class:`~ort_trainer.ORTTrainer`."""
 
     _loop: TrainingLoop
 
@@ -24,33 +24,33 @@ class Exporting:
         nominal_checkpoint: bool = True,
         fixed_learning_rate: bool = False,
     ) -> None:
-        """Writes models and a checkpoint from which ``ort_trainer.api`` trains on, without PyTorch.
+        """Writes models and a checkpoint with which ``ort_trainer.api`` continues training, without PyTorch.
 
         The files are ``training_model.onnx`` (forward and backward pass; adds to gradient buffers),
-        ``eval_model.onnx``, ``optimizer_model.onnx``, ``checkpoint``, and ``nominal_checkpoint``. Training goes on from
-        them as it would in the trainer: with its weights, moments, counts, schedule, gradients of an accumulation
-        window that is under way, and random numbers (docs/training_api.md). The trainer is left as it is.
+        ``eval_model.onnx``, ``optimizer_model.onnx``, ``checkpoint``, and ``nominal_checkpoint``. Training continues
+        from them exactly as it would in the trainer: with its weights, moments, counts, schedule, random numbers, and
+        the gradients of an incomplete accumulation window (docs/training_api.md). The trainer does not change.
 
-        All of several processes call it, and one of them writes; artifacts train in one process, with the random
-        numbers of that one. The first step exports the model if need be; with ``model_desc`` "auto", and for a PyTorch
-        model, call :meth:`prepare` or a step before.
+        With several processes, all must call it, and one of them writes; artifacts train in one process, with the
+        random numbers of the writing process. A PyTorch model, or ``model_desc="auto"``, needs a call of
+        :meth:`prepare` or a step first.
 
         Args:
-            directory: A folder, which is made if it does not exist. Artifacts in it are replaced: all of them, or, if
-                anything fails before, none.
+            directory: A folder, created if it does not exist. Existing artifacts in it are replaced: all of them, or
+                none if anything fails.
             flavor: ``ort_trainer`` for ``ort_trainer.api`` on any ONNX Runtime, or ``onnxruntime-training`` for
                 ``onnxruntime.training.api`` 1.19.2 and ``onnxruntime-web``.
-            nominal_checkpoint: Whether to write a checkpoint that has the shapes of the parameters only.
-            fixed_learning_rate: Of the flavor ``onnxruntime-training``: whether the optimizer model has the learning
-                rate in it, for a runtime that can't set one, as in a browser.
+            nominal_checkpoint: Whether to write a checkpoint that holds only the shapes of the parameters.
+            fixed_learning_rate: For the flavor ``onnxruntime-training``: whether to store the learning rate in the
+                optimizer model, for a runtime that can't set it, such as a browser.
 
         Raises:
-            RuntimeError: Before the first step, if only a batch tells what the model takes.
-            ValueError: If the artifacts could not do what the trainer does; the message says what, and the way out.
+            RuntimeError: Before the first step, if the model can be exported only with a batch.
+            ValueError: If the artifacts can't do what the trainer does; the message says what, and the way out.
             ExportError: If the model has no graph of ONNX's own operators.
-            TypeError, FileNotFoundError, NotADirectoryError: If there can be no such folder.
+            TypeError, FileNotFoundError, NotADirectoryError: If the folder is invalid.
         """
-        from .artifacts.export import check_exportable, export_artifacts  # with all that writes ONNX
+        from .artifacts.export import check_exportable, export_artifacts  # here, because it imports onnx
 
         check_exportable(self._loop)
         if not self._loop.graphs.has_started:

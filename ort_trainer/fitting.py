@@ -1,4 +1,4 @@
-"""The part of ``ORTTrainer`` for those who want no loop of their own."""
+"""The part of ``ORTTrainer`` with a ready-made training loop."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ class Fitting:
         progress: bool | Callback = True,
         stop_signals: Iterable[str] = (),
     ) -> FitState:
-        """Trains for some epochs, evaluating after each (docs/fit.md).
+        """Trains for a number of epochs and evaluates after each (docs/fit.md).
 
-        Ctrl-C ends it after the step that runs, with the status ``interrupted``, and the last checkpoint is saved. Of
-        several processes each calls it with a loader of its part of the data; the history has the means over all.
+        Ctrl-C ends training after the current step with the status ``interrupted`` and saves the last checkpoint. With
+        several processes, each calls it with a loader of its part of the data; the history has the means over all.
 
         Args:
-            train_loader: Gives the batches of an epoch each time it is gone through: a DataLoader, a list. Batches are
-                what :meth:`train_step` takes, tuples, lists, dicts or tensors; they are moved to the device. In a dict,
-                ``gradient_weight`` may stand beside the inputs.
+            train_loader: An iterable that yields the batches of one epoch each time: a DataLoader, a list. A batch is
+                anything that :meth:`train_step` accepts: a tuple, list, dict or tensor. Batches are moved to the
+                device. A dict may hold ``gradient_weight`` beside the inputs.
             eval_loader: The same for the evaluation.
-            epochs: How many there are in all, those before a checkpoint included. The last accumulation window of each
-                ends with it.
-            metrics: Of the evaluation: a metric, a list of them, or a dict of them by name. A metric is a function
-                (outputs, labels) -> number, whose mean over the samples is taken; an object with ``update``,
-                ``compute`` and ``reset``; or one with ``add_batch`` and ``compute``. Or a tuple of one of these and a
-                function of the outputs, whose result it gets instead of them. Outputs are those besides the loss.
-            labels: Name of the input that metrics compare with; None for ``labels`` or ``label`` if there is one, or
-                else the last input.
-            callbacks: Objects of subclasses of ``ort_trainer.fit.Callback``.
-            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, a ``CheckpointManager``, or one of
-                ``ort_trainer.fit.Checkpoints`` and ``ManagedCheckpoints``, which have more settings.
-            resume: Whether to go on from the last checkpoint, if there is one; or the path of another. In the middle of
-                an epoch, the batches done are loaded and skipped.
-            progress: Whether to show how it goes on; or a callback that does it.
-            stop_signals: Names of signals that end it as Ctrl-C does, such as ``["SIGTERM"]``, which schedulers of jobs
-                and containers send before they kill. The step that runs is completed, an export too.
+            epochs: Total number of epochs, including those before a checkpoint. An accumulation window never extends
+                beyond its epoch.
+            metrics: Metrics of the evaluation: one, a list, or a dict by name. A metric is a function
+                (outputs, labels) -> number, which is averaged over the samples; an object with ``update``, ``compute``
+                and ``reset``; or an object with ``add_batch`` and ``compute``. A tuple (metric, function) passes the
+                metric the function's result instead of the outputs. Outputs exclude the loss.
+            labels: Name of the input that metrics compare with. Default: ``labels`` or ``label`` if there is one,
+                otherwise the last input.
+            callbacks: Instances of ``ort_trainer.fit.Callback``.
+            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, a ``CheckpointManager``, or an instance of
+                ``ort_trainer.fit.Checkpoints`` or ``ManagedCheckpoints``, which have more settings.
+            resume: Whether to resume from the last checkpoint, if there is one; or the path of a checkpoint. In the
+                middle of an epoch, the batches already done are loaded and skipped.
+            progress: Whether to show progress; or a callback that shows it.
+            stop_signals: Names of signals that end training as Ctrl-C does, such as ``["SIGTERM"]``, which job
+                schedulers and containers send before they kill. The current step completes, even if it exports.
 
         Returns:
-            The state at the end: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
+            The final state: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
 
         Raises:
-            TypeError, ValueError: If an argument is none that can be, or a number is monitored that is not there.
+            TypeError, ValueError: If an argument is invalid, or a monitored number does not exist.
             FileNotFoundError: If the folder for checkpoints, or the checkpoint, does not exist.
-            FileExistsError: If checkpoints would be replaced.
+            FileExistsError: If existing checkpoints would be replaced.
             CheckpointError: If the checkpoint was not saved by ``fit``.
-            RuntimeError: If there are ``stop_signals``, but this is not the main thread, which alone handles signals.
+            RuntimeError: If ``stop_signals`` are given outside the main thread, which alone handles signals.
         """
         from .fit import fit
 

@@ -1,4 +1,4 @@
-"""Recognizes checkpoint files of other programs, so that an error can say what a file is and what to do with it."""
+"""Recognizes checkpoint files of other programs, so that errors can name the format and the way out."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from .errors import CheckpointError
 __all__ = ["UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
 
 UPSTREAM_MARK = b"ODTC"
-"""What such a file has at its fifth byte."""
+"""Bytes 4 to 7 of such a file."""
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def is_hdf5(head: bytes) -> bool:
-    """Returns whether a file that begins with these bytes, at least 8, is HDF5, as checkpoints of legacy are."""
+    """Returns whether a file with these first bytes (at least 8) is HDF5, the format of legacy checkpoints."""
     return head.startswith(_HDF5)
 
 
 def is_upstream_checkpoint(head: bytes) -> bool:
-    """Returns whether a file that begins with these bytes, at least 8, is of onnxruntime-training's training API."""
+    """Returns whether a file with these first bytes (at least 8) comes from onnxruntime-training's training API."""
     return head[4:8] == UPSTREAM_MARK
 
 
 def refuse_upstream_checkpoint(head: bytes, name: str, way: str) -> None:
-    """Raises the error for a checkpoint of onnxruntime-training's training API, where another one is expected.
+    """Refuses a checkpoint of onnxruntime-training's training API where another kind is expected.
 
     Args:
         head: The first bytes of a file, at least 8.
-        name: What messages call it.
-        way: How it can be used all the same.
+        name: The file's name for messages.
+        way: What to do with such a checkpoint instead.
 
     Raises:
-        CheckpointError: If it is one.
+        CheckpointError: If the file is such a checkpoint.
     """
     if is_upstream_checkpoint(head):
         raise CheckpointError(f"{name} is a checkpoint of onnxruntime-training's training API (flatbuffers): {way}")

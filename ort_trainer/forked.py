@@ -1,4 +1,4 @@
-"""Child processes that do one thing, and end without running any clean-up of the parent's."""
+"""Child processes that do one thing and exit without running the parent's clean-up."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["forked"]
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Forks a child process that does something and ends.
+    """Forks a child process that calls a function and exits.
 
     Args:
-        work: Is called in the child with the writing end of a pipe. The child ends with status 0 when it returns, and 1
-            when it raises, of which nothing is printed. It may not wait for threads, which the child does not have.
+        work: Called in the child with the writing end of a pipe. The child exits with status 0 when it returns, and 1
+            when it raises; nothing is printed. It must not wait for threads: the child has only one.
 
     Returns:
-        The child's process number, and the reading end of the pipe.
+        The child's process ID, and the reading end of the pipe.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of the missing threads. PyTorch's data loaders fork likewise, with the same precaution.
+        # Python warns about the missing threads. PyTorch's data loaders fork in the same way.
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
         child = os.fork()
     if child == 0:
@@ -32,12 +32,12 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 
 
 def _run_and_exit(work: Callable[[int], None], reader: int, writer: int) -> None:
-    """The child's whole life."""
+    """Runs the function in the child, and exits."""
     status = 1
     try:
         os.close(reader)
-        # A collection here would run the destructors of the parent's garbage, which wait for threads that are not here.
-        # Of what the child makes itself there is nothing to collect before it ends.
+        # A collection would run the destructors of the parent's garbage, which wait for threads that don't exist here.
+        # The child exits before its own garbage matters.
         gc.freeze()
         gc.disable()
         work(writer)

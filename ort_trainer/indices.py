@@ -1,6 +1,6 @@
-"""Looks for indices in a batch that its model does not have: classes, rows of an embedding.
+"""Finds indices in a batch that are out of range for the model: class labels, rows of an embedding.
 
-Trainer and training API do it alike, so there is no PyTorch in here.
+Trainer and training API share this file, so it does not use PyTorch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class IndexRange(NamedTuple):
-    """What an operator allows in an integer input that it indexes with: class labels, rows of an embedding.
+    """The values that an operator allows in an integer input that it indexes with.
 
     Attributes:
         input: Name of the input.
-        size: How many rows, classes or elements there are: a number, or an expression over symbolic dimensions.
-        from_end: Whether negative values count from the end, so that ``-size`` is allowed; otherwise 0 is the least.
-        ignored: A value that is allowed all the same, as one that does not count; None for none.
+        size: Number of rows, classes or elements: an int, or an expression over symbolic dimensions.
+        from_end: Whether negative values down to ``-size`` count from the end; otherwise the minimum is 0.
+        ignored: A value out of range that the operator ignores; None for none.
         operator: Name of the operator.
-        source: Where it is in the user's code; empty where that is not known.
+        source: Its place in the user's code; empty if unknown.
         outputs: Names of the described outputs that depend on the operator.
-        steps: How the operator sees a part of the input only: operators of :data:`STEPS` with their arguments behind
-            the tensor, in which sizes may be expressions. Empty if it sees all of it.
+        steps: How to derive the part of the input that the operator uses: operators of :data:`STEPS`, each with its
+            arguments after the tensor, in which sizes may be expressions. Empty if it uses all of the input.
     """
 
     input: str
@@ -44,7 +44,7 @@ class IndexRange(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> IndexRange:
-        """Returns what JSON has made of one, with lists where there were tuples."""
+        """Returns the range that was stored as JSON, with its lists turned back into tuples."""
         return cls(**{key: _frozen(value) for key, value in values.items()})
 
 
@@ -61,14 +61,14 @@ def check_indices(
     """Checks the inputs of a batch that operators index with, by the lowest and the highest value of each.
 
     Args:
-        ranges: What is allowed, with the sizes for this batch.
+        ranges: The ranges, each with its size for this batch.
         array: Returns the values of an input.
         sizes: Returns the sizes of the symbolic dimensions.
-        find_extremes: Returns the lowest and the highest value of an input that count, where there is a better way than
-            by its array; it is given the value that does not count, for which 0 stands.
+        find_extremes: Returns the lowest and the highest value of an input, with 0 in place of the ignored value, its
+            second argument; for inputs with a faster way than through an array.
 
     Raises:
-        IndexError: If one has a value that is out of range.
+        IndexError: If a value is out of range.
     """
     known: dict[tuple[str, int | None], tuple[int, int]] = {}
     for entry, size in ranges:
@@ -81,7 +81,7 @@ def check_indices(
 
 
 def _extremes(values: Array, ignored: int | None) -> tuple[int, int]:
-    """Returns the lowest and the highest value that count; 0 stands for those that do not."""
+    """Returns the lowest and the highest value, with 0 in place of ignored ones."""
     found = int(values.min()), int(values.max())
     if ignored is not None and ignored in found:
         values = np.where(values == ignored, 0, values)
@@ -90,13 +90,13 @@ def _extremes(values: Array, ignored: int | None) -> tuple[int, int]:
 
 
 def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str, int]) -> None:
-    """Raises if a value is out of range that counts, and that the operator sees."""
+    """Raises if a value is out of range, not ignored, and used by the operator."""
     wrong = (values < (-size if entry.from_end else 0)) | (values >= size)
     if entry.ignored is not None:
         wrong &= values != entry.ignored
     if not wrong.any():
         return
-    # What the operator sees of the input is found by doing the same to the numbers of its places.
+    # Applying the steps to the positions of the elements shows which of them the operator uses.
     places = np.arange(values.size).reshape(values.shape)
     for name, arguments in entry.steps:
         places = STEPS[name](places, *_evaluated(arguments, sizes))
@@ -105,17 +105,17 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
     if not len(found):
         return
     place = [int(number) for number in np.unravel_index(found[0], values.shape)]
-    others = f", and {len(found) - 1} more of the kind" if len(found) > 1 else ""
-    ignored = "" if entry.ignored is None else f", or {entry.ignored}, which is ignored"
+    others = f" (and {len(found) - 1} more out of range)" if len(found) > 1 else ""
+    ignored = "" if entry.ignored is None else f", or {entry.ignored} (ignored)"
     raise IndexError(
         f"input {entry.input!r} has the value {int(values.flat[found[0]])} at {place}{others}, but {entry.operator} "
-        f"takes it for an index, which must be from {-size if entry.from_end else 0} to {size - 1}{ignored}"
+        f"uses it as an index, which must be from {-size if entry.from_end else 0} to {size - 1}{ignored}"
         f"{'; ' if entry.source else ''}{entry.source}"
     )
 
 
 def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
-    """Returns arguments with numbers for expressions over symbolic sizes."""
+    """Returns arguments with expressions over symbolic sizes evaluated."""
     return [
         _evaluated(value, sizes)
         if isinstance(value, (list, tuple))
@@ -127,7 +127,7 @@ def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
 
 
 def _expand(values: Array, shape: Sequence[int], implicit: bool = False) -> Array:
-    # ``implicit`` is PyTorch's own mark of an expand() that nobody wrote; it changes nothing.
+    # ``implicit`` is PyTorch's mark of an expand() that the user did not write; it has no effect.
     behind = (1,) * (len(shape) - values.ndim) + values.shape
     return np.broadcast_to(values, [old if new == -1 else new for old, new in zip(behind, shape, strict=True)])
 
@@ -139,7 +139,7 @@ def _flatten(values: Array, start: int = 0, end: int = -1) -> Array:
 
 
 def _pad(values: Array, pad: Sequence[int], value: int) -> Array:
-    for number, amount in enumerate(pad):  # of the last dimension before and behind, then of the one before it
+    for number, amount in enumerate(pad):  # last dimension first, each with its start and its end
         axis, behind = values.ndim - 1 - number // 2, number % 2
         if amount < 0:
             cut = slice(None, amount) if behind else slice(-amount, None)
@@ -189,4 +189,4 @@ STEPS: dict[str, Callable[..., Array]] = {
     "unsqueeze": lambda values, axis: np.expand_dims(values, axis),
     "view": lambda values, shape: values.reshape(shape),
 }
-"""PyTorch's operators that hand on values as they are, all or some, on arrays."""
+"""NumPy versions of PyTorch's operators that only move, select or repeat values."""

@@ -1,9 +1,9 @@
-"""Holds signals back while state changes, so that Ctrl-C finds a step done or not begun."""
+"""Delays signals while state changes, so that Ctrl-C finds a step either complete or not begun."""
 
 from __future__ import annotations
 
-# What ``signal`` wraps: its own functions make an Enum of every result, which takes 20 microseconds a step, and its
-# import as long as this package's.
+# The C module below ``signal``, whose functions convert every result to an Enum, which takes 20 microseconds a step,
+# and whose import takes as long as this package's.
 import _signal  # type: ignore[import-not-found]
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,25 +12,26 @@ from typing import Any
 
 __all__ = ["insisted", "uninterrupted"]
 
-# Those that people give handlers which raise: Ctrl-C, time limits, what a scheduler of jobs sends before it kills, and
-# the end of a child, at which PyTorch's DataLoader raises if it was one of its workers.
+# Signals whose handlers commonly raise: Ctrl-C, time limits, what a job scheduler sends before it kills, and the end of
+# a child, for which PyTorch's DataLoader raises if the child was one of its workers.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 _SIGNALS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
-# The signals that are held back now.
+# The signals that are delayed now.
 _held: list[int] = []
 
 
 def insisted() -> bool:
-    """Returns whether a signal that is held back has come twice: the user does not want to wait."""
+    """Returns whether a delayed signal has arrived twice: the user does not want to wait."""
     return len(set(_held)) < len(_held)
 
 
 class uninterrupted:
-    """A context: it runs to its end before the handler of any signal runs, which may raise.
+    """A context whose block completes before any signal handler runs.
 
     Python runs handlers between two bytecodes of the main thread, so a ``KeyboardInterrupt`` could come between the
-    backward pass and the weight update, or between an update and its counter. Handlers written in Python wait for the
-    end of the block, and run then, in the order of their signals. Other threads are never interrupted.
+    backward pass and the weight update, or between an update and its counter. Inside the context, handlers written in
+    Python wait for the end of the block, and then run in the order of their signals. Other threads are never
+    interrupted.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class uninterrupted:
         try:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
-                if callable(handler):  # not a default of the system, which ends the process
+                if callable(handler):  # not the system's default, which ends the process
                     self._handlers[number] = handler
                     _signal.signal(number, self._remember)
         except BaseException:
@@ -58,7 +59,7 @@ class uninterrupted:
         if self._holding:
             self._waiting.append((number, frame))
             _held.append(number)
-        else:  # it came while handlers were put back
+        else:  # it arrived while handlers were being restored
             self._handlers[number](number, frame)
 
     def _restore(self) -> None:
@@ -69,7 +70,7 @@ class uninterrupted:
                 for number, handler in self._handlers.items():
                     _signal.signal(number, handler)
                 break
-            except BaseException as error:  # of a handler that ran just now: the others are put back all the same
+            except BaseException as error:  # raised by a handler that just ran: still restore the others
                 raised = error
         try:
             if raised is not None:
@@ -84,5 +85,5 @@ def _deliver(waiting: Sequence[tuple[int, FrameType | None]], handlers: Mapping[
         (number, frame), *others = waiting
         try:
             handlers[number](number, frame)
-        finally:  # a handler that raises keeps no other from being run
+        finally:  # run the other handlers even if this one raises
             _deliver(others, handlers)

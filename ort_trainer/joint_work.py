@@ -15,29 +15,30 @@ __all__ = ["JointWork"]
 
 
 class JointWork:
-    """What :class:`~ort_trainer.ORTTrainer` has for several processes; with one, all of it does what one needs."""
+    """Methods of :class:`~ort_trainer.ORTTrainer` for several processes; all of them work with one process, too."""
 
     _loop: TrainingLoop
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return self._loop.strategy.world_size
 
     @property
     def world_rank(self) -> int:
-        """The number of this process, from 0."""
+        """Rank of this process, from 0."""
         return self._loop.strategy.world_rank
 
     def gather(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the values of all processes, by rank: all call it at the same place.
+        """Returns the values of all processes, by rank. All processes must call it at the same point.
 
         Args:
-            values: What the user's dict of a checkpoint may hold; for large tensors ``torch.distributed`` is faster.
+            values: Anything that the ``user_dict`` of a checkpoint may hold; for large tensors ``torch.distributed`` is
+                faster.
 
         Raises:
-            DistributedError: If another process does not come in time, or does something else.
-            TypeError: If the values hold something else.
+            DistributedError: If another process does not arrive in time, or calls something else.
+            TypeError: If the values hold anything else.
         """
         if self.world_size == 1:
             return [dict(values)]
@@ -45,24 +46,25 @@ class JointWork:
         return self._bring(values)
 
     def join(self, answer: Callable[[], Mapping[str, Any]] = dict) -> AbstractContextManager[None]:
-        """Returns a context for a loop over batches of which the processes may have different numbers.
+        """Returns a context for loops in which processes have unequal numbers of batches.
 
-        Weight updates are joint: without this, processes with more batches would wait in vain for those with fewer. A
-        process that comes to the end of the context takes part in what those do that still have batches, until all are
-        there: the updates of ``train_step`` and ``optimizer_step``, to the first of which it brings what is left of its
-        accumulation window; ``state_dict``, ``save_checkpoint`` and :meth:`gather`. An update uses the micro-batches
-        that there are, as ``batch.gradient_reduction`` says. Behind the context all have the same weights and the same
-        number of updates; call ``optimizer_step`` there, in all processes, to update with what is left then.
+        Weight updates are joint, so without this context, processes with more batches would wait forever for the
+        others. A process that reaches the end of the context takes part in the calls of the others until all have
+        reached it: in the updates of ``train_step`` and ``optimizer_step``, to the first of which it contributes the
+        rest of its accumulation window, and in ``state_dict``, ``save_checkpoint`` and :meth:`gather`. An update uses
+        the available micro-batches, reduced according to ``batch.gradient_reduction``. After the context, all processes
+        have the same weights and the same number of updates; to update with the remaining micro-batches, call
+        ``optimizer_step`` in all of them.
 
-        All processes must enter the context. An exception inside leaves it at once. ``forward_backward`` is refused in
-        it, as nobody else can play the part of a loop of the user's own. With one process the context does nothing.
+        All processes must enter the context. An exception leaves it at once. ``forward_backward`` is refused inside it,
+        because other processes can't imitate a user's own loop. With one process the context does nothing.
 
         Args:
-            answer: Gives what this process brings to a :meth:`gather` of the others when it is at the end.
+            answer: Returns this process's values for a :meth:`gather` of the others after it has reached the end.
 
         Raises:
-            DistributedError: At the end, if another process does not come in time.
-            RuntimeError: If this process is in such a context already.
+            DistributedError: At the end, if another process does not arrive in time.
+            RuntimeError: If this process is already in such a context.
 
         Example:
             >>> with trainer.join():
@@ -78,7 +80,7 @@ class JointWork:
         return self._loop.strategy.join(follow)
 
     def _bring(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges values with all other processes, which have agreed to do so."""
+        """Exchanges values with all other processes after all have agreed to."""
         own = io.BytesIO()
         save_checkpoint_file(own, {}, values)
         return [load_checkpoint_file(io.BytesIO(found))[1] for found in self._loop.strategy.gather(own.getvalue())]

@@ -1,4 +1,4 @@
-"""Names of a room that are imported when they are asked for, so that a part of it can be used without the rest."""
+"""Lazy imports of a package's names, so that a part of it can be used without the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package.
+    """Returns a ``__getattr__`` for a package that imports its names on first use.
 
     Args:
         package: Its ``__name__``.

@@ -1,8 +1,8 @@
-"""The random bits of dropout masks: what the trainer and the training API draw alike, whoever draws which part.
+"""The random bits of dropout masks, shared by the trainer and the training API.
 
-Four elements share a 64-bit number of NumPy's SFC64. An element is kept where its 16 bits, read as a signed number, are
-not below a threshold. Each mask has streams of its own, which follow from the key of the step, the number of the mask
-in the model, and the block of the mask.
+Four elements share a 64-bit number of NumPy's SFC64. An element is kept if its 16 bits, read as a signed number, are
+not below a threshold. Each block of a mask has its own stream, seeded by the key of the step, the number of the mask in
+the model, and the block's offset, so the bits do not depend on who draws which block.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 __all__ = ["KEYS", "NEVER", "draw_words", "threshold", "words_for"]
 
 KEYS = 2**62
-"""Keys of a step are below it."""
+"""The exclusive upper bound of step keys."""
 _LEVELS = 1 << 16
 NEVER = _LEVELS // 2
-"""The threshold that 16 bits can't reach."""
-# Words of a mask that one stream draws: enough of them for its seeding (ten microseconds) not to count.
+"""A threshold above every 16-bit number."""
+# Words that one stream draws: enough to make its seeding (ten microseconds) negligible.
 _BLOCK = 1 << 16
 
 
 def words_for(count: int) -> int:
-    """Returns how many words the mask of so many elements has."""
+    """Returns the number of words in a mask of ``count`` elements."""
     return -(-count // 4)
 
 
@@ -31,8 +31,8 @@ def draw_words(key: int, number: int, words: int) -> np.ndarray[Any, Any]:
     """Returns the random numbers of a mask: new, uint64 [words].
 
     Args:
-        key: Of the step.
-        number: Of the mask in the model.
+        key: Key of the step.
+        number: Number of the mask in the model.
         words: From :func:`words_for`.
     """
     drawn = [
@@ -43,9 +43,9 @@ def draw_words(key: int, number: int, words: int) -> np.ndarray[Any, Any]:
 
 
 def threshold(kept: float) -> int:
-    """Returns the signed 16-bit number from which on an element is kept; :data:`NEVER` and more where none is.
+    """Returns the smallest signed 16-bit number that keeps an element; at least :data:`NEVER` if none does.
 
     Args:
-        kept: Probability that an element is kept; it is rounded to a multiple of 1 / 65536.
+        kept: Probability that an element is kept, which is rounded to a multiple of 1 / 65536.
     """
     return round((1.0 - kept) * _LEVELS) - _LEVELS // 2

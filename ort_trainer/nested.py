@@ -1,7 +1,7 @@
-"""Arguments that are not one tensor: tuples, lists and dicts of tensors, and values that are constants of a graph.
+"""Nested arguments: tuples, lists and dicts of tensors and constants.
 
-An argument ``state`` that is ``(h, c)`` has the inputs ``state.0`` and ``state.1``, and a layout that says how they
-make the argument. The values in a layout are constants of a graph: None, bools, numbers and strings.
+An argument ``state`` with the value ``(h, c)`` has the inputs ``state.0`` and ``state.1``, and a layout from which the
+argument can be rebuilt. Other values in a layout are constants of the graph: None, bools, numbers and strings.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "rebuild"]
 
 Layout = tuple[Any, ...]
-"""``("tensor", input name)``, ``("value", type, value)``, or a kind of container with the layouts of its parts."""
+"""``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts."""
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
 def argument_of(name: str) -> str:
-    """Returns the argument that an input is, or is a part of."""
+    """Returns the name of the argument that an input belongs to."""
     return name.partition(".")[0]
 
 
 def flatten(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
-    """Takes an argument apart.
+    """Splits an argument into its leaves and returns its layout.
 
     Args:
-        name: Of the argument.
-        value: What was given for it.
-        leaves: Receives by name what can only be a tensor.
+        name: Name of the argument.
+        value: Value of the argument.
+        leaves: Receives all leaves that are not constants, by input name.
 
     Raises:
-        TypeError: If it is a packed sequence.
+        TypeError: If the value contains a packed sequence.
     """
     if type(value) in _PLAIN:
         return ("value", type(value), value)
@@ -67,7 +67,7 @@ def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def default_layout(argument: str, names: Iterable[str]) -> Layout:
-    """Returns the layout of an argument of whose parts only the names are known: tuples where they are numbers."""
+    """Returns the layout of an argument from the names of its inputs alone: a tuple for numbered parts, else a dict."""
     own = [name for name in names if name == argument or name.startswith(f"{argument}.")]
     if own == [argument]:
         return ("tensor", argument)
@@ -80,7 +80,7 @@ def default_layout(argument: str, names: Iterable[str]) -> Layout:
 
 
 def has_tensors(layout: Layout) -> bool:
-    """Returns whether an argument has a tensor in it."""
+    """Returns whether an argument contains a tensor."""
     kind, *rest = layout
     if kind in ("tensor", "value"):
         return bool(kind == "tensor")
@@ -88,7 +88,7 @@ def has_tensors(layout: Layout) -> bool:
 
 
 def constants_of(layout: Layout, name: str) -> dict[str, Any]:
-    """Returns the values that are constants of a graph, by the name that an input in their place would have."""
+    """Returns the constants in a layout, by the input name that a tensor in their place would have."""
     kind, *rest = layout
     if kind == "value":
         return {name: rest[1]}

@@ -1,4 +1,4 @@
-"""The trainer's own copies of a model's tensors; what has memory in common in the model has it in common here."""
+"""The trainer's own copies of a model's tensors; tensors that share memory in the model share it here."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ Named = Mapping[str, torch.Tensor]
 
 
 def shared_groups(tensors: Named, trained: Collection[str]) -> list[list[str]]:
-    """Returns the names of tensors with elements in common, in groups, and in the order in which they were given.
+    """Returns groups of tensors that share elements, by name, in the given order.
 
     Args:
-        tensors: Different tensors by name. Slices of one storage that do not overlap are no group.
-        trained: Names of those that may be trained. A group without them, of buffers, is none if a graph could not be
-            given their memory: they are constant, or the exporter refuses what changes them.
+        tensors: Different tensors by name. Slices of one storage that do not overlap form no group.
+        trained: Names of tensors that may be trained. A group without any (only buffers) is left out if a graph can't
+            bind its memory: such buffers are constant, or the exporter refuses the code that changes them.
 
     Raises:
-        ValueError: If one of a group is not contiguous, so that a graph can't be given its memory, or has another dtype
-            than the others.
+        ValueError: If a graph can't bind a group's memory, because a tensor in it is not contiguous or dtypes differ.
     """
     group_of = {name: [name] for name in tensors}
     for storage in _by_storage(tensors).values():
-        active: list[str] = []  # what reaches beyond the start of the next
+        active: list[str] = []  # tensors that reach beyond the start of the next one
         for name in sorted(storage, key=lambda name: tensors[name].storage_offset()):
             active = [other for other in active if _extent(tensors[other])[1] > _extent(tensors[name])[0]]
             for other in active:
@@ -42,16 +41,16 @@ def shared_groups(tensors: Named, trained: Collection[str]) -> list[list[str]]:
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that the trainer keeps a model's tensor in.
+    """Returns the dtype of the trainer's copy of a model's tensor.
 
-    It is the tensor's own, but float32 for bfloat16: the 8 bits of a bfloat16 weight take in no small update. (Each
-    bfloat16 number is a float32 number; graphs round on the way in.)
+    This is the tensor's own dtype, except float32 for bfloat16: small updates would vanish in the 8 significant bits of
+    a bfloat16 weight. (Every bfloat16 number is a float32 number; graphs round their inputs.)
     """
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def own_copies(tensors: Named, trained: Collection[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns contiguous copies on a device, of the dtype that :func:`owned_dtype` says."""
+    """Returns contiguous copies on a device, with dtypes from :func:`owned_dtype`."""
     copies = {
         name: tensor.detach().to(device, owned_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -75,7 +74,7 @@ def _by_storage(tensors: Named) -> dict[int, list[str]]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the one behind its last."""
+    """Returns the offsets of a tensor's first byte in its storage and of the byte after its last."""
     last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()
@@ -87,7 +86,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
         return True
-    # Columns of one matrix interleave without overlapping: mark the elements of one, and look for the other's.
+    # Columns of a matrix interleave without overlapping, so mark the elements of one tensor and look for the other's.
     marks = torch.zeros(max(stop, other_stop) // first.element_size(), dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
@@ -100,9 +99,9 @@ def _is_bindable(group: list[str], tensors: Named) -> bool:
 def _check(group: list[str], tensors: Named) -> None:
     if not _is_bindable(group, tensors):
         wrong = [name for name in group if not tensors[name].is_contiguous()]
-        what = f"{wrong} not contiguous in it" if wrong else "with different dtypes"
+        what = f"{wrong} not contiguous" if wrong else "with different dtypes"
         raise ValueError(
-            f"{group} are different tensors in the same memory, {what}, which a graph can't be given: a change of one "
+            f"{group} are different tensors in the same memory ({what}), which a graph can't share: a change of one "
             "would not reach the other. Make them one Parameter and compute with a view of it in forward(), such as "
             "F.linear(x, self.encoder.weight.t()); or give each its own memory with .clone()"
         )

@@ -1,7 +1,7 @@
 """The formulas of the learning-rate schedules with warm-up.
 
-s is the number of updates done, T ``total_steps``, W the steps of warm-up and base the learning rate after it. While
-s < W all of them give ``base * s / max(1, W)``, so with any warm-up the first update has a learning rate of 0.
+s is the number of updates done, T ``total_steps``, W ``warmup_steps`` and base the learning rate after warm-up. While
+s < W, every schedule returns ``base * s / max(1, W)``, so with any warm-up the first update has a learning rate of 0.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ __all__ = ["KINDS", "learning_rate"]
 
 
 def learning_rate(schedule: Mapping[str, Any], step: int, base: float) -> float:
-    """Returns the learning rate of the coming update.
+    """Returns the learning rate of the next update.
 
     Args:
-        schedule: ``kind`` (one of :data:`KINDS`), ``total_steps``, ``warmup_steps``, and of a ``cosine`` its
-            ``cycles``, of a ``poly`` its ``lr_end`` and ``power``.
+        schedule: ``kind`` (one of :data:`KINDS`), ``total_steps``, ``warmup_steps``, and ``cycles`` for a ``cosine``,
+            ``lr_end`` and ``power`` for a ``poly``.
         step: Updates done.
         base: The learning rate after warm-up.
 
     Raises:
-        KeyError: If there is no such kind, or something is missing.
-        ValueError: If it is a ``poly`` whose ``lr_end`` is not below the base.
+        KeyError: If the kind is unknown, or a key is missing.
+        ValueError: If ``lr_end`` of a ``poly`` is not below the base.
     """
     if base == 0:
-        return 0.0  # a group that is held, which no schedule raises
+        return 0.0  # a frozen group stays frozen
     warmup_steps = schedule["warmup_steps"]
     if step < warmup_steps:
         return float(base * step / max(1.0, warmup_steps))
@@ -68,4 +68,4 @@ KINDS: Mapping[str, Callable[[Mapping[str, Any], int, float], float]] = {
     "cosine": _cosine,
     "poly": _poly,
 }
-"""Kind of a schedule -> the factor on the base after warm-up."""
+"""Kind of schedule -> function that returns the factor on the base after warm-up."""

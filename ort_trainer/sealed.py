@@ -1,12 +1,13 @@
 """Sealed files: safetensors files in which every tensor and the header carry a checksum.
 
 A sealed file is an ordinary safetensors file, which every reader of that format opens: 8 bytes with the length of the
-header, the header as JSON, and the bytes of the tensors. Its metadata has two entries more: ``checksums``, JSON with
-the XXH3 (64 bits) of the bytes of each tensor, and ``header_checksum``, that of the length and the header, computed
-with zeros in the place of its own digits. They find damage, and are no signature: who can write a file can write them.
+header, the header as JSON, and the bytes of the tensors. Its metadata has two more entries: ``checksums``, JSON with
+the XXH3 (64 bits) of each tensor's bytes, and ``header_checksum``, the XXH3 of the length and the header, computed with
+zeros in place of its own digits. Checksums detect damage, but they are not a signature: anyone who can write the file
+can write them.
 
-Files are read in pieces into memory of our own, never mapped: a file that is cut off or overwritten while it is read is
-an error, where a mapped one would end the process, and what was verified is what is used.
+Files are read in pieces into our own memory, never mapped. A file that is truncated or overwritten while it is read
+raises an error (a mapped one would end the process), and the verified bytes are the ones that are used.
 """
 
 from __future__ import annotations
@@ -57,23 +58,23 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""The format's name of a data type -> that of PyTorch and NumPy."""
+"""The format's name of a dtype -> its name in PyTorch and NumPy."""
 _CODES = {name: code for code, name in DTYPES.items()}
 _SIZES = {"BOOL": 1, "BF16": 2, **{code: 1 for code in DTYPES if code.startswith("F8")}}
 _SIZES |= {code: int(code[1:]) // 8 for code in DTYPES if code not in _SIZES}
 
 VERSION = 2
-"""The version of what holds a sealed file, unless it has one of its own; 1 was the same without checksums."""
+"""The version of formats built on sealed files, unless they number their own; 1 was the same without checksums."""
 
-_PIECE = 1 << 20  # what the processor's caches hold, so that it is read from memory once
-_LONGEST_HEADER = 100_000_000  # as in other readers of the format
+_PIECE = 1 << 20  # fits into the processor's caches, so that each byte is read from memory once
+_LONGEST_HEADER = 100_000_000  # the limit of other readers of the format
 _LARGEST = 2**63 - 1
 _NO_CHECKSUM = "0" * 16
 _MARK = b'"header_checksum":"'
 
 Array = np.ndarray[Any, Any]
 Stored = tuple[str, tuple[int, ...], Array]
-"""A tensor that is written: the name of its data type, as in :data:`DTYPES`, its shape, and its bytes, uint8."""
+"""A tensor to write: its dtype (a value of :data:`DTYPES`), its shape, and its bytes as uint8."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ class Entry:
     """A tensor in a file.
 
     Attributes:
-        dtype: The format's name of the data type, a key of :data:`DTYPES`.
+        dtype: The format's name of the dtype, a key of :data:`DTYPES`.
         shape: The shape.
-        start: Where its bytes begin in the file.
-        end: Where they end.
+        start: Offset of its first byte in the file.
+        end: Offset of the byte after its last.
         checksum: 16 hexadecimal digits; None in a file that is not sealed.
     """
 
@@ -97,12 +98,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds.
+    """The header of a file.
 
     Attributes:
         metadata: The metadata, without the checksums.
         tensors: The tensors by name.
-        sealed: Whether there are checksums.
+        sealed: Whether the file has checksums.
     """
 
     metadata: dict[str, str]
@@ -115,20 +116,20 @@ def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, 
 
     Args:
         file: Open, empty and seekable: the header is written last.
-        tensors: By name.
-        metadata: Other entries of the header.
+        tensors: The tensors by name.
+        metadata: Other metadata of the header.
 
     Raises:
-        TypeError: If the format has no such data type.
+        TypeError: If the format does not support a dtype.
         ValueError: If the header would be too long for readers of the format.
     """
-    # Large data types first, so that each tensor is aligned.
+    # Large dtypes first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-_size(name, tensors[name][0]), name))
     start = len(_header(names, tensors, metadata, dict.fromkeys(names, _NO_CHECKSUM)))
     if start > _LONGEST_HEADER:
         raise ValueError(
-            f"what is neither tensor nor array has {start} bytes of text, but a checkpoint holds {_LONGEST_HEADER} at "
-            "most: store long lists of numbers as arrays"
+            f"the values that are not tensors or arrays take {start} bytes of text, but a checkpoint holds at most "
+            f"{_LONGEST_HEADER}: store long lists of numbers as arrays"
         )
     file.seek(start)
 
@@ -146,14 +147,14 @@ def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, 
 
 def _size(name: str, dtype: str) -> int:
     if dtype not in _CODES:
-        raise TypeError(f"{name} is a tensor of dtype {dtype}, which a checkpoint can't hold: convert it to another")
+        raise TypeError(f"{name} is a tensor of dtype {dtype}, which a checkpoint can't hold: convert it first")
     return _SIZES[_CODES[dtype]]
 
 
 def _header(
     names: Iterable[str], tensors: Mapping[str, Stored], metadata: Mapping[str, str], checksums: Mapping[str, str]
 ) -> bytes:
-    """Returns the first bytes of a file, up to the tensors; how many does not depend on the checksums."""
+    """Returns the bytes of a file before the tensors; their number does not depend on the checksums."""
     own = {"checksums": json.dumps(checksums), "header_checksum": _NO_CHECKSUM}
     entries: dict[str, Any] = {"__metadata__": {**metadata, **own}}
     end = 0
@@ -174,19 +175,19 @@ def _pieces(data: Array) -> Iterator[memoryview]:
 
 
 def read_header(file: BinaryIO, name: str) -> Header:
-    """Reads the header of a file, sealed or not, and checks all that it says but for what the tensors hold.
+    """Reads the header of a file, sealed or not, and checks everything except the contents of the tensors.
 
     Args:
         file: Open and seekable.
-        name: What messages call it.
+        name: The file's name for messages.
 
     Raises:
-        CheckpointError: If it is damaged or no safetensors file.
+        CheckpointError: If the file is damaged or not a safetensors file.
     """
     try:
         return _read_header(file)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is damaged or no checkpoint: {error}") from error
+        raise CheckpointError(f"{name} is damaged or not a checkpoint: {error}") from error
 
 
 def _read_header(file: BinaryIO) -> Header:
@@ -195,7 +196,7 @@ def _read_header(file: BinaryIO) -> Header:
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-        raise ValueError(f"it has {size} bytes, and its first 8 give no possible length of a header")
+        raise ValueError(f"it has {size} bytes, and its first 8 are not a valid header length")
     text = file.read(length)
     try:
         found = json.loads(text.decode(), object_pairs_hook=_once)
@@ -203,7 +204,7 @@ def _read_header(file: BinaryIO) -> Header:
         raise ValueError(f"its header can't be read: {error}") from error
     metadata = found.pop("__metadata__", {}) if isinstance(found, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its header is none of a safetensors file")
+        raise ValueError("its header is not that of a safetensors file")
     checksums = _read_checksums(metadata, prefix + text, found)
     tensors = {key: _entry(key, value, 8 + length, checksums) for key, value in found.items()}
     _check_places(tensors, 8 + length, size)
@@ -213,18 +214,18 @@ def _read_header(file: BinaryIO) -> Header:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("it contains a duplicate name")
     return found
 
 
 def _read_checksums(metadata: dict[str, str], header: bytes, tensors: Mapping[str, Any]) -> dict[str, str] | None:
-    """Takes the checksums out of the metadata, and checks that of the header; None if there are none."""
+    """Removes the checksums from the metadata, checks the header's, and returns the tensors'; None without any."""
     own, others = metadata.pop("header_checksum", None), metadata.pop("checksums", None)
     if own is None and others is None:
         return None
     blank = header.replace(_MARK + str(own).encode(errors="replace"), _MARK + _NO_CHECKSUM.encode())
     if own is None or others is None or own != xxhash.xxh3_64_hexdigest(blank):
-        raise ValueError("its header does not have the checksum that was written with it")
+        raise ValueError("its header does not match its checksum")
     checksums = json.loads(others, object_pairs_hook=_once)
     if not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
         raise ValueError("its checksums are not those of its tensors")
@@ -232,25 +233,25 @@ def _read_checksums(metadata: dict[str, str], header: bytes, tensors: Mapping[st
 
 
 def _entry(name: str, found: Any, begin: int, checksums: Mapping[str, Any] | None) -> Entry:
-    """Checks what a header says of a tensor; ``begin`` is where the tensors begin in the file."""
+    """Checks the header's entry of a tensor; ``begin`` is the offset of the first tensor in the file."""
     if not isinstance(found, dict) or found.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"what it says of the tensor {shown(name)} is not what a tensor has: {shown(found)}")
+        raise ValueError(f"the entry of the tensor {shown(name)} is invalid: {shown(found)}")
     dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the tensor {shown(name)} has the unknown data type {shown(dtype)}")
+        raise ValueError(f"the tensor {shown(name)} has the unknown dtype {shown(dtype)}")
     if not _are_counts(shape) or len(shape) > 64:
-        raise ValueError(f"the tensor {shown(name)} has the impossible shape {shown(shape)}")
+        raise ValueError(f"the tensor {shown(name)} has the invalid shape {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the tensor {shown(name)} has the impossible place {shown(offsets)}")
+        raise ValueError(f"the tensor {shown(name)} has the invalid offsets {shown(offsets)}")
     start, end = offsets
-    # An empty tensor may have other sizes whose product is too large, too.
+    # The other sizes of an empty tensor may be too large, too.
     if math.prod(max(size, 1) for size in shape) * _SIZES[dtype] > _LARGEST:
-        raise ValueError(f"the tensor {shown(name)} has the impossible shape {shown(shape)}")
+        raise ValueError(f"the tensor {shown(name)} has the invalid shape {shown(shape)}")
     if end - start != math.prod(shape) * _SIZES[dtype]:
         raise ValueError(f"the tensor {shown(name)} has {end - start} bytes, but the shape {shown(shape)} of {dtype}")
     checksum = None if checksums is None else checksums[name]
     if checksum is not None and not isinstance(checksum, str):
-        raise ValueError(f"the tensor {shown(name)} has the impossible checksum {shown(checksum)}")
+        raise ValueError(f"the tensor {shown(name)} has the invalid checksum {shown(checksum)}")
     return Entry(dtype, tuple(shape), begin + start, begin + end, checksum)
 
 
@@ -259,7 +260,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_places(tensors: Mapping[str, Entry], begin: int, size: int) -> None:
-    """Checks that tensors fill the rest of a file, one after the other."""
+    """Checks that the tensors fill the rest of the file without gaps or overlaps."""
     end = begin
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
@@ -267,45 +268,45 @@ def _check_places(tensors: Mapping[str, Entry], begin: int, size: int) -> None:
             raise ValueError(f"the tensor {shown(name)} {what}")
         end = entry.end
     if end != size:
-        raise ValueError(f"it has {size} bytes, but by its header {end}{': it is cut off' if size < end else ''}")
+        raise ValueError(f"it has {size} bytes, but its header says {end}{': it is truncated' if size < end else ''}")
 
 
 def check_version(version: Any, header: Header, name: str, newest: int = VERSION) -> None:
-    """Checks the version that a file has by its metadata; for one without checksums it warns.
+    """Checks the version in a file's metadata, and warns if the file has no checksums.
 
     Args:
-        version: What the metadata says.
+        version: The version in the metadata.
         header: The header.
-        name: What messages call the file.
-        newest: The highest version that is known.
+        name: The file's name for messages.
+        newest: The highest known version.
 
     Raises:
-        CheckpointError: If the version is unknown, or the checksums are not there, which it says are.
+        CheckpointError: If the version is unknown, or does not match the presence of checksums.
     """
     if type(version) is not int or not 1 <= version <= newest:
         newer = type(version) is int and version > newest
         raise CheckpointError(
             f"{name} has the checkpoint version {shown(version)}; this ort_trainer reads 1 to {newest}"
-            + (": it was written by a newer one, so update ort_trainer" if newer else "")
+            + (": it was written by a newer version, so update ort_trainer" if newer else "")
         )
     if (version > 1) != header.sealed:
         has = "checksums" if header.sealed else "no checksums"
         raise CheckpointError(f"{name} is damaged: it has the checkpoint version {version}, but {has}")
     if not header.sealed:
         warn(
-            f"{name} was written by an earlier ort_trainer, without checksums, so that damage to it can't be seen: "
+            f"{name} was written by an earlier ort_trainer, without checksums, so damage to it can't be detected: "
             "load it and save it again"
         )
 
 
 def verify(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | None = None) -> None:
-    """Compares tensors with their checksums; those of a file that is not sealed can't be.
+    """Compares tensors with their checksums; does nothing for a file without checksums.
 
     Args:
         file: Open and seekable.
-        header: Its header.
-        name: What messages call the file.
-        tensors: Which tensors; all by default.
+        header: The file's header.
+        name: The file's name for messages.
+        tensors: Names of the tensors; all by default.
 
     Raises:
         CheckpointError: If the file is damaged; the message names the tensors.
@@ -314,10 +315,10 @@ def verify(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | N
 
 
 def damaged_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str] | None = None) -> list[str]:
-    """Returns the names of the tensors that are not what their checksums say; for the arguments see :func:`verify`.
+    """Returns the names of the tensors that do not match their checksums; for the arguments see :func:`verify`.
 
     Raises:
-        CheckpointError: If the file becomes shorter meanwhile.
+        CheckpointError: If the file is truncated meanwhile.
     """
     if not header.sealed:
         return []
@@ -335,16 +336,16 @@ def damaged_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable
 
 
 def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str]) -> dict[str, Array]:
-    """Reads tensors, and compares them with their checksums.
+    """Reads tensors and compares them with their checksums.
 
     Args:
         file: Open and seekable.
-        header: Its header.
-        name: What messages call the file.
-        tensors: Which tensors.
+        header: The file's header.
+        name: The file's name for messages.
+        tensors: Names of the tensors.
 
     Returns:
-        The bytes of each tensor, in memory of its own: uint8, one dimension.
+        The bytes of each tensor, in its own memory: uint8, one dimension.
 
     Raises:
         CheckpointError: If the file is damaged; the message names the tensors.
@@ -376,6 +377,6 @@ def _different(header: Header, found: Mapping[str, str]) -> list[str]:
 def _refuse(damaged: list[str], name: str) -> None:
     if damaged:
         raise CheckpointError(
-            f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not have the checksum that "
-            "was written with it, so nothing is loaded. Load an earlier checkpoint, or a copy of this one"
+            f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not match the stored "
+            "checksum, so nothing was loaded. Load an earlier checkpoint, or a copy of this one"
         )

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["ORTTrainer"]
 
 _NO_COPY = (
-    "an ORTTrainer can't be copied or pickled, as it owns sessions of ONNX Runtime: make another one with the same "
-    "arguments and give it trainer.state_dict() by load_state_dict(), or use save_checkpoint() and load_checkpoint()"
+    "an ORTTrainer can't be copied or pickled, because it owns sessions of ONNX Runtime: create another one with the "
+    "same arguments and pass trainer.state_dict() to its load_state_dict(), or use save_checkpoint() and "
+    "load_checkpoint()"
 )
 
 
@@ -51,34 +52,35 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
-    graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and what is
-    changed in it between steps (weights, modes, settings, ``requires_grad``) has its effect (docs/models.md).
+    graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and changes
+    to it between steps (weights, modes, settings, ``requires_grad``) take effect (docs/models.md).
 
     Args:
-        model: The model. With ``loss_fn`` it returns the prediction, without it the loss is one of its outputs. Either
-            a PyTorch module, or an ONNX model: a ``ModelProto``, which is not changed, or the path of a file (with
-            external data, if it has any). ONNX models need onnxruntime-training; all their floating-point initializers
-            are trained but those in ``utils.frozen_weights``.
+        model: The model. With ``loss_fn`` it returns the prediction; without it, the loss is one of its outputs. Either
+            a PyTorch module, or an ONNX model: a ``ModelProto``, which is not changed, or the path of a file, with or
+            without external data. ONNX models need onnxruntime-training; all their floating-point initializers are
+            trained except those in ``utils.frozen_weights``.
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
-            sizes; a str in it names a dimension whose size may change from step to step. Input names are those of the
-            arguments of ``model.forward``; with ``loss_fn`` the last input is the label and has a free name, unless
-            ``loss_fn`` takes the prediction alone. Outputs come in the order (loss,) + outputs of the model; the ones
-            at the end may be left out. Or ``"auto"``: it is derived from the first batch and one forward pass, on
-            copies of both. Then the first dimension of all inputs is dynamic, and every dimension of integer inputs;
-            another dimension becomes so when a batch comes with another size.
+            sizes; a str in it names a dimension whose size may change from step to step. Inputs are named like the
+            arguments of ``model.forward``; with ``loss_fn`` the last input is the label, whose name is free, unless
+            ``loss_fn`` takes only the prediction. Outputs are (loss,) + outputs of the model; trailing ones may be left
+            out. Or ``"auto"``, which derives the description from the first batch and one forward pass, on copies of
+            both. Then the first dimension of all inputs and every dimension of integer inputs is dynamic; another
+            dimension becomes dynamic when its size changes.
         optim_config: An ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LambConfig`` or ``LionConfig``; or an
-            optimizer of ``torch.optim`` over parameters of the model, whose own ``step`` updates them then.
+            optimizer of ``torch.optim`` over parameters of the model, whose own ``step`` then updates them.
         loss_fn: A function or module (prediction, label, ...) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
-            returns; of an ONNX model, its first output. A function (prediction) -> scalar loss needs no label.
-        options: Settings; None for the defaults. A loss scaler and a schedule in them are the ones that work, for one
-            trainer at a time.
+            returns; for an ONNX model, its first output. A function (prediction) -> scalar loss needs no label.
+        options: Settings; None for the defaults. The trainer uses the loss scaler and the schedule in them directly, so
+            they can serve only one trainer at a time.
 
     Raises:
-        ModuleNotFoundError: If no ONNX Runtime is installed.
-        TypeError: If an argument has a wrong type.
-        ValueError: If the description is invalid, or a name in it, in the parameter groups or in
-            ``utils.frozen_weights`` is not the model's; or if another trainer uses the loss scaler or the schedule.
+        ModuleNotFoundError: If ONNX Runtime is not installed.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the description is invalid; if the model has no input, output or parameter of a name in it, in
+            the parameter groups or in ``utils.frozen_weights``; or if another trainer uses the loss scaler or the
+            schedule.
 
     Example:
         >>> trainer = ORTTrainer(model, model_desc, optim.AdamConfig(lr=1e-3), loss_fn=loss_fn)
@@ -124,7 +126,7 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
 
     @property
     def loop(self) -> TrainingLoop:
-        """What the trainer runs; other faces in this package run it too."""
+        """The training loop, which other interfaces in this package run too."""
         return self._loop
 
     @property
@@ -132,34 +134,34 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         """The model description.
 
         Raises:
-            RuntimeError: Before the first batch, where it is derived from that.
+            RuntimeError: Before the first batch, if the description is derived from it.
         """
         return self._loop.graphs.description
 
     @property
     def train_step_info(self) -> TrainStepInfo:
-        """Where training stands. Assign ``train_step_info.fetches`` to choose the outputs that steps return."""
+        """Progress of the training. Assign ``train_step_info.fetches`` to choose the outputs that steps return."""
         return self._loop.info
 
-    # The name that scripts of the legacy trainer reach for.
+    # Scripts for the legacy trainer use this name.
     _train_step_info = train_step_info
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """The loss scaler, the user's own object where one was given; None without mixed precision."""
+        """The loss scaler (the given object, if one was given); None without mixed precision."""
         return self._loop.precision.scaler
 
     @property
     def lr_scheduler(self) -> Schedule | None:
-        """The learning-rate schedule, the very object that was given; None if there is none."""
+        """The given learning-rate schedule; None if there is none."""
         return self._loop.rates.scheduler
 
     @property
     def loss_parameters(self) -> dict[str, float]:
-        """Numbers that the loss function takes by name, or the model where the loss is inside: they may change.
+        """Keyword arguments of the loss function, or of a model that computes its own loss: numbers that may change.
 
-        ``trainer.loss_parameters["beta"] = 0.1`` calls ``loss_fn(prediction, label, beta=0.1)``, where it gets the
-        number as a tensor without dimensions: another value needs no export. Another name does.
+        ``trainer.loss_parameters["beta"] = 0.1`` calls ``loss_fn(prediction, label, beta=0.1)``, with the number as a
+        tensor without dimensions. A new value needs no export; a new name does.
         """
         return self._loop.graphs.loss_parameters
 
@@ -169,14 +171,14 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per weight update; at first the option ``batch.gradient_accumulation_steps``.
+        """Micro-batches per weight update; initially the option ``batch.gradient_accumulation_steps``.
 
-        It can be assigned between two windows, so right after an update or before the first step; a checkpoint keeps
-        what was assigned.
+        It can be assigned between two accumulation windows: right after an update, or before the first step.
+        Checkpoints save the assigned value.
 
         Raises:
             RuntimeError: If it is assigned inside a window.
-            TypeError, ValueError: If the value is no int, or less than 1.
+            TypeError, ValueError: If the value is not an int, or less than 1.
         """
         return self._loop.window.size
 
@@ -186,7 +188,7 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
 
     @property
     def session(self) -> TwoStepSession | None:
-        """Passes and updates one by one, graphs and tensors; None before the first step of a PyTorch model."""
+        """Access to single passes and updates, graphs and tensors; None before the first step of a PyTorch model."""
         return None if self._loop.session is None else TwoStepSession(self._loop)
 
     @outside_inference_mode
@@ -194,12 +196,12 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         """Exports the model now instead of in the first step; trains nothing.
 
         Args:
-            sample_batch: A batch as ``train_step`` takes it: a tuple or list of inputs, a dict of them, or one tensor.
-                An ONNX model with its loss inside needs none.
+            sample_batch: A batch as ``train_step`` takes it: a tuple, list or dict of inputs, or one tensor. Not needed
+                for an ONNX model that computes its own loss.
 
         Raises:
-            ExportError: If the model can't be exported, or an ONNX model not be differentiated.
-            RuntimeError: If a batch is needed and not given.
+            ExportError: If the model can't be exported, or an ONNX model can't be differentiated.
+            RuntimeError: If a required batch is missing.
         """
         loop = self._loop
         batch = loop.graphs.bind((loop.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
@@ -207,29 +209,29 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
 
     @outside_inference_mode
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
-        """Runs forward and backward pass, and updates the weights at the end of an accumulation window.
+        """Runs the forward and backward pass, and updates the weights at the end of an accumulation window.
 
         Args:
             *args: Inputs in the order of the model description, or one dict, list or tuple that holds them all.
-            **kwargs: Inputs by name. With ``batch.gradient_reduction`` "weighted" also ``gradient_weight``: a positive
-                number, by which this micro-batch counts in the mean of the window's gradients.
+            **kwargs: Inputs by name. With ``batch.gradient_reduction`` "weighted" also ``gradient_weight``, a positive
+                number: the weight of this micro-batch in the mean of the window's gradients.
 
         Returns:
-            The described outputs (or ``train_step_info.fetches``) as a list of new tensors; a bare tensor where it is
-            only one. The loss is that of this micro-batch, not scaled, with the weights before the update.
+            The described outputs (or ``train_step_info.fetches``) as a list of new tensors; a single output as a bare
+            tensor. The loss is that of this micro-batch, without the loss scale, before the weight update.
 
         Raises:
-            TypeError, ValueError: If the batch does not fit the description. Nothing has been counted or changed then.
+            TypeError, ValueError: If the batch does not fit the description. The step then counts and changes nothing.
             ExportError: In the first step, if the model can't be exported.
         """
         return bare(self._loop.train(args, kwargs))
 
     @outside_inference_mode
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
-        """Runs the model and the loss in evaluation mode: dropout off, batch norm with its running statistics.
+        """Runs the model and the loss in evaluation mode: without dropout, batch norm with its running statistics.
 
-        Nothing changes: no weight, no counter, no random number of training. With ``train_step_info.fetches``, inputs
-        that the fetched outputs do not need (the label, for a prediction) may be left out.
+        It changes no weight, counter or random state. With ``train_step_info.fetches``, inputs that the fetched outputs
+        do not need (such as the label, for a prediction) may be left out.
 
         Args:
             *args: As for :meth:`train_step`.
@@ -241,22 +243,22 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         return bare(self._loop.evaluate(args, kwargs, self.train_step_info.fetches))
 
     def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
-        """Measures the next calls of :meth:`train_step`, which train as they would have without it.
+        """Measures the next calls of :meth:`train_step`, without any effect on the training.
 
-        After the last one the time per operator and per module of the model is printed, and a trace is written, which
-        ``chrome://tracing`` and https://ui.perfetto.dev show. A call that raises is not counted.
+        After the last call it prints the time per operator and per module of the model, and writes a trace for
+        ``chrome://tracing`` or https://ui.perfetto.dev. Calls that raise are not counted.
 
         Args:
-            steps: How many calls.
-            trace: Path of the trace, in a folder that exists; a file that is there is replaced. None for no trace. Of
-                several processes, those of rank 1 and more write to ``name.<rank>.json``, and print nothing.
+            steps: Number of calls.
+            trace: Path of the trace, in an existing folder; an existing file is replaced. None for no trace. With
+                several processes, those of rank 1 and higher write to ``name.<rank>.json`` and print nothing.
 
         Returns:
-            The profile, which has its figures when the steps are done.
+            The profile, whose figures are complete after the last call.
 
         Raises:
-            RuntimeError: If another profile is not finished yet.
-            TypeError, ValueError, OSError: If ``steps`` is no int of at least 1, or there can be no file at ``trace``.
+            RuntimeError: If another profile is unfinished.
+            TypeError, ValueError, OSError: If ``steps`` is not an int of at least 1, or ``trace`` can't be written.
         """
         return begin_profile(self._loop, steps, trace)
 
@@ -264,11 +266,11 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
         Dropout and batch norm are in their inference form. Inputs, outputs and dynamic dimensions have the names of the
-        model description; weights have their PyTorch names. A file that is there is replaced. Several processes would
-        write the same: it is enough that one calls it.
+        model description; weights have their PyTorch names. An existing file is replaced. With several processes, one
+        call in any of them suffices.
 
         Args:
-            path: Where to write. Weights beyond what one protobuf file holds go into ``<path>.data`` beside it.
+            path: Path of the file. Weights beyond the size limit of a protobuf file go into ``<path>.data`` beside it.
 
         Raises:
             RuntimeError: Before the first step.
@@ -282,13 +284,12 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
 
         Args:
             path: As for :meth:`save_as_onnx`.
-            output_names: The outputs that the file has, in this order, of those that are described; None for all. The
-                graph is cut down to them.
+            output_names: Described outputs to write, in this order; None for all. The graph is pruned to them.
 
         Raises:
-            TypeError: If ``output_names`` is no list of names.
-            ValueError: If the loss is the only described output; if ``output_names`` is empty, or has an unknown name,
-                the loss, or a name twice.
+            TypeError: If ``output_names`` is not a list of names.
+            ValueError: If the loss is the only described output; if ``output_names`` is empty, or contains an unknown
+                name, the loss, or a duplicate.
             RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
         self._save_onnx(path, "export_for_inference", inference_names(self.model_desc, output_names))
@@ -298,6 +299,6 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         state.check_started(self._loop, method)
         save_onnx(self._loop, path, names)
 
-    # Copying asks for this too.
+    # copy and pickle both call this.
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY)

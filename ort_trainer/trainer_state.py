@@ -17,15 +17,15 @@ __all__ = ["TrainerState"]
 
 
 class TrainerState:
-    """What :class:`~ort_trainer.ORTTrainer` has of its state."""
+    """The methods of :class:`~ort_trainer.ORTTrainer` for its state."""
 
     _loop: TrainingLoop
 
     @outside_inference_mode
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Returns a copy of a parameter, trained or not, on the CPU; a tied one has several names.
+        """Returns a copy of a parameter, trained or not, on the CPU. A tied parameter has several names.
 
-        Before the first step it is the value that training will begin with.
+        Before the first step, this is its initial value.
 
         Raises:
             ValueError: If the model has no such parameter.
@@ -34,25 +34,25 @@ class TrainerState:
 
     @outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
-        """Replaces the value of a parameter by a copy of a tensor or array; its moments stay as they are.
+        """Sets a parameter to a copy of a tensor or array; its moments do not change.
 
-        Of several processes, all must set the same, as each changes its own weights only.
+        With several processes, all must set the same value, because each changes only its own weights.
 
         Raises:
-            RuntimeError: Before the first step: change the model itself then, or call :meth:`prepare` first.
+            RuntimeError: Before the first step: change the model itself, or call :meth:`prepare` first.
             TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
         """
         tensors.set_parameter(self._loop, name, value)
 
     @outside_inference_mode
     def get_gradient(self, name: str) -> torch.Tensor | None:
-        """Returns a copy of the gradient that the micro-batches of the window so far give a parameter, on the CPU.
+        """Returns a copy of a parameter's gradient over the accumulation window so far, on the CPU.
 
-        It is what an update right now would use, before clipping: without the loss scale, and reduced as
-        ``batch.gradient_reduction`` says. Right after an update it is what that has used, after clipping. None where
-        there is none: before the first step, and for parameters that are not trained or that the loss does not depend
-        on. Of several processes, each sees what its own micro-batches give, and after an update what that has used;
-        with ZeRO nothing then, as no process has it whole.
+        This is the gradient that an update would use now, before clipping: without the loss scale, and reduced
+        according to ``batch.gradient_reduction``. Right after an update, it is the gradient that the update used, after
+        clipping. Returns None before the first step, and for parameters that are not trained or do not affect the loss.
+        With several processes, each gets the gradient of its own micro-batches, and after an update the gradient that
+        the update used; with ZeRO, None after an update, because no process has all of it.
 
         Raises:
             ValueError: If the model has no such parameter.
@@ -61,12 +61,12 @@ class TrainerState:
 
     @outside_inference_mode
     def set_gradient(self, name: str, value: Any) -> None:
-        """Replaces the gradient of the window so far by a copy of a tensor or array, in the form of get_gradient.
+        """Sets a parameter's gradient over the window so far to a copy of a tensor or array; see get_gradient.
 
-        Of several processes, it replaces that of this one only.
+        With several processes, it sets the gradient of this process only.
 
         Raises:
-            RuntimeError: If no micro-batch of a window has been run, so that the next one would overwrite it.
+            RuntimeError: If the window has no micro-batch yet: the first one would overwrite the gradient.
             TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
         """
         tensors.set_gradient(self._loop, name, value)
@@ -76,17 +76,17 @@ class TrainerState:
         """Returns the state of the trainer as copies on the CPU.
 
         Args:
-            pytorch_format: True for the weights and buffers alone, as ``model.state_dict()`` has them: name -> torch
-                tensor. False for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``),
-                ``optimizer`` (per weight what its rule keeps, such as ``Moment_1``, and ``Update_Count``; LAMB
-                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the
-                accumulation window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` where
-                there are any. Update counts are updates done plus 1, as they always were.
+            pytorch_format: True for weights and buffers only, as in ``model.state_dict()``: name -> torch tensor. False
+                for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``), ``optimizer`` (for
+                each weight the state of its rule, such as ``Moment_1``, and ``Update_Count``; for LAMB also
+                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the accumulation
+                window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` if there are any.
+                An update count is the number of updates plus 1, as in the legacy trainer.
 
         Returns:
-            The state. Before the first step there is none: a warning is given, and the state that was loaded and waits
-            for the first step is returned, or an empty dict. Of several processes all call this, and each gets the
-            whole, also with ZeRO; ``random_states`` has the random states of all.
+            The state. Before the first step there is none: this warns, and returns the loaded state that waits for the
+            first step, or an empty dict. With several processes, all must call it, and each gets the complete state,
+            even with ZeRO; ``random_states`` has the random states of all.
         """
         if self._loop.session is None:
             warn(state.NOT_INITIALIZED)
@@ -95,19 +95,19 @@ class TrainerState:
 
     @outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores what :meth:`state_dict` returned, in either format; also before the first step.
+        """Restores a state from :meth:`state_dict`, in either format, before or after the first step.
 
-        Everything is checked first: if anything does not fit, nothing has changed. Of several processes all call this,
-        with the same state, which any number of them may have saved.
+        It checks everything first: on an error, nothing has changed. With several processes, all must call it with the
+        same state, which may come from another number of processes.
 
         Args:
             state_dict: The state, or the state dict of a PyTorch model, which restores weights and buffers only.
-            strict: Whether names must match exactly; if not, only what both have is restored.
+            strict: Whether names must match exactly; if False, only common names are restored.
 
         Raises:
-            RuntimeError: If names do not match and ``strict`` is True, or none does.
-            TypeError, ValueError: If a value has a wrong type, shape, dtype, or belongs to another optimizer.
-            DistributedError: If this fails in another process, or that was given another state.
+            RuntimeError: If names do not match and ``strict`` is True, or if no name matches.
+            TypeError, ValueError: If a value has the wrong type, shape or dtype, or belongs to another optimizer.
+            DistributedError: If another process fails, or was given another state.
         """
         state.load(self._loop, lambda: state_dict, strict)
 
@@ -118,22 +118,23 @@ class TrainerState:
         include_optimizer_states: bool = True,
         overwrite: bool = False,
     ) -> None:
-        """Writes the whole state to one safetensors file, atomically.
+        """Writes the complete state to one safetensors file, atomically.
 
-        Of several processes all call this; one writes, rank 0 unless it has no data left, and the others wait.
+        With several processes, all must call it; one writes (rank 0 unless it has run out of data), and the others
+        wait.
 
         Args:
             path: A path, or an open binary file.
-            user_dict: Values of your own that :meth:`load_checkpoint` gives back: dicts with str keys, lists, numbers,
-                strings, bools, None, tensors and numpy arrays. (Tuples come back as lists.)
+            user_dict: Your own values, which :meth:`load_checkpoint` returns: dicts with str keys, lists, numbers,
+                strings, bools, None, tensors and numpy arrays. (Tuples become lists.)
             include_optimizer_states: Whether to write moments and accumulated gradients too.
-            overwrite: Whether a file that is there already may be replaced.
+            overwrite: Whether to replace an existing file.
 
         Raises:
             RuntimeError: Before the first step.
             FileExistsError: If the path exists and ``overwrite`` is False.
             FileNotFoundError: If the folder does not exist.
-            TypeError: If ``user_dict`` holds something else.
+            TypeError: If ``user_dict`` holds anything else.
             DistributedError: If another process could not write the file.
         """
         state.check_started(self._loop, "save_checkpoint")
@@ -143,24 +144,24 @@ class TrainerState:
         )
 
     def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
-        """Restores a checkpoint; also before the first step.
+        """Restores a checkpoint, before or after the first step.
 
-        HDF5 files of the legacy ``ORTTrainer`` are read too (with the extra ``legacy``), but for the user's dict in
+        It also reads HDF5 files of the legacy ``ORTTrainer`` (with the extra ``legacy``), except for the user's dict in
         them, which is a pickle.
 
         Args:
-            *paths: The one file, as a path or an open binary file; of a legacy run with ZeRO the files of all ranks.
+            *paths: One file, as a path or an open binary file; for a legacy run with ZeRO, the files of all ranks.
             strict: As for :meth:`load_state_dict`.
 
         Returns:
             The user's dict.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            CheckpointError: If the file is damaged, no checkpoint, or holds something of a wrong kind. Nothing has
-                changed then, as with the errors below.
+            FileNotFoundError: If the file does not exist.
+            CheckpointError: If the file is damaged, is not a checkpoint, or holds a value of the wrong kind. Nothing
+                has changed then, as with the errors below.
             ImportError: If it is a legacy file and h5py is not installed.
-            RuntimeError, ValueError: As :meth:`load_state_dict`: what is in it does not fit this trainer.
+            RuntimeError, ValueError: As :meth:`load_state_dict`, if the state does not fit this trainer.
         """
         if not paths:
             raise ValueError("Expected number of files to load: 1, got 0")
@@ -179,7 +180,7 @@ class TrainerState:
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
             if not was_read:
                 raise
-            # What is wrong is not an argument but something in the file.
+            # The file is wrong, not an argument.
             names = ", ".join(shown(path) for path in paths)
-            raise CheckpointError(f"{names} holds something that no checkpoint of a trainer has: {error}") from error
+            raise CheckpointError(f"{names} holds a value that is invalid in a checkpoint: {error}") from error
         return user_dict

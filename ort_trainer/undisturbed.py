@@ -1,4 +1,4 @@
-"""Imports of ONNX Runtime that leave the process as it was."""
+"""Imports of ONNX Runtime without their side effects on the process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["process_undisturbed"]
 
 @contextlib.contextmanager
 def process_undisturbed() -> Iterator[None]:
-    """Puts back what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
+    """Restores what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
 
-    The first record that is logged gives the root logger a handler, and then the user's ``logging.basicConfig`` would
-    do nothing.
+    The first logged record gives the root logger a handler, after which the user's ``logging.basicConfig`` would do
+    nothing.
     """
     root = logging.getLogger()
     level, handlers, path = root.level, list(root.handlers), list(sys.path)

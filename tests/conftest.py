@@ -22,21 +22,21 @@ from .harness import choose, contexts, record
 from .warm import freeze
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # as many workers run as there are cores
+    torch.set_num_threads(1)  # there is one worker per core
 
-# Nothing of the user's own cache is used or changed. `make test` names a folder that stays, so that only the first run
-# exports everything; without it there is one for this run, which all its workers share.
+# Tests never use the user's own cache. `make test` sets a permanent folder, so that only the first run exports
+# everything; otherwise all workers of a run share a temporary one.
 if "ORT_TRAINER_CACHE" not in os.environ:
     os.environ["ORT_TRAINER_CACHE"] = tempfile.mkdtemp(prefix="ort_trainer_exports_")
     atexit.register(shutil.rmtree, os.environ["ORT_TRAINER_CACHE"], ignore_errors=True)
 
-# Some tests interrupt a step, which raises nothing in what a shell runs in the background.
+# Some tests interrupt a step; shells make background processes ignore SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds what ``tests/harness/run.py`` gives; a run from the command line needs none of it."""
+    """Adds the options that ``tests/harness/run.py`` uses; a run from the command line needs none of them."""
     group = parser.getgroup("ort_trainer")
     group.addoption("--gate", action="store_true", help="of large parametrizations run a sample")
     group.addoption("--affected", metavar="FILE", help="run what a change can affect, which this file says")
@@ -48,13 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts what the options ask for.
+    """Starts what the options request.
 
-    Exports run in this process, which saves each a tenth of a second; those of the whole in children, as users' do.
+    Exports run in this process, which saves a tenth of a second each; complete runs export in children, as users do.
     """
     ways = [name for name in ("gate", "affected") if config.getoption(name)]
     if len(ways) == 2 or (config.getoption("seed") and not ways):
-        raise pytest.UsageError("tests are chosen by --gate or by --affected, of which --seed draws the sample")
+        raise pytest.UsageError("use either --gate or --affected; --seed draws the sample of --gate or --affected")
     os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "" if config.getoption("isolated") else "1"
     record.start(config)
 
@@ -66,7 +66,7 @@ def _affected(config: pytest.Config) -> choose.Affected | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Replaces the distribution that is the default of several workers."""
+    """Replaces the default distribution of tests to workers."""
     from .harness.schedule import ByFile, InOrder
 
     if config.getoption("dist") != "load":
@@ -76,13 +76,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Takes the tests out of garbage collections, as they are there until the end."""
+    """Excludes the collected tests from garbage collections, because they live until the end."""
     freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses tests, and leaves out what needs onnxruntime-training's gradient builder, where there is none."""
+    """Selects tests, and skips those that need onnxruntime-training's gradient builder if it is missing."""
     if not hasattr(_pybind_state, "GradientGraphBuilder"):
         for item in items:
             if item.get_closest_marker("needs_gradient_builder"):
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what there is no time for."""
+    """Skips tests that there is no time left for."""
     if item.config.getoption("reach"):
         contexts.now_runs(item.nodeid)
     until = item.config.getoption("until")
@@ -110,7 +110,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
-    """Gives the options of section ``utils`` that a mark names other defaults."""
+    """Changes the defaults of the options in section ``utils`` that a mark names."""
     known = trainer_options._SCHEMA["utils"]["schema"]
     mark = node.get_closest_marker("options")
     chosen = {} if mark is None else mark.kwargs
@@ -124,7 +124,7 @@ def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_objects() -> None:
-    """Takes what the files before have left out of the garbage collection that follows each export."""
+    """Excludes objects of earlier files from the garbage collection after each export."""
     freeze()
 
 
@@ -140,7 +140,7 @@ def _options_of_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment() -> Iterator[None]:
-    """Gives every test the same seed, and puts back what a test may change for others."""
+    """Sets the same seed for every test, and restores global state that a test may change."""
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     torch.manual_seed(0)

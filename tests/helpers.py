@@ -1,4 +1,4 @@
-"""Small models, and the comparison of our training with PyTorch's."""
+"""Small models, and comparisons of our training with PyTorch's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def mlp_trainer(
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float, what: str) -> None:
-    """Compares two tensors by the norm of their difference, so that elements about zero do not decide."""
+    """Compares two tensors by the norm of their difference, so that elements near zero do not matter."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
     if not theirs.is_floating_point():
         assert torch.equal(ours, theirs), what
@@ -75,7 +75,7 @@ def assert_same_weights(trainer: ORTTrainer, model: nn.Module, relative: float) 
 
 
 def assert_same_state(first: Any, second: Any, path: str = "state") -> None:
-    """Compares two state dicts bit by bit."""
+    """Compares two state dicts bit for bit."""
     if isinstance(first, dict):
         assert isinstance(second, dict) and first.keys() == second.keys(), path
         for key, value in first.items():
@@ -89,7 +89,7 @@ def assert_same_state(first: Any, second: Any, path: str = "state") -> None:
 
 def assert_same_training(
     model: nn.Module,
-    desc: dict[str, Any],
+    desc: dict[str, Any] | str,
     batches: Sequence[tuple[torch.Tensor, ...]],
     config: Any,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
@@ -103,8 +103,8 @@ def assert_same_training(
 ) -> ORTTrainer:
     """Trains a model with the trainer and with PyTorch and compares every loss and all weights.
 
-    The model returns the prediction where there is a ``loss_fn``, and (loss, ...) where it is None. With a ``seed``
-    both begin with the same random state, for models that draw random numbers.
+    The model returns the prediction if there is a ``loss_fn``, otherwise the loss or (loss, ...). With a ``seed``, both
+    start with the same random state, for models that draw random numbers.
     """
     reference = copy.deepcopy(model).train()
     optimizer = make_optimizer(reference)
@@ -122,7 +122,8 @@ def assert_same_training(
     for number, batch in enumerate(batches, start=1):
         outputs = trainer.train_step(*batch)
         loss = outputs[0] if isinstance(outputs, list) else outputs
-        expected = reference(*batch)[0] if loss_fn is None else loss_fn(reference(*batch[:-1]), batch[-1])
+        expected = reference(*batch) if loss_fn is None else loss_fn(reference(*batch[:-1]), batch[-1])
+        expected = expected if isinstance(expected, torch.Tensor) else expected[0]
         assert_close(loss, expected.detach(), relative, f"loss of step {number}")
         (expected / accumulation).backward()
         if number % accumulation == 0:
@@ -135,12 +136,12 @@ def assert_same_training(
 
 
 def resolve(name: str) -> Any:
-    """Returns what a dotted name stands for; ``f(x)`` is the parameter x of f."""
+    """Returns the object with a dotted name; ``f(x)`` is the parameter x of f."""
     name, _, parameter = name.rstrip(")").partition("(")
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for count, part in enumerate(parts[1:], start=2):
-        # Fields whose default is made, and attributes that are set in __init__, are no attributes of the class.
+        # Fields with a default factory, and attributes that __init__ sets, are not attributes of the class.
         if part in getattr(found, "__dataclass_fields__", ()):
             return found.__dataclass_fields__[part]
         if part in getattr(found, "__annotations__", ()) and not hasattr(found, part):

@@ -1,7 +1,7 @@
-"""Processes that start in milliseconds: forks of one that has imported PyTorch and this package, and trained nothing.
+"""Processes that start in milliseconds: forks of a process that has imported PyTorch and this package.
 
-A new interpreter takes four seconds of a processor until it can train. This is for tests that need processes, but not
-new interpreters; no exit handlers run in them.
+A new interpreter needs four seconds of CPU time until it can train. This is for tests that need processes, but not new
+interpreters; no exit handlers run in them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .harness.contexts import now_runs
 
 _ROOT = Path(__file__).parents[1]
 processor_seconds = 0.0
-"""Of all processes so far that have ended by themselves, with their children."""
+"""CPU seconds of all processes so far that ended by themselves, including their children."""
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.warm"])
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function of a module, which a process of its own makes.
+    """A call of a module's function in a separate process.
 
     Attributes:
         function: The function.
         args: Its arguments.
-        environment: The variables of its process; None for those of this one.
+        environment: Environment variables of the process; None for those of this one.
     """
 
     function: Callable[..., object]
@@ -44,11 +44,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Ended:
-    """What has become of a process.
+    """The result of a process.
 
     Attributes:
-        code: Its exit code: 1 after an exception, and -N where signal N killed it.
-        output: What it printed on both streams.
+        code: Its exit code: 1 after an exception, -N if signal N killed it.
+        output: Its output on both streams.
     """
 
     code: int | None
@@ -56,13 +56,13 @@ class Ended:
 
 
 def run(calls: Sequence[Call], timeout: float = 120) -> list[Ended]:
-    """Makes all calls at once, and returns when all processes have ended.
+    """Runs all calls in parallel, and returns when all processes have ended.
 
     Args:
         calls: The calls.
-        timeout: Seconds for all; what runs on after these is killed.
+        timeout: Seconds for all calls, after which remaining processes are killed.
     """
-    # The server imports from this folder, and its libraries read the other variable when they are loaded.
+    # The server imports from this folder; its libraries read the other variable when they are loaded.
     with mock.patch.dict(os.environ, PYTHONPATH=_with_root(), OMP_NUM_THREADS="1"):
         ensure_running()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,12 +95,12 @@ def _with_root() -> str:
 
 
 def _used(output: Path) -> Path:
-    """Returns the file in which a process leaves how many seconds of a processor it took."""
+    """Returns the file in which a process writes its CPU seconds."""
     return output.with_suffix(".seconds")
 
 
 def _make(call: Call, environment: dict[str, str], output: Path) -> None:
-    """What a process does."""
+    """Runs a call in its process."""
     with output.open("wb", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,4 @@
-"""Wrong values: at least one for every option and every constructor argument, and random ones."""
+"""Invalid values: at least one for every option and every constructor argument, and random ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nested(path: str, value: Any, into: dict | None = None) -> dict:
     return result
 
 
-# Option -> wrong values, each with a part of its message. A type that is wrong comes first.
+# Option -> invalid values, each with a part of its message, wrong types first.
 OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "batch.gradient_accumulation_steps": [("4", "must be of integer type"), (0, "min value is 1")],
     "batch.gradient_reduction": [(1, "must be of string type"), ("max", "unallowed value max")],
@@ -66,7 +66,10 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "distributed.pipeline_parallel.sliced_schema": [([], "must be of dict type"), ({"x": [1]}, "no effect without")],
     "distributed.pipeline_parallel.sliced_axes": [(3, "must be of dict type"), ({"x": 1}, "no effect without")],
     "distributed.pipeline_parallel.sliced_tensor_names": [("x", "must be of list type"), (["x"], "no effect without")],
-    "distributed.allreduce_post_accumulation": [("yes", "must be of boolean type")],
+    "distributed.allreduce_post_accumulation": [
+        ("yes", "must be of boolean type"),
+        (True, "always reduced once per update"),
+    ],
     "distributed.deepspeed_zero_optimization.stage": [("1", "of integer type"), (2, "max value is 1")],
     "distributed.enable_adasum": [(1, "must be of boolean type")],
     "distributed.timeout": [("10", "must be of number type"), (0, "must be positive"), (1e9, "max value is 10000000")],
@@ -132,11 +135,11 @@ def test_wrong_options(path: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match="^Invalid options: ") as caught:
         ORTTrainerOptions(nested(path, value))
     assert message in str(caught.value)
-    section = path.rpartition(".")[0]  # sizes that must fit together may be told of one of them
+    section = path.rpartition(".")[0]  # for sizes that must fit together, the message may name another one
     assert path in str(caught.value) or f"{section}." in str(caught.value)
 
 
-# Class -> valid arguments, and for every argument wrong values with exception and a part of its message.
+# Class -> valid arguments, and invalid values of every argument with the exception and a part of its message.
 GROUPS = [("weight", TypeError, "'params' must be a list"), ([{"params": ["a"]}], ValueError, "at least one of")]
 RATE = [("fast", TypeError, "'lr' must be a number"), (-1, ValueError, "'lr' must be at least 0")]
 CLIP = [(0, ValueError, "'max_norm_clip' must not be 0"), ("1", TypeError, "'max_norm_clip' must be a number")]

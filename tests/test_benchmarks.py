@@ -1,4 +1,4 @@
-"""What the scripts in benchmarks/ build on: the names of levers, the protocol of contenders, and the charts."""
+"""What the scripts in benchmarks/ rely on: the names of levers, the protocol of contenders, and the charts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rewrites() -> Iterator[ModuleType]:
-    """The script, and the package's modules as they were before it switched something off."""
+    """Yields the script, and restores the package's modules after it has disabled something."""
     kernels = "ort_trainer.sources.torch.kernels"
     names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.runtime.aten.runner")
     modules = [importlib.import_module(name) for name in names]
@@ -133,7 +133,7 @@ def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
         found = results[name].profile
         gradients = 4 * (784 * 512 + 512 + 512 * 10 + 10)
         assert found["gradients"] == gradients and len(found["sent"]) == 2
-        # Of two processes each sends the gradients once, and some messages.
+        # Each of two processes sends the gradients once, and some messages.
         assert all(1 < sent / gradients < 1.05 for sent in found["sent"])
     ours = results[script.OURS].profile
     assert 0 < ours["reduce"] < ours["step"] and ours["messages"] > 0 and ours["wait"] >= 0
@@ -155,7 +155,7 @@ def test_all_reduces_give_back_what_they_were_made_of() -> None:
     assert model.ring(4, 1e9, 2e9) == 0.75 and model.ring(4, 0, 2e9, 1e-5, calls=3) == pytest.approx(1.8e-4)
     made = [(nbytes, model.ring(4, nbytes, 2e9, 1e-5)) for nbytes in (1e4, 1e6, 1e8)]
     assert model.fit_ring(4, made) == pytest.approx((2e9, 1e-5))
-    # Within a machine there is but one network, and one GPU has nothing to exchange.
+    # A machine has only one internal network, and a single GPU exchanges nothing.
     inside = model.ring(8, 1e9, model.REACHED * model.INFINIBAND.within, model.INFINIBAND.latency_within)
     assert model.all_reduce(model.INFINIBAND, 8, 1e9) == pytest.approx(inside)
     assert model.all_reduce(model.INFINIBAND, 1, 1e9) == 0

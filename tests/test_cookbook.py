@@ -1,4 +1,4 @@
-"""The cookbook: each script in PyTorch and with ORTTrainer, a few changed lines apart, gives the same losses."""
+"""The cookbook: each script in PyTorch and with ORTTrainer has the same losses, with only a few changed lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_CHANGED_LINES = 15
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As for a script, whose own folder is on the path; with one thread."""
+    """Puts the script's folder on the path, as for a script, and uses one thread."""
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(str(COOKBOOK))
     threads = torch.get_num_threads()
@@ -27,7 +27,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def changed_lines(before: list[str], after: list[str]) -> int:
-    """Lines that are there no more, and new ones; a line that replaces another counts once."""
+    """Returns the number of removed and added lines; a replaced line counts once."""
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in matcher.get_opcodes() if kind != "equal")
 
@@ -45,9 +45,9 @@ def test_few_lines_differ(name: str) -> None:
     assert "import ORTTrainer" in "\n".join(after) and "ort_trainer" not in "\n".join(before)
 
 
-# Other kernels round otherwise, and PyTorch itself amplifies a change of 1e-7 in the weights of that residual network
-# to one of 5e-4 in its losses within 20 steps.
-CHAOTIC = {"resnet"}
+# Other kernels round differently. Within 20 steps PyTorch itself amplifies a change of 1e-7 in the weights: to 5e-4 in
+# the losses of the residual network, and to 3e-3 in those of the mined triplets.
+CHAOTIC = {"resnet", "triplet"}
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The tensor attribute self.model.src_mask")
@@ -58,4 +58,4 @@ def test_losses_are_those_of_pytorch(name: str, capsys: pytest.CaptureFixture[st
     found = importlib.import_module(name).main(steps=20)
     assert len(expected) >= 20 and max(expected) != min(expected)
     assert found == pytest.approx(expected, rel=1e-4)
-    assert capsys.readouterr().out == said  # what evaluation and samples say of the trained model
+    assert capsys.readouterr().out == said  # evaluation and samples of the trained model

@@ -1,4 +1,4 @@
-"""README and docs/: their code runs, their links lead somewhere, and their commands exist."""
+"""README and docs/: their code runs, their links work, and their commands exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which GitHub links to the headings of a page."""
+    """Returns GitHub's link targets of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -53,7 +53,7 @@ def test_the_readme_lists_every_page_once() -> None:
 def test_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(page.read_text() for page in PAGES)
-    # Indented, or between backticks: prose may say that a change makes something.
+    # Only indented or in backticks: prose may contain "make" as a verb.
     assert {"demo", "test", "bench"} <= set(re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
     scripts = set(re.findall(r"(?:^    |`)python ((?:examples|benchmarks)/\w+\.py)", text, re.MULTILINE))
     assert scripts and all((ROOT / script).exists() for script in scripts)
@@ -100,7 +100,7 @@ def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
         assert blocks
         for block in blocks:
-            for _ in range(2):  # what the first run wrote must not be in the way of the second
+            for _ in range(2):  # files from the first run must not break the second
                 exec(compile(block, name, "exec"), {"__name__": "page"})
     assert (tmp_path / "run.ortckpt").exists() and (tmp_path / "model.onnx").exists()
 
@@ -112,6 +112,13 @@ def test_python_of_the_page_on_optimizers_runs() -> None:
     losses = scope["losses"]
     assert isinstance(losses, list) and len(losses) == 3
     assert all(kind == pytest.approx(losses[0], rel=1e-5) for kind in losses)
+
+
+def test_python_of_the_questions_runs() -> None:
+    scope: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "questions.md").read_text(), re.DOTALL):
+        exec(compile(block, "questions.md", "exec"), scope)
+    assert isinstance(scope["quantized"], nn.Module)
 
 
 def test_python_of_the_page_on_the_training_api_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Messages: short, in one line, whatever the value is."""
+"""Messages: short and in one line for any value."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def _examples_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a script, whose own folder is on the path; with one thread."""
+    """Puts the script's folder on the path, as for a script, and uses one thread."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    torch.set_num_threads(1)  # on a busy machine several threads spend most of their time waiting for each other
+    torch.set_num_threads(1)  # on a busy machine, several threads mostly wait for each other
 
 
 def example(name: str) -> ModuleType:
-    """Imports an example that needs the transformers library, or skips the test."""
+    """Imports an example that needs the transformers library; skips the test without it."""
     pytest.importorskip("transformers")
     return importlib.import_module(name)
 
@@ -50,7 +50,7 @@ def test_digits(tmp_path: Path) -> None:
 
 
 def test_what_the_browser_trains_from(tmp_path: Path) -> None:
-    """`make test-browser` trains from it, in a browser; this sees that the page's files are written."""
+    """Checks that the page's files are written; `make test-browser` trains with them in a browser."""
     browser = ROOT / "examples" / "browser"
     importlib.import_module("browser.make_artifacts").main(["--out", str(tmp_path), "--epochs", "3"])
     fetched = re.findall(r'"([a-z_]+\.(?:onnx|json|bin)|checkpoint)"', (browser / "page.js").read_text())
@@ -60,7 +60,7 @@ def test_what_the_browser_trains_from(tmp_path: Path) -> None:
     assert (tmp_path / "digits.bin").stat().st_size == rows * (64 + 1)
     assert all(sorted(order) == list(range(plan["train_rows"])) for order in plan["orders"])
     assert len(plan["losses"]) == 3 * 23 and plan["losses"][-1] < 0.5 * plan["losses"][0]
-    # Packages come from whichever registry npm is set to.
+    # Packages come from the registry that npm is configured for.
     assert "://" not in (browser / "package-lock.json").read_text()
 
 
@@ -69,7 +69,7 @@ def test_federated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     found = dict(re.findall(r"^(one trainer|clients, averaged|clients, each).*: ([\d.]+)%$", printed, re.MULTILINE))
     scores = {name: float(score) for name, score in found.items()}
-    # Each client knows two digits of ten; what they know together they know only on average.
+    # Each client has only two of the ten digits; only their averaged model knows all.
     assert scores["one trainer"] > 90 and scores["clients, averaged"] > 60 and scores["clients, each"] < 25
     (plot,) = re.findall(r"^plot: (.*)$", printed, re.MULTILINE)
     assert Path(plot).parent == tmp_path and Path(plot).stat().st_size
@@ -95,16 +95,16 @@ def test_text_data() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# 71 micro-batches an epoch and 2 an update: windows of accumulation go across the ends of epochs.
+# 71 micro-batches per epoch and 2 per update: accumulation windows extend across the ends of epochs.
 FINETUNE = ["--epochs", "5", "--batch-size", "8", "--limit", "710"]
 
 
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder and the result of a fine-tuning, and beside the folder a copy of it from within the fourth epoch."""
+    """Returns the folder and the result of a fine-tuning; a copy of the folder from the fourth epoch is beside it."""
     out = tmp_path_factory.mktemp("finetuned") / "whole"
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the tests: sums in another order would not be equal to the last bit
+    torch.set_num_threads(1)  # as in the tests: sums in another order would not be bitwise equal
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.syspath_prepend(str(ROOT / "examples"))
         script = example("finetune_text_classification")
@@ -182,7 +182,7 @@ def test_language_model(tmp_path: Path) -> None:
 
 
 def torchrun(*arguments: str | Path) -> str:
-    """Runs a script in two processes; returns what they print."""
+    """Runs a script in two processes; returns their output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -190,7 +190,7 @@ def torchrun(*arguments: str | Path) -> str:
     return done.stdout
 
 
-# In the first run, one of the two processes dies in the middle of the second epoch, as if it were out of memory.
+# In the first run, one of the two processes dies in the second epoch, as if it were out of memory.
 KILLED = """
 import os, runpy, signal, sys
 from ort_trainer import ORTTrainer
@@ -222,7 +222,7 @@ def test_distributed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "killed.py").write_text(KILLED)
     restarts = ["--max-restarts", "3", tmp_path / "killed.py", script, "--epochs", "3"]
     again = torchrun(*restarts, "--checkpoint", resumed, "--resume")
-    # Once before the kill, and not again after it.
+    # Only once, before the kill.
     assert (
         len(re.findall(r"^epoch 1:", again, re.MULTILINE)) == 1 and again.splitlines()[-1:] == printed.splitlines()[-1:]
     )
@@ -241,5 +241,5 @@ def _arrays(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_every_example_has_a_test() -> None:
     tested = re.findall(r"def test_(\w+)", Path(__file__).read_text())
-    # That of federated.py starts the client.
+    # The process of federated.py starts the client.
     assert {path.stem.removesuffix("_client") for path in (ROOT / "examples").glob("*.py")} <= set(tested)

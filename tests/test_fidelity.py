@@ -1,4 +1,4 @@
-"""Every case of the catalogue gives PyTorch's losses and weights, with batches and lengths that change."""
+"""Every case of the catalogue has PyTorch's losses and weights, with varying batch sizes and lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests the commands choose, what their page says, and what is measured: ``tests/harness``."""
+"""``tests/harness``: which tests the commands select, their report, and their measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_gate_samples_large_parametrizations_alone() -> None:
         assert {*SMALL, LARGE[0], "tests/test_b.py::test_one"} <= set(chosen)
         assert 1 <= len([test for test in chosen if "large" in test]) < 25
     assert len(set(map(tuple, runs))) > 20 and choose.gate(ALL, "1", MEASURED) == runs[1]
-    # A week of commits runs them all.
+    # A week of commits runs all of them.
     assert set().union(*runs) == set(ALL)
 
 
@@ -51,7 +51,7 @@ def test_quick_runs_what_reaches_a_change_first_and_then_one_case_of_each_functi
     assert chosen[0] == SMALL[3]
     assert all((affected.rank(test) < 2) == (test in certain) for test in ALL)
     assert Affected.from_text(affected.to_text()) == affected
-    # What the stock engine is asked: nothing beside it, and what is there no more is left out.
+    # The stock engine runs only its own tests, without tests that no longer exist.
     assert Affected(frozenset([LARGE[7], "tests/gone.py::test_x"]), fills=False).chosen(ALL, "1", MEASURED) == [
         LARGE[7]
     ]
@@ -99,7 +99,7 @@ def test_imports_lead_to_the_file_that_defines_a_name() -> None:
     here = import_map.imported(Path(__file__))
     assert TESTS / "harness" / "choose.py" in here and TESTS / "harness" / "__init__.py" not in here
     trainer = import_map.imported(PACKAGE / "trainer.py")
-    # By way of lazy names, and not what only type checkers import.
+    # Through lazy names, but without imports for type checkers only.
     assert PACKAGE / "options" / "trainer_options.py" in trainer
     rules = import_map.imported(PACKAGE / "optim" / "rules" / "__init__.py")
     assert {PACKAGE / "optim" / "rules" / name for name in ("adam.py", "lamb.py", "lion.py", "sgd.py")} <= rules
@@ -114,7 +114,7 @@ def test_dependents_have_their_distance() -> None:
 
 
 def test_what_was_measured_is_of_these_tests() -> None:
-    """A little of it may be old; where this fails, ``make reach`` measures anew."""
+    """A small part may be outdated; if this fails, run ``make reach`` to measure again."""
     measured = Measured.read()
     tests = {*measured.always, *measured.large}.union(*measured.reach.values(), *measured.reach_on_stock.values())
     functions = {choose.function_of(test) for test in tests}
@@ -165,7 +165,7 @@ def test_the_page_says_what_ran_and_how_a_failure_is_repeated(tmp_path: Path) ->
 def test_measured_tests_may_all_be_gone(tmp_path: Path) -> None:
     ended = [Ended(pytest_step(tmp_path, "tests", may_be_empty=empty), 5, 1.0) for empty in (True, False)]
     assert [one.failed for one in ended] == [False, True]
-    assert "`make reach` measures anew" in report.page("quick", ended[:1], "")
+    assert "run `make reach` to measure again" in report.page("quick", ended[:1], "")
 
 
 def test_a_test_that_takes_its_worker_along_is_on_the_page(tmp_path: Path) -> None:
@@ -191,18 +191,19 @@ def test_a_long_test_asks_to_be_marked(
     made = drive(recorder.pytest_runtest_makereport(item, SimpleNamespace(when="teardown")), result)  # type: ignore[arg-type]
     assert made.outcome == outcome and made.costs["interpreters"] == seconds - 20.0
     assert (
-        outcome == "passed" or "took 31 s of a processor, and 30 are allowed: make it smaller, or mark" in made.longrepr
+        outcome == "passed"
+        or "took 31 s of CPU time, but at most 30 s are allowed: make it smaller, or mark" in made.longrepr
     )
 
 
 def drive(wrapper: Any, result: Any) -> Any:
-    """Runs a hook around what gives a result."""
+    """Runs a hook wrapper around a given result."""
     next(wrapper)
     try:
         wrapper.send(result)
     except StopIteration as end:
         return end.value
-    raise AssertionError("the hook goes on")
+    raise AssertionError("the hook did not return")
 
 
 def test_calls_within_a_measured_call_count_for_the_inner_one(tmp_path: Path) -> None:

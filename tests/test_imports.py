@@ -1,4 +1,4 @@
-"""Imports go with the data, never against it; heavy libraries are imported in one place each."""
+"""Imports follow the data flow, never against it; each heavy library is imported in one place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ort_trainer.sources import export_cache
 
 from .harness.import_map import FILES, PACKAGE, closure, target, tree
 
-# Every room, with the rooms that it may import from: the arrows of the data flow, and the leaves.
+# Every room, with the rooms that it may import from: those upstream in the data flow, and the leaves.
 LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
 LEAVES |= {"forked", "indices", "lazy", "optimizer_keys", "sealed", "undisturbed"}
 ALLOWED = {
@@ -40,7 +40,7 @@ ALLOWED = {
     "runtime": LEAVES | {"graph", "optim"},
     "profiling": LEAVES | {"graph", "runtime"},
     "checkpoint": LEAVES,
-    # Imports nothing but numpy, onnxruntime and xxhash, so only leaves that do not import PyTorch.
+    # Imports only numpy, onnxruntime and xxhash, so only leaves without PyTorch.
     "api": {"atomic", "dims", "errors", "foreign", "indices", "interrupts", "lazy", "schedules", "masks"}
     | {"sealed", "sessions"},
     "sources": LEAVES | {"graph", "optim", "options", "runtime"},
@@ -49,10 +49,10 @@ ALLOWED = {
     "trainer_state": LEAVES | {"checkpoint", "training"},
     "own_steps": LEAVES | {"training"},
     "joint_work": LEAVES | {"checkpoint", "training"},
-    # The trainer imports it when it is asked to export.
+    # The trainer imports it lazily for exports.
     "artifacts": LEAVES | {"api", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "exporting": LEAVES | {"artifacts", "training"},
-    # Both have the trainer for type checkers only; it imports them when it is asked to fit.
+    # Both import the trainer for type checkers only; it imports them lazily in fit.
     "runs": LEAVES | {"checkpoint", "trainer", "training"},
     "fit": LEAVES | {"runs", "trainer"},
     "fitting": LEAVES | {"fit", "runs", "training"},
@@ -73,12 +73,12 @@ ALLOWED = {
         "sources",
     }
     | {"trainer_state", "training"},
-    "training_session": LEAVES | {"graph", "optim", "options", "runtime", "sources", "trainer", "training"},
+    "training_session": LEAVES | {"amp", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
     "integrations": LEAVES | {"optim", "options", "trainer"},
-    # Each command imports what it needs when it runs; checkpoints of exports are looked into without PyTorch.
+    # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
     "command_line": LEAVES | {"api", "artifacts", "checkpoint", "options", "runtime", "sources"},
     "__main__": {"command_line"},
-    # The public names it takes from outside, by ``import ort_trainer``; nothing else may do that, or import it.
+    # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
     "compat": LEAVES
     | {"amp", "api", "artifacts", "checkpoint", "optim", "options", "runtime", "sources", "training"}
     | {"training_session"},
@@ -92,7 +92,7 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The rooms of this package that a file imports from."""
+    """Returns the rooms of this package that a file imports from."""
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -143,7 +143,7 @@ def test_other_processes_are_met_in_one_room() -> None:
 
 
 def importers(library: str) -> set[str]:
-    """The files that import a library or a part of it, in whatever way."""
+    """Returns the files that import a library or a part of it in any way."""
     found = set()
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -155,7 +155,7 @@ def importers(library: str) -> set[str]:
     return found
 
 
-# Imports all public names but those for ONNX models.
+# Imports all public names except those for ONNX models.
 USES_THE_PACKAGE = """
 import ort_trainer
 for name in ort_trainer.__all__:
@@ -190,7 +190,7 @@ print([m for m in (*heavy, 'onnxruntime', 'sympy') if m in sys.modules])
 
 
 def test_the_package_adds_little_to_torch() -> None:
-    """Of other distributions two small ones; nothing of torch that it does not import itself, and no logging."""
+    """Checks for two small other distributions, no further parts of torch, and no log output."""
     program = f"""
 import logging, sys, torch
 before, path = set(sys.modules), list(sys.path)
@@ -203,7 +203,7 @@ assert not logging.getLogger().handlers and sys.path == path
 
 
 def test_a_capture_does_not_import_the_translator() -> None:
-    """All that stands for operators until differentiation is there without onnxscript, which takes a second."""
+    """Everything up to differentiation works without onnxscript, whose import takes a second."""
     program = """if True:
         import sys
         from ort_trainer.sources.torch import capture, random_inputs
@@ -215,6 +215,6 @@ def test_a_capture_does_not_import_the_translator() -> None:
 
 
 def test_the_key_of_an_export_covers_what_an_export_depends_on() -> None:
-    """These are the rooms that its code imports, directly or not; ``lazy`` only passes names on."""
+    """These are the rooms that its code imports, directly or indirectly; ``lazy`` only forwards names."""
     used = closure([PACKAGE / "sources" / "torch" / "builder.py"])
     assert {room(path) for path in used} == set(export_cache._ROOMS)

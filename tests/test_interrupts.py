@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: a step is done or not begun."""
+"""Ctrl-C at any moment: a step is either complete or not begun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def same(first: object, second: object) -> bool:
 
 
 class Interrupter(threading.Thread):
-    """Sends this process SIGINT at random moments, the next one only when the last one has arrived."""
+    """Sends SIGINT to this process at random moments, each one only after the last has arrived."""
 
     def __init__(self, count: int) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""save_as_onnx and export_for_inference: what a runtime of its own makes of the files."""
+"""save_as_onnx and export_for_inference: the files' results in a separate runtime."""
 
 from __future__ import annotations
 
@@ -79,6 +79,30 @@ def test_file_gives_what_eval_step_gives(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["inference.onnx", "model.onnx"]
 
 
+@pytest.mark.needs_gradient_builder
+def test_a_trainer_of_the_file_writes_the_file_again(tmp_path: Path) -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.randn(8))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head((x + self.places).clamp(min=-1.0))
+
+    trainer = mlp_trainer(model=Placed())
+    trainer.eval_step(*mlp_batches(1)[0])
+    trainer.save_as_onnx(tmp_path / "first.onnx")
+    again = ORTTrainer(tmp_path / "first.onnx", trainer.model_desc.to_dict(), optim.SGDConfig())
+    again.prepare()
+    again.save_as_onnx(tmp_path / "second.onnx")
+    first, second = (onnx.load(tmp_path / f"{name}.onnx") for name in ("first", "second"))
+    assert [tensor.name for tensor in first.graph.initializer] == ["head.weight", "head.bias", "places"]
+    for part in ("node", "initializer", "input", "output"):
+        assert list(getattr(first.graph, part)) == list(getattr(second.graph, part))
+    assert first.metadata_props == second.metadata_props
+
+
 def test_weights_are_the_current_ones_and_files_are_replaced(tmp_path: Path) -> None:
     trainer = mlp_trainer()
     x, y = mlp_batches(1)[0]
@@ -94,7 +118,7 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
     x, y = mlp_batches(1)[0]
     trainer.eval_step(x, y)
     session = trainer.session
-    left = tmp_path / ".m.onnx.abcdefgh.tmp.ort_trainer"  # of a process that was killed while it wrote
+    left = tmp_path / ".m.onnx.abcdefgh.tmp.ort_trainer"  # from a process that was killed while writing
     left.mkdir()
     (left / "m.onnx.data").write_text("half")
     for _ in range(2):
@@ -111,7 +135,7 @@ def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
 
 
 class Heads(nn.Module):
-    """Three outputs, the last of which needs an input of its own."""
+    """Three outputs, the last of which needs a separate input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,28 +180,28 @@ def test_outputs_can_be_chosen(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(value), expected[name].detach(), rtol=1e-5, atol=1e-6)
     before = (tmp_path / "m.onnx").read_bytes()
     for wrong, error, message in (
-        (["logit"], ValueError, r"has \['logit'\], which the model description does not have: choose from \['logits'"),
-        ([], ValueError, "output_names is empty, so nothing is left to infer"),
+        (["logit"], ValueError, r"has unknown names \['logit'\]: choose from \['logits'"),
+        ([], ValueError, "output_names is empty: name at least one of"),
         (
             ["loss", "logits"],
             ValueError,
-            "has the loss, 'loss', which needs the label .* or write all with save_as_onnx",
+            "has the loss, 'loss', which needs the label .* or write all outputs with save_as_onnx",
         ),
-        (["hidden", "hidden"], ValueError, "has a name twice"),
+        (["hidden", "hidden"], ValueError, "has a repeated name"),
         ("hidden", TypeError, "must be a list of names, but 'hidden' was given"),
         ([1], TypeError, r"must be a list of names, but \[1\] was given"),
     ):
         with pytest.raises(error, match=message):
             trainer.export_for_inference(tmp_path / "m.onnx", wrong)
     assert (tmp_path / "m.onnx").read_bytes() == before
-    # Outputs that are fetched in another order than described.
+    # Outputs that are fetched in a different order than described.
     trainer.train_step_info.fetches = ["gated", "logits"]
     for found, name in zip(trainer.eval_step(x, gate), ("gated", "logits"), strict=True):
         torch.testing.assert_close(found, expected[name].detach(), rtol=1e-5, atol=1e-6)
 
 
 class Positions(nn.Module):
-    """Takes as many positions as there are words; with the labels, PyTorch reads their number from these."""
+    """Uses as many positions as there are words; with labels, PyTorch reads their number from the labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +235,7 @@ def test_a_size_that_inputs_share_is_no_reason_to_feed_the_label(inputs: list[st
 
 
 class TwoInputs(nn.Module):
-    """Two of its outputs use the number of rows, of which either input would do for one only."""
+    """Two outputs use the number of rows, and each alone must read it from its own input."""
 
     def __init__(self) -> None:
         super().__init__()

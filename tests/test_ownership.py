@@ -16,7 +16,7 @@ DESC = {"inputs": [("x", ["b", 8]), ("y", ["b"])], "outputs": [("loss", [], True
 
 
 class Sharing(nn.Module):
-    """An encoder and something that has memory in common with its weight."""
+    """An encoder, and a tensor that shares memory with its weight."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def sharing_copy(kind: str) -> Sharing:
     ids=["sgd", "adam"],
 )
 def test_memory_in_common_is_kept_in_common(kind: str, config, optimizer) -> None:
-    # deepcopy would give each parameter a memory of its own.
+    # deepcopy would give each parameter its own memory.
     reference = sharing_copy(kind)
     stepper = optimizer(reference)
     options = ORTTrainerOptions({"utils": {"max_grad_norm": 0.5}})
@@ -79,7 +79,7 @@ def test_memory_in_common_is_kept_in_common(kind: str, config, optimizer) -> Non
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         stepper.step()
     assert_same_weights(trainer, reference, 1e-6)
-    # A loaded state keeps it too.
+    # A loaded state keeps the sharing, too.
     other = ORTTrainer(sharing_copy(kind), DESC, config, loss_fn=F.cross_entropy, options=options)
     other.load_state_dict(trainer.state_dict())
     for batch in batches(3):
@@ -105,7 +105,7 @@ class Counted(nn.Module):
 
 def test_a_view_of_a_changing_buffer_is_refused() -> None:
     trainer = ORTTrainer(Counted(), DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
-    with pytest.raises(ExportError, match="in a graph the change would not reach the other"):
+    with pytest.raises(ExportError, match="in a graph the change would not reach the other tensor"):
         trainer.train_step(*batches(1)[0])
 
 
@@ -126,7 +126,7 @@ def test_groups_and_copies() -> None:
     copies["c"].zero_()
     assert copies["b"].tolist() == [8, 9, 10, 11, 0, 0, 0, 0]
     copies["a"].fill_(-1)
-    assert base.tolist() == list(range(24)), "the given tensors are left alone"
+    assert base.tolist() == list(range(24)), "the given tensors do not change"
     assert shared_groups({"x": base[::2], "y": base[1::2]}, ["x"]) == []
     assert shared_groups({"x": base[::2], "y": base[:1]}, []) == [], "buffers that nothing changes"
     with pytest.raises(ValueError, match=r"\['x'\] not contiguous"):

@@ -74,7 +74,7 @@ def test_the_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None
         names = {name.partition("/")[2] for name in archive.getnames()}
     folders = ("ort_trainer", "schemas", "docs", "tests", "examples", "benchmarks")
     files = {path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()}
-    # What Python, and the example for the browser, leave there.
+    # Files from Python and from the browser example.
     wanted = {str(path) for path in files if {"__pycache__", "build", "node_modules"}.isdisjoint(path.parts)}
     wanted |= {"README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"}
     assert wanted <= names, wanted - names
@@ -99,7 +99,7 @@ def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> N
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / "env" / "lib" / version / "site-packages"
     zipfile.ZipFile(wheel).extractall(site)
-    # The dependencies are those of this environment; a path file puts them behind the wheel.
+    # A path file adds this environment's dependencies after the wheel.
     here = next(p for p in sys.path if p.endswith("site-packages"))
     (site / "dependencies.pth").write_text(here + "\n")
     python = tmp_path / "env" / "bin" / "python"

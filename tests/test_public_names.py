@@ -1,4 +1,4 @@
-"""The names of ``ort_trainer``, which are imported when they are asked for."""
+"""The names of ``ort_trainer``, which are imported lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed files: what is written comes back, any damage is refused, and other readers of the format read them."""
+"""Sealed files: they restore what was written, refuse any damage, and work with other readers of the format."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_every_flipped_bit_is_found(small: bytes) -> None:
 
 def test_every_cut_is_found(small: bytes) -> None:
     for length in range(len(small)):
-        with pytest.raises(CheckpointError, match="the file is damaged or no checkpoint: it has .* bytes"):
+        with pytest.raises(CheckpointError, match="the file is damaged or not a checkpoint: it has .* bytes"):
             check(small[:length])
-    with pytest.raises(CheckpointError, match="it has .* bytes, but by its header"):
+    with pytest.raises(CheckpointError, match="it has .* bytes, but its header says"):
         check(small + b"\0")
 
 
@@ -108,7 +108,7 @@ def test_damage_is_named_in_any_piece_of_a_tensor() -> None:
     header = read_header(file, "the file")
     verify(file, header, "the file", ["weight", "empty"])
     for fail in (lambda: verify(file, header, "the file"), lambda: read_tensors(file, header, "the file", ["large"])):
-        with pytest.raises(CheckpointError, match=r"the file is damaged: \['large'\] does not have the checksum"):
+        with pytest.raises(CheckpointError, match=r"is damaged: \['large'\] does not match the stored checksum"):
             fail()
 
 
@@ -140,38 +140,38 @@ def tensor(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it has 0 bytes, and its first 8 give no possible length"),
-        (b"\xff" * 8, "no possible length of a header"),
-        ((2**63).to_bytes(8, "little") + b"{}", "no possible length of a header"),
+        (b"", "it has 0 bytes, and its first 8 are not a valid header length"),
+        (b"\xff" * 8, "not a valid header length"),
+        ((2**63).to_bytes(8, "little") + b"{}", "not a valid header length"),
         (raw(b"[" * 100_000), "recursion"),
-        (raw(b'{"t": 1, "t": 2}'), "its header can't be read: a name is there twice"),
+        (raw(b'{"t": 1, "t": 2}'), "its header can't be read: it contains a duplicate name"),
         (raw(b"\xff\xfe{}"), "its header can't be read: .*utf-8"),
-        (raw(b"9" * 10_000), "its header can't be read|its header is none"),
-        (raw([1]), "its header is none of a safetensors file"),
-        (raw({"__metadata__": {"a": 1}}), "its header is none of a safetensors file"),
-        (raw({"t": 3}), "what it says of the tensor 't' is not what a tensor has: 3"),
-        (raw(tensor(extra=1), b"x" * 8), "is not what a tensor has"),
-        (raw(tensor(dtype="F31"), b"x" * 8), "the tensor 't' has the unknown data type 'F31'"),
-        (raw(tensor(dtype=["F32"]), b"x" * 8), "has the unknown data type"),
-        (raw(tensor(shape=[-2]), b"x" * 8), r"has the impossible shape \[-2\]"),
-        (raw(tensor(shape=[True, 2]), b"x" * 8), "has the impossible shape"),
-        (raw(tensor(shape=[2.0]), b"x" * 8), "has the impossible shape"),
-        (raw(tensor(shape=[1] * 100), b"x" * 4), "has the impossible shape"),
-        (raw(tensor(shape=[2**62, 4]), b"x" * 8), "has the impossible shape"),
-        (raw(tensor(shape=[0, 2**62, 2**62], data_offsets=[0, 0])), "has the impossible shape"),
-        (raw(tensor(data_offsets=[0]), b"x" * 8), r"has the impossible place \[0\]"),
+        (raw(b"9" * 10_000), "its header can't be read|its header is not that"),
+        (raw([1]), "its header is not that of a safetensors file"),
+        (raw({"__metadata__": {"a": 1}}), "its header is not that of a safetensors file"),
+        (raw({"t": 3}), "the entry of the tensor 't' is invalid: 3"),
+        (raw(tensor(extra=1), b"x" * 8), "the entry of the tensor 't' is invalid"),
+        (raw(tensor(dtype="F31"), b"x" * 8), "the tensor 't' has the unknown dtype 'F31'"),
+        (raw(tensor(dtype=["F32"]), b"x" * 8), "has the unknown dtype"),
+        (raw(tensor(shape=[-2]), b"x" * 8), r"has the invalid shape \[-2\]"),
+        (raw(tensor(shape=[True, 2]), b"x" * 8), "has the invalid shape"),
+        (raw(tensor(shape=[2.0]), b"x" * 8), "has the invalid shape"),
+        (raw(tensor(shape=[1] * 100), b"x" * 4), "has the invalid shape"),
+        (raw(tensor(shape=[2**62, 4]), b"x" * 8), "has the invalid shape"),
+        (raw(tensor(shape=[0, 2**62, 2**62], data_offsets=[0, 0])), "has the invalid shape"),
+        (raw(tensor(data_offsets=[0]), b"x" * 8), r"has the invalid offsets \[0\]"),
         (raw(tensor(data_offsets=[8, 0]), b"x" * 8), "has -8 bytes, but the shape"),
         (raw(tensor(data_offsets=[0, 12]), b"x" * 12), r"has 12 bytes, but the shape \[2\] of F32"),
         (raw(tensor(data_offsets=[8, 16]), b"x" * 16), "'t' does not follow the one before it"),
         (raw(tensor(data_offsets=[2**62, 2**62 + 8]), b"x" * 8), "'t' does not follow the one before it"),
         (raw({**tensor(), "u": tensor()["t"]}, b"x" * 8), "overlaps the one before it"),
-        (raw(tensor(), b"x" * 7), "by its header .*: it is cut off"),
-        (raw({**tensor(), "__metadata__": {"checksums": "{}"}}, b"x" * 8), "its header does not have the checksum"),
-        (raw({**tensor(), "__metadata__": {"header_checksum": "\ud800"}}, b"x" * 8), "does not have the checksum"),
+        (raw(tensor(), b"x" * 7), "its header says .*: it is truncated"),
+        (raw({**tensor(), "__metadata__": {"checksums": "{}"}}, b"x" * 8), "its header does not match its checksum"),
+        (raw({**tensor(), "__metadata__": {"header_checksum": "\ud800"}}, b"x" * 8), "does not match its checksum"),
     ],
 )  # fmt: skip
 def test_impossible_headers(data: bytes, message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"the file is damaged or no checkpoint: .*({message})"):
+    with pytest.raises(CheckpointError, match=f"the file is damaged or not a checkpoint: .*({message})"):
         read_header(io.BytesIO(data), "the file")
 
 
@@ -181,8 +181,8 @@ def test_impossible_headers(data: bytes, message: str) -> None:
         (lambda found: {}, "its checksums are not those of its tensors"),
         (lambda found: [1], "its checksums are not those of its tensors"),
         (lambda found: {**found, "other": "0" * 16}, "its checksums are not those of its tensors"),
-        (lambda found: dict.fromkeys(found, 7), "has the impossible checksum 7"),
-        (lambda found: dict.fromkeys(found, "g" * 16), r"\['t'\] does not have the checksum"),
+        (lambda found: dict.fromkeys(found, 7), "has the invalid checksum 7"),
+        (lambda found: dict.fromkeys(found, "g" * 16), r"\['t'\] does not match the stored checksum"),
     ],
 )
 def test_hostile_checksums_in_a_header_whose_own_is_right(
@@ -202,5 +202,5 @@ def test_what_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="t is a tensor of dtype complex128, which a checkpoint can't hold"):
         sealed({"t": torch.ones(2, dtype=torch.complex128)})
     monkeypatch.setattr("ort_trainer.sealed._LONGEST_HEADER", 1000)
-    with pytest.raises(ValueError, match="has .* bytes of text, but a checkpoint holds 1000 at most: store long lists"):
+    with pytest.raises(ValueError, match="bytes of text, but a checkpoint holds at most 1000: store long lists"):
         sealed({}, {"note": "x" * 1000})

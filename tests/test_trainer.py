@@ -40,7 +40,7 @@ def test_return_values_counters_and_phase() -> None:
         assert trainer.train_step_info.optimization_step == number // 3
         assert trainer.train_step_info.all_finite is True
     values = [loss.item() for loss in kept]
-    assert len(set(values)) == 3, "weights change at the end of a window only, and returned tensors are not reused"
+    assert len(set(values)) == 3, "weights change only at the end of a window, and returned tensors are not reused"
     before = trainer.train_step_info.step
     assert trainer.eval_step(X, Y)[0].item() == trainer.eval_step({"label": Y, "x": X})[0].item()
     assert trainer.train_step_info.step == before
@@ -66,7 +66,7 @@ def test_a_single_output_comes_bare() -> None:
     trainer = ORTTrainer(MLP(), desc, optim.AdamConfig(), loss_fn=F.cross_entropy)
     assert isinstance(trainer.train_step(X, Y), torch.Tensor)
     assert trainer.eval_step(X, Y).shape == ()
-    with pytest.raises(ValueError, match="no output but the loss"):
+    with pytest.raises(ValueError, match="describes only the loss"):
         trainer.export_for_inference("unused.onnx")
 
 
@@ -157,22 +157,22 @@ class NoForwardName(nn.Module):
         (
             {"model_desc": {**MLP_DESC, "outputs": [("logits", ["b", 3]), ("loss", [], True)]}},
             ValueError,
-            "with a loss_fn the first output is the loss",
+            "with a loss_fn the first output must be the loss",
         ),
         (
             {"model": NoForwardName(), "model_desc": {**MLP_DESC, "inputs": [("a", ["n"]), ("y", [])]}},
             ValueError,
-            r"needs \['b'\], which model_desc does not have",
+            r"requires \['b'\], which the inputs of model_desc lack",
         ),
         (
             {"options": ORTTrainerOptions({"utils": {"frozen_weights": ["fc9.weight"]}})},
             ValueError,
-            r"utils.frozen_weights names \['fc9.weight'\], which are no parameters.*fc1.bias",
+            r"unknown parameters \['fc9.weight'\] in utils.frozen_weights: .*fc1.bias",
         ),
         (
             {"optim_config": optim.AdamConfig([{"params": ["fc9"], "alpha": 0.5}])},
             ValueError,
-            r"a parameter group names \['fc9'\]",
+            r"unknown parameters \['fc9'\] in a parameter group",
         ),
         (
             {"options": ORTTrainerOptions({"device": {"id": "cuda"}})},
@@ -183,7 +183,7 @@ class NoForwardName(nn.Module):
 )
 def test_constructor_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     if "cuda" in message and torch.cuda.is_available():
-        pytest.skip("there is CUDA here")
+        pytest.skip("CUDA is available")
     defaults = {"model": MLP(), "model_desc": MLP_DESC, "optim_config": optim.AdamConfig(), "loss_fn": F.cross_entropy}
     with pytest.raises(error, match=message):
         ORTTrainer(**{**defaults, **arguments})
@@ -226,13 +226,13 @@ class Cased(nn.Module):
             "control flow",
             {},
             F.cross_entropy,
-            "could not capture Cased.*depends on the values.*test_trainer.py.*the branch.*Where it is an 'if'",
+            "could not capture Cased.*depends on the values.*test_trainer.py.*the branch.*For an 'if'",
         ),
         (
             "inside PyTorch",
             {},
             F.cross_entropy,
-            "depends on the values.*test_trainer.py.*the call.*which calls.*in one_hot.*this function of PyTorch",
+            "depends on the values.*test_trainer.py.*the call.*which calls.*in one_hot.*This function of PyTorch",
         ),
         *(
             (
@@ -243,7 +243,7 @@ class Cased(nn.Module):
             )
             for case in ("gradient", "function's gradient")
         ),
-        ("numpy", {}, F.cross_entropy, r"takes values out of a tensor with .numpy\(\).*or before the step, in PyTorch"),
+        ("numpy", {}, F.cross_entropy, r"reads the values of a tensor with .numpy\(\).*or before the step, in PyTorch"),
         (
             "string",
             {"outputs": [("loss", [], True), ("a", ["b", 3]), ("c", [])]},
@@ -326,9 +326,20 @@ def test_what_a_graph_would_lose_is_refused() -> None:
 def test_nothing_to_train() -> None:
     model = MLP().requires_grad_(False)
     trainer = mlp_trainer(model=model)
-    with pytest.raises(RuntimeError, match="MLP has no parameter to train.*eval_step works"):
+    with pytest.raises(RuntimeError, match="MLP has no parameter to train.*eval_step still works"):
         trainer.train_step(X, Y)
     torch.testing.assert_close(trainer.eval_step(X, Y)[1], model.eval()(X))
+
+
+def test_a_model_without_parameters_evaluates() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean()
+
+    trainer = ORTTrainer(Mean(), {"inputs": [("x", ["n"])], "outputs": [("loss", [], True)]}, optim.SGDConfig())
+    assert trainer.eval_step(torch.ones(3)).item() == 1.0
+    with pytest.raises(RuntimeError, match="Mean has no parameter to train"):
+        trainer.train_step(torch.ones(3))
 
 
 def test_integer_parameters_are_left_alone() -> None:
@@ -350,7 +361,7 @@ def test_integer_parameters_are_left_alone() -> None:
 
 def test_default_device_falls_back_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is CUDA here")
+        pytest.skip("CUDA is available")
     with caplog.at_level(logging.INFO, logger="ort_trainer"):
         mlp_trainer()
         mlp_trainer({"device": {"id": "cpu"}})
@@ -383,7 +394,7 @@ def test_session_and_provider_options() -> None:
 
 
 class Counting(MLP):
-    """Counts its calls, evaluation included, in two ways."""
+    """Counts its calls, including evaluation, in two ways."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -400,7 +411,7 @@ def test_check_model_export() -> None:
     model = Counting()
     trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=model)
     trainer.prepare((X, Y))
-    assert (model.steps, model.other) == (0, 0), "the user's model is left as it was"
+    assert (model.steps, model.other) == (0, 0), "the user's model does not change"
     trainer.train_step(X, Y)
     assert trainer.train_step_info.step == 1
     assert trainer.state_dict(pytorch_format=True)["steps"] == 1
@@ -453,7 +464,7 @@ def test_opset() -> None:
     assert trainer.session.graphs(True)[0].model.opset_imports[""] == maximum_opset()
     if maximum_opset() < 23:
         with pytest.raises(
-            ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX go up to"
+            ValueError, match="onnx_opset_version is 23, but the installed ONNX Runtime and ONNX support at most"
         ):
             mlp_trainer({"_internal_use": {"onnx_opset_version": 23}})
 
@@ -474,7 +485,7 @@ def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) ->
         trainer.train_step(torch.randn(rows, 8), torch.tensor([1]))
     assert [g.fixed for g in trainer.session.graphs(True)] == [{"rows": 2}, {"rows": 1}]
     with pytest.raises(
-        RuntimeError, match=r"the model fixes dimensions \(\['rows'\]\), and has been exported for 2 sizes"
+        RuntimeError, match=r"the model fixes dimensions \(\['rows'\]\) and has been exported for 2 sizes"
     ):
         trainer.train_step(torch.randn(3, 8), torch.tensor([1]))
     assert trainer.train_step_info.step == 3
@@ -496,7 +507,7 @@ def test_without_internal_postprocess_the_graph_is_larger_and_computes_the_same(
 
 
 class Block(nn.Module):
-    """Enough for the exporter to leave something to simplify."""
+    """Large enough that the exporter leaves something to simplify."""
 
     def __init__(self) -> None:
         super().__init__()

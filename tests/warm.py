@@ -1,4 +1,4 @@
-"""What a process imports and makes before it forks others, so that none of those has to do it again.
+"""Work that a process does before it forks others, so that they need not repeat it.
 
 Exports run in forked children, and tests in the processes of ``processes.py``.
 """
@@ -18,12 +18,12 @@ from ort_trainer.sources.torch.decompositions import decomposition_table
 from .harness.contexts import follow_forks
 
 decomposition_table()
-# What PyTorch's exporter imports and makes is there only after a first export.
+# A first export, because PyTorch's exporter imports and initializes some parts lazily.
 torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
 
 
 def freeze() -> None:
-    """Takes all objects that there are out of later garbage collections, of which each export makes a full one."""
+    """Excludes all existing objects from later garbage collections; each export runs a full one."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,7 @@
-"""Writes what the page trains from: the artifacts of a small network, the digits, and the plan of the training.
+"""Writes the page's files: the artifacts of a small network, the digits, and the training plan.
 
 Run ``make browser``, or ``python examples/browser/make_artifacts.py``. The plan holds the order of the rows in every
-epoch and what ORTTrainer's losses are on these batches, for the page to draw and its test to compare with.
+epoch and ORTTrainer's losses on these batches, which the page draws and its test compares with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DigitNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Smooth: with ReLU, a value that rounds to the other side of 0 parts two curves that are otherwise the same.
+        # A smooth activation: with ReLU, a value rounded to the other side of 0 would make equal curves diverge.
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ MODEL_DESC = {
 
 
 def digits() -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns pixels (1797, 64) from 0 to 16, labels (1797,), and how many rows, the first ones, are for training."""
+    """Returns pixels (1797, 64) from 0 to 16, labels (1797,), and the number of training rows, which come first."""
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     return (
@@ -58,7 +58,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, int]:
 def train(
     trainer: ORTTrainer, images: torch.Tensor, labels: torch.Tensor, orders: list[torch.Tensor], train_rows: int
 ) -> tuple[list[float], list[float]]:
-    """Returns the loss of every step, and after every epoch the accuracy on the rows from `train_rows` on."""
+    """Returns the loss of every step, and the accuracy after every epoch on the rows from `train_rows` on."""
     losses, accuracies = [], []
     for order in orders:
         for rows in order.split(BATCH):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pixels, labels, train_rows = digits()
     images, classes = torch.from_numpy(pixels / np.float32(16)), torch.from_numpy(labels).long()
     trainer.prepare((images[:BATCH], classes[:BATCH]))
-    # The JavaScript API can't set a learning rate, so the optimizer model has it.
+    # The JavaScript API can't set a learning rate, so store it in the optimizer model.
     trainer.export_artifacts(out, flavor="onnxruntime-training", fixed_learning_rate=True)
 
     (out / "digits.bin").write_bytes(pixels.tobytes() + labels.tobytes())

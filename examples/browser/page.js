@@ -29,7 +29,7 @@ function fail(error) {
   element("error").hidden = false;
 }
 
-/** Returns the bytes of a file that make_artifacts.py wrote, never an older one that the browser has kept. */
+/** Returns the bytes of a file from make_artifacts.py, never an older version from the browser's cache. */
 async function contents(name) {
   const answer = await fetch(`${FOLDER}/${name}`, { cache: "no-cache" });
   if (!answer.ok) throw new Error(`${FOLDER}/${name}: ${answer.status} ${answer.statusText}; make browser writes it`);

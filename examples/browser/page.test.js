@@ -10,7 +10,7 @@ import { chromium } from "playwright-core";
 
 const ROOT = new URL("../../", import.meta.url);
 const FOLDER = fileURLToPath(new URL(".", import.meta.url));
-// Without a sandbox, as containers have none to offer; and quiet: nothing but the page uses the network.
+// Containers have no sandbox; the other flags keep everything but the page off the network.
 const FLAGS = [
   "--no-sandbox",
   "--disable-gpu",

@@ -1,8 +1,8 @@
-// The training itself: what a page of your own would take over.
+// The training itself, for reuse in your own page.
 
 import * as ort from "onnxruntime-web/training";
 
-// More threads would need an isolated page (COOP and COEP headers), and so small a network gains nothing from them.
+// More threads would need an isolated page (COOP and COEP headers), and this small network gains nothing from them.
 ort.env.wasm.numThreads = 1;
 
 const PIXELS = 64;
@@ -33,7 +33,7 @@ export function feedsOf(digits, rows) {
   };
 }
 
-/** One step: forward, backward, update. Returns the loss before the update. */
+/** Runs one step, forward, backward and update, and returns the loss before the update. */
 export async function trainStep(session, digits, rows) {
   const { loss } = await session.runTrainStep(feedsOf(digits, rows));
   await session.runOptimizerStep();

@@ -23,11 +23,11 @@ def _positive(name: str, value: Any) -> float:
 
 
 class LossScaler:
-    """Base class of loss scalers.
+    """A constant scale, and the base class of loss scalers.
 
     The trainer multiplies the loss by :attr:`loss_scale` before the backward pass, divides the gradients by it, and
-    calls :meth:`update` once after every optimizer step, also after one that was skipped because of an overflow.
-    Subclass it for a policy of your own and override :meth:`update` (and :meth:`state_dict` if there is more state).
+    calls :meth:`update` once after every optimizer step, even one that was skipped because of an overflow. For a policy
+    of your own, subclass it and override :meth:`update` (and :meth:`state_dict` if there is more state).
 
     Args:
         loss_scale: The initial scale, positive and finite.
@@ -60,22 +60,22 @@ class LossScaler:
         self._input_name = value
 
     def reset(self) -> None:
-        """Goes back to the initial scale."""
+        """Resets the scale to its initial value."""
         self._loss_scale = self._initial_loss_scale
 
     def update(self, train_step_info: TrainStepInfo) -> float | None:
-        """Chooses the next scale after an optimizer step.
+        """Returns the scale for the next step; here it is unchanged.
 
         Args:
             train_step_info: ``train_step_info.all_finite`` says whether all gradients of the step were finite.
 
         Returns:
-            The new scale, which the trainer then uses; None where the scaler has set :attr:`loss_scale` itself.
+            The new scale for the trainer, or None if the method has set :attr:`loss_scale` itself.
         """
-        raise NotImplementedError(f"{type(self).__name__} must override update()")
+        return self.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON values only."""
+        """Returns the state for a checkpoint, as JSON values only."""
         return {"loss_scale": self._loss_scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -86,10 +86,10 @@ class LossScaler:
 class DynamicLossScaler(LossScaler):
     """A scale that halves on overflow and doubles after a run of finite steps.
 
-    With ``automatic_update`` the rule after each optimizer step is: finite, then count it, and when the count reaches
-    ``up_scale_window``, ``scale = min(max_loss_scale, 2 * scale)`` and the count restarts; not finite,
-    ``scale = max(min_loss_scale, scale / 2)`` and the count restarts. (P. Micikevicius et al., "Mixed Precision
-    Training", ICLR 2018, section 3.2.)
+    With ``automatic_update``, after each optimizer step: if the gradients are finite, the step is counted, and when the
+    count reaches ``up_scale_window``, ``scale = min(max_loss_scale, 2 * scale)`` and the count restarts. If they are
+    not finite, ``scale = max(min_loss_scale, scale / 2)`` and the count restarts. (P. Micikevicius et al., "Mixed
+    Precision Training", ICLR 2018, section 3.2.)
 
     Args:
         automatic_update: False keeps the scale constant.
@@ -123,12 +123,12 @@ class DynamicLossScaler(LossScaler):
         self._stable_steps_count = 0
 
     def reset(self) -> None:
-        """Goes back to the initial scale and forgets the count of finite steps."""
+        """Resets the scale to its initial value, and the count of finite steps to 0."""
         super().reset()
         self._stable_steps_count = 0
 
     def update(self, train_step_info: TrainStepInfo) -> float:
-        """Applies the rule of the class and returns the new scale."""
+        """Applies the rule of the class, and returns the new scale."""
         if not self.automatic_update:
             return self.loss_scale
         if not train_step_info.all_finite:

@@ -1,4 +1,4 @@
-"""Trains from the artifacts of an export, with nothing but NumPy, ONNX Runtime and xxhash."""
+"""Trains from exported artifacts, with nothing but NumPy, ONNX Runtime and xxhash."""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ __all__ = [
     "set_seed",
 ]
 
-# Files are looked into and converted without ONNX Runtime.
+# Lazy, because inspecting and converting files must not require ONNX Runtime.
 _PLACES = {
     "CheckpointState": "checkpoint_state",
     "LinearLRScheduler": "lr_scheduler",

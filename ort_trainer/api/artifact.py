@@ -1,8 +1,8 @@
-"""What the models of an export say about themselves: JSON in their metadata, which ONNX Runtime gives back.
+"""How exported models describe themselves: JSON in their metadata, which ONNX Runtime returns.
 
 The training model computes, from state, inputs and random numbers, the outputs, the new gradient buffers and the new
 buffers of the model; the evaluation model computes the outputs; the optimizer model computes the new weights and state
-tensors from the old ones, the gradients and the learning rates. All state comes in as inputs and goes out as outputs.
+tensors from the old ones, the gradients and the learning rates. All state enters as inputs and leaves as outputs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
 ]
 
 METADATA = "ort_trainer.artifact"
-"""Key of the metadata."""
+"""The metadata key."""
 FORMAT = 2
-"""What is written. Format 1 has no ``index_ranges`` and no ``micro_batches``; both are read."""
+"""The format written. Format 1, which can still be read, lacks ``index_ranges`` and ``micro_batches``."""
 
 Model = TypeVar("Model", "StepModel", "OptimizerModel")
 
 
-# A dataclass takes a millisecond to make, which is a hundredth of what importing ONNX Runtime takes.
+# Defining a dataclass takes a millisecond, a hundredth of the time to import ONNX Runtime.
 class Tensor(NamedTuple):
-    """An input or output of the user.
+    """An input or output that the user sees.
 
     Attributes:
-        name: Its name, which is also that of the graph's value.
+        name: Its name, in the graph too.
         dtype: NumPy's name of the element type.
-        shape: Of an input the sizes and the names of dimensions, as described; of an output the sizes, expressions for
-            :func:`ort_trainer.dims.evaluate` among them, or None where they depend on the values of a batch.
+        shape: For an input, sizes and names of dimensions as described. For an output, sizes and expressions for
+            :func:`ort_trainer.dims.evaluate`; None if the shape depends on the values of the batch.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Tensor(NamedTuple):
 
 
 class RandomTensor(NamedTuple):
-    """An input that is drawn anew for every training step; see ``ort_trainer.graph.RandomInput``.
+    """An input that is sampled for every training step; see ``ort_trainer.graph.RandomInput``.
 
     Attributes:
         name: Name of the graph input.
         kind: ``mask``, ``bernoulli``, ``uniform``, ``normal``, ``exponential``, ``integers`` or ``permutation``.
         dtype: NumPy's name of the element type.
-        shape: Sizes, expressions among them.
+        shape: Sizes and expressions.
         parameters: As for ``RandomInput``.
     """
 
@@ -75,18 +75,18 @@ class StepModel:
 
     Attributes:
         kind: ``training`` or ``evaluation``.
-        export: What the artifacts of one export have in common.
-        inputs: What a step takes, in order.
-        outputs: What it returns, in order.
+        export: Identifies the export; the same in all its artifacts.
+        inputs: The inputs of a step, in order.
+        outputs: The outputs of a step, in order.
         loss: Name of the output that is the loss.
         state: Name of a parameter or buffer -> graph input.
         gradients: Name of a trained parameter -> graph input of its gradient buffer, and graph output.
         buffer_updates: Name of a buffer that training changes -> graph output.
-        reset: Graph input, bool [1]: whether the gradient buffers are overwritten instead of added to.
-        random: What is drawn, in order; masks are drawn from one key, which is drawn first if there are any.
-        guards: Conditions on the sizes under which the graph is right; :func:`ort_trainer.dims.holds`.
-        fixed: Name of a dimension -> the only size that the graph has for it.
-        index_ranges: What is allowed in inputs that are indices; empty where nothing is looked at.
+        reset: Graph input, bool [1]: True overwrites the gradient buffers, False adds to them.
+        random: The random inputs, in order. If there are masks, their common key is drawn first.
+        guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.dims.holds`.
+        fixed: Name of a dimension -> the only size that the graph supports for it.
+        index_ranges: The valid ranges of inputs used as indices; empty disables the check.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class Slot(NamedTuple):
         output: Graph output, the new one.
         dtype: NumPy's name of the element type.
         shape: Sizes.
-        initial: What all its elements are before the first update.
+        initial: The value of all its elements before the first update.
     """
 
     input: str
@@ -129,15 +129,15 @@ class OptimizerModel:
     """An optimizer model.
 
     Attributes:
-        export: What the artifacts of one export have in common.
-        name: The optimizer's, such as ``AdamOptimizer``.
+        export: Identifies the export; the same in all its artifacts.
+        name: Name of the optimizer, such as ``AdamOptimizer``.
         weights: Name of a parameter -> graph input and output.
         gradients: Name of a parameter -> graph input.
         state: Key of a tensor that the optimizer keeps, such as ``<parameter>.Moment_1`` -> the tensor.
         rates: Number of learning rates.
-        learning_rate: Graph input, float32 [rates]: of each parameter group, and last of all other parameters.
-        micro_batches: Graph input, int64 [1]: how many are in the gradients, whose mean the update takes; None where
-            it takes their sum.
+        learning_rate: Graph input, float32 [rates]: one for each parameter group, then one for all other parameters.
+        micro_batches: Graph input, int64 [1]: number of micro-batches accumulated, for an update with the mean of
+            their gradients; None if the update takes the sum.
     """
 
     export: str
@@ -155,25 +155,25 @@ class OptimizerModel:
 
 def to_metadata(model: StepModel | OptimizerModel) -> str:
     """Returns the text that :func:`from_metadata` reads."""
-    # What is None is left out, as files of format 1 have it.
+    # Leave out None, as format 1 does.
     said = {key: _plain(value) for key, value in vars(model).items() if value is not None}
     return json.dumps({"format": FORMAT, **said})
 
 
 def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
-    """Returns what a model says about itself.
+    """Returns a model's description of itself.
 
     Args:
         cls: :class:`StepModel` or :class:`OptimizerModel`.
-        text: The metadata under the key :data:`METADATA`; None where there are none.
-        name: What messages call the model.
+        text: The metadata under the key :data:`METADATA`; None if missing.
+        name: Name of the model in error messages.
 
     Raises:
-        ValueError: If it is no artifact, another kind of artifact, or of a later format.
+        ValueError: If the model is not an artifact, is another kind of artifact, or has a newer format.
     """
     if text is None:
         raise ValueError(
-            f"{name} is no artifact of ort_trainer: write artifacts with ORTTrainer.export_artifacts() or "
+            f"{name} is not an ort_trainer artifact: write artifacts with ORTTrainer.export_artifacts() or "
             "ort_trainer.artifacts.generate_artifacts()"
         )
     try:
@@ -185,12 +185,12 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         newer = isinstance(given, int) and given > FORMAT
         way = "update ort_trainer, or export again" if newer else "export again"
         raise ValueError(
-            f"{name} has the format {shown(given)} of artifacts; this ort_trainer reads 1 to {FORMAT}: {way}"
+            f"{name} has artifact format {shown(given)}, but this ort_trainer reads formats 1 to {FORMAT}: {way}"
         )
     if kind not in ("training", "evaluation", "optimizer"):
-        raise ValueError(f"{name} is damaged: its metadata name the kind {shown(kind)}, which there is not")
+        raise ValueError(f"{name} is damaged: unknown kind {shown(kind)} in its metadata")
     if kind not in cls.kinds:
-        raise ValueError(f"{name} is the {kind} model of an export, where the {' or '.join(cls.kinds)} model belongs")
+        raise ValueError(f"expected the {' or '.join(cls.kinds)} model of an export, but {name} is the {kind} model")
     try:
         for key, parts in (("inputs", Tensor), ("outputs", Tensor), ("random", RandomTensor)):
             if key in found:
@@ -201,11 +201,11 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
             found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
         return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{name} is damaged: its metadata do not describe a {kind} model ({error})") from error
+        raise ValueError(f"{name} is damaged: its metadata don't describe the {kind} model ({error})") from error
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON has for a value: a dict for what has named fields."""
+    """Returns a value in the types of JSON, named tuples as dicts."""
     if isinstance(value, (Tensor, RandomTensor, Slot, IndexRange)):
         return value._asdict()
     if isinstance(value, tuple):

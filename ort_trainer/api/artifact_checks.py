@@ -1,4 +1,4 @@
-"""Checks what a model of an export says about itself: in its own terms, and against the graph."""
+"""Checks an exported model's description of itself: the types of its fields, and whether it matches the graph."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DTYPES = {
 
 
 def check_described(model: StepModel | OptimizerModel, name: str) -> None:
-    """Checks that all fields have values of their kinds.
+    """Checks that all fields have values of the right types.
 
     Args:
-        model: What a model says about itself.
-        name: What messages call the model.
+        model: The model's description of itself.
+        name: Name of the model in error messages.
 
     Raises:
-        ValueError: If one has not; the message says which.
+        ValueError: If a value is invalid; the message names the field.
     """
     try:
         _check_optimizer(model) if isinstance(model, OptimizerModel) else _check_step(model)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is damaged: its metadata do not describe a {model.kind} model ({error})") from error
+        raise ValueError(f"{name} is damaged: its metadata don't describe the {model.kind} model ({error})") from error
 
 
 def _check_optimizer(model: OptimizerModel) -> None:
@@ -87,11 +87,11 @@ def _check_range(entry: IndexRange, inputs: Collection[str], named: Collection[i
         try:
             inspect.signature(STEPS[step[0]]).bind(None, *step[1])
         except TypeError as error:
-            raise ValueError(f"{what}: {step[0]!r} among the steps: {error}") from error
+            raise ValueError(f"{what}: step {step[0]!r}: {error}") from error
 
 
 def _is_argument(value: Any, named: Collection[int | str]) -> bool:
-    """Returns whether something may be an argument of a step."""
+    """Returns whether a value is a valid argument of a step."""
     if isinstance(value, tuple):
         return all(_is_argument(part, named) for part in value)
     return value is None or isinstance(value, bool) or _is_size(value, named)
@@ -112,7 +112,7 @@ def _tensor(spec: Tensor | RandomTensor | Slot, where: str, texts: Iterable[Any]
         return
     for size in _sequence(spec.shape, where):
         if isinstance(size, str) and not sized:
-            if "dim(" in size:  # otherwise it is a name, which may be any text
+            if "dim(" in size:  # otherwise it is a name, and any name is valid
                 symbols_of(size)
         else:
             _require(_is_whole(size) and size >= 0, f"{where}: shape")
@@ -124,7 +124,7 @@ def _symbols(shape: Iterable[int | str]) -> set[str]:
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise ValueError(f"{what} has a value of a wrong kind")
+        raise ValueError(f"{what} has an invalid value")
 
 
 def _sequence(value: Any, what: str) -> Sequence[Any]:
@@ -152,26 +152,26 @@ def _is_number(value: Any) -> bool:
 
 
 def check_fits(model: StepModel | OptimizerModel, inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> None:
-    """Checks that the graph has the inputs and outputs that the model says.
+    """Checks that the graph has the inputs and outputs that the model describes.
 
     Args:
-        model: What the model says about itself.
+        model: The model's description of itself.
         inputs: ONNX Runtime's descriptions of the graph's inputs.
-        outputs: The same of its outputs.
-        name: What messages call the model.
+        outputs: ONNX Runtime's descriptions of the graph's outputs.
+        name: Name of the model in error messages.
 
     Raises:
-        ValueError: If it lacks one, has one more, or has one of another type or shape.
+        ValueError: If one is missing or has a different type or shape, or if the graph has an unexpected input.
     """
     taken, given = _named(model)
     for kind, described, found in (("input", taken, inputs), ("output", given, outputs)):
         known = {value.name: value for value in found}
-        # An output more does no harm.
+        # Extra outputs do no harm.
         strange = [key for key in described if key not in known] + [
             key for key in known if key not in described and kind == "input"
         ]
         if strange:
-            raise ValueError(f"{name} is damaged: its metadata and its graph do not have the same {kind}s: {strange}")
+            raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {strange}")
         for key, (dtype, shape) in described.items():
             value = known[key]
             if dtype is not None and value.type != f"tensor({_DTYPES[dtype]})":
@@ -194,7 +194,7 @@ _Described = dict[str, tuple[str | None, Sequence[int | str] | None]]
 
 
 def _named(model: StepModel | OptimizerModel) -> tuple[_Described, _Described]:
-    """Returns dtype and shape, as far as they are said, of the inputs and of the outputs that the graph must have."""
+    """Returns the dtypes and shapes, where described, of the inputs and the outputs that the graph must have."""
     inputs: _Described = {}
     outputs: _Described = {}
     if isinstance(model, OptimizerModel):

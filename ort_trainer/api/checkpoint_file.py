@@ -1,4 +1,4 @@
-"""The checkpoint of an export: a safetensors file, which holds all state that the models need to train on."""
+"""The checkpoint of an export: a safetensors file with all state that the models need to continue training."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ __all__ = [
 ]
 
 VERSION = 3
-"""Of the file; 2 was without ``micro_batches`` and ``trainer``, and 1 without checksums, too."""
+"""Version of the file. Version 2 lacks ``micro_batches`` and ``trainer``; version 1 also lacks checksums."""
 
 _KEY = "ort_trainer.checkpoint"
 _RANDOM_WORDS = 625
-_MOST = 1 << 62  # of what is counted in 64 bits
+_MOST = 1 << 62  # limit of counts, which have 64 bits
 _TENSORS = ("parameters", "buffers", "optimizer", "gradients", "random")
 
 Array = np.ndarray[Any, Any]
 Value = int | float | str
-"""What a property may be."""
+"""The types of a property."""
 
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        export: What the artifacts of one export have in common.
+        export: Identifies the export; the same in all its artifacts.
         parameters: Name -> value: parameters, trained or not, and floating-point buffers (running statistics).
-        trainable: Names of those that are trained, in the order of the parameters.
+        trainable: Names of the trained parameters, in the order of the parameters.
         buffers: Name -> value of all other buffers.
-        learning_rates: Of each parameter group, and last of all other parameters; what a schedule starts from.
+        learning_rates: The base rates: one for each parameter group, then one for all other parameters.
         schedule: For :func:`ort_trainer.schedules.learning_rate`; None for constant rates.
-        optimizer: Key of ``OptimizerModel.state`` -> value; None in a file without the optimizer's state, with which
-            training starts afresh.
-        optimization_step: Updates done.
-        gradients: Name -> the sum of the gradients since the last reset; empty right after one.
-        random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625], of which
-            PyTorch's and NumPy's generators draw the same numbers. Empty for a new one.
+        optimizer: Key of ``OptimizerModel.state`` -> value; None in a file without the optimizer's state, from which
+            the optimizer starts fresh.
+        optimization_step: Number of updates done.
+        gradients: Name -> the sum of the gradients since the last reset; empty right after a reset.
+        random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625]. PyTorch's and
+            NumPy's generators draw the same numbers from it. Empty for a new generator.
         properties: The user's own values.
-        nominal: Whether the parameters have shapes and dtypes, but no values yet: then they are zeros.
-        micro_batches: How many training steps are in the gradients.
-        trainer: What the ``ORTTrainer`` of the export asks for in its own state; None where it can't be told.
+        nominal: Whether the parameters have shapes and dtypes, but no values yet; they are zeros then.
+        micro_batches: Number of training steps accumulated in the gradients.
+        trainer: What the ``ORTTrainer`` of the export requires in its own state; None if unknown.
     """
 
     export: str
@@ -84,12 +84,12 @@ class Checkpoint:
 
 
 def without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a checkpoint with which training begins anew, with the same weights."""
+    """Returns a copy that restarts training from the same weights."""
     return dataclasses.replace(checkpoint, optimizer=None, optimization_step=0, gradients={}, micro_batches=0)
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
-    """Returns what a file holds."""
+    """Returns a checkpoint as the bytes of a file."""
     whole = io.BytesIO()
     _write(whole, checkpoint)
     return whole.getvalue()
@@ -101,7 +101,7 @@ def _write(file: BinaryIO, checkpoint: Checkpoint) -> None:
     if checkpoint.nominal:
         others["shapes"] = {name: [str(value.dtype), list(value.shape)] for name, value in groups["parameters"].items()}
         groups["parameters"] = {}
-    # safetensors sorts by dtype and name, but the order of the parameters is that of a flat buffer of them.
+    # safetensors sorts by dtype and name; a flat buffer needs the parameters in their own order.
     others["order"] = {group: list(values) for group, values in groups.items()}
     others["has_optimizer"] = checkpoint.optimizer is not None
     tensors = {
@@ -113,7 +113,7 @@ def _write(file: BinaryIO, checkpoint: Checkpoint) -> None:
 
 
 def as_stored(value: Array) -> Stored:
-    """Returns an array as it is written."""
+    """Returns an array as ``sealed.write`` takes it."""
     return value.dtype.name, value.shape, value.reshape(-1).view(np.uint8)
 
 
@@ -122,11 +122,11 @@ def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
 
     Args:
         data: The bytes.
-        name: What messages call them.
+        name: Name of the checkpoint in error messages.
 
     Raises:
-        CheckpointError: If they are damaged or no checkpoint of an export; of one of onnxruntime-training it says how
-            to convert it.
+        CheckpointError: If they are damaged or not the checkpoint of an export. For one of onnxruntime-training, the
+            message says how to convert it.
     """
     return _read(io.BytesIO(data), name)
 
@@ -143,8 +143,8 @@ def _read(file: BinaryIO, name: str) -> Checkpoint:
         text = header.metadata.get(_KEY)
         if text is None:
             raise CheckpointError(
-                f"{name} is no checkpoint of ort_trainer.api. Of one of ORTTrainer, or of weights alone, 'ort-trainer "
-                "convert SOURCE TARGET --to api --like CHECKPOINT' makes one"
+                f"{name} is not an ort_trainer.api checkpoint. If it is an ORTTrainer checkpoint or holds weights "
+                "alone, convert it with 'ort-trainer convert SOURCE TARGET --to api --like CHECKPOINT'"
             )
         found: dict[str, Any] = json.loads(text)
         check_version(found.pop("version"), header, name, VERSION)
@@ -165,18 +165,18 @@ def _read(file: BinaryIO, name: str) -> Checkpoint:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError, ArithmeticError) as error:
-        raise CheckpointError(f"{name} is damaged, or no checkpoint of ort_trainer.api: {error}") from error
+        raise CheckpointError(f"{name} is damaged or not an ort_trainer.api checkpoint: {error}") from error
 
 
 def _blank(dtype: Any, shape: Any) -> Array:
-    """Returns the zeros of a nominal checkpoint, which take no memory until they are written to."""
+    """Returns the zeros of a nominal checkpoint, which take no memory until written to."""
     if dtype not in DTYPES.values() or not isinstance(shape, list):
-        raise ValueError(f"a parameter has dtype {shown(dtype)} and shape {shown(shape)}")
+        raise ValueError(f"a parameter has the invalid dtype {shown(dtype)} or shape {shown(shape)}")
     return np.zeros(shape, dtype)
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Raises a ValueError where something is not of its kind."""
+    """Raises a ValueError if a value is invalid."""
     rates, schedule, random = checkpoint.learning_rates, checkpoint.schedule, checkpoint.random.get("state")
     sound = {
         "export": isinstance(checkpoint.export, str),
@@ -195,10 +195,10 @@ def _check(checkpoint: Checkpoint) -> None:
     }
     wrong = [name for name, is_sound in sound.items() if not is_sound]
     if wrong:
-        raise ValueError(f"what it has as {', '.join(wrong)} can't be that")
+        raise ValueError(f"invalid {', '.join(wrong)}")
     if schedule is not None:
         for rate in rates:
-            for step in {checkpoint.optimization_step, max(checkpoint.optimization_step - 1, 0)}:  # the last one's, too
+            for step in {checkpoint.optimization_step, max(checkpoint.optimization_step - 1, 0)}:  # this and the last
                 learning_rate(schedule, step, rate)
 
 
@@ -215,7 +215,7 @@ def _is_of_trainer(said: dict[str, Any], checkpoint: Checkpoint) -> bool:
 
 
 def _are_names(found: Any, known: Collection[str] | None = None) -> bool:
-    """Returns whether something is a list of different texts, all of them known."""
+    """Returns whether a value is a list of distinct strings, all of them known."""
     return (
         isinstance(found, list)
         and all(isinstance(name, str) and (known is None or name in known) for name in found)
@@ -231,13 +231,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Returns the checkpoint in a file.
 
     Raises:
-        TypeError: If the path is none.
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If it is damaged or no checkpoint of an export.
+        TypeError: If ``path`` is not a path.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged or not the checkpoint of an export.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"the checkpoint must be given as a path, but {shown(path)} was given")
-    from pathlib import Path  # which ONNX Runtime does without, and takes a fiftieth of its time
+    from pathlib import Path  # not imported by ONNX Runtime, and a fiftieth of its import time
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)!r}")
@@ -246,7 +246,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
-    """Writes a file, atomically; one that is there is replaced.
+    """Writes a file atomically, and replaces an existing one.
 
     Raises:
         FileNotFoundError: If the folder does not exist.

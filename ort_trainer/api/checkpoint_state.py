@@ -1,4 +1,4 @@
-"""``CheckpointState``: the state of training, its parameters and the user's own properties as mappings."""
+"""``CheckpointState``: the training state, with parameters and the user's own properties as mappings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
 
-# Of an int: Python turns no text of more than 4300 digits into one.
+# Limit of an int: Python parses ints of at most 4300 digits.
 _BITS = 8192
 
 
 class Parameter:
-    """A parameter of the model; ``state.parameters[name]`` gives it."""
+    """A parameter of the model, from ``state.parameters[name]``."""
 
     def __init__(self, name: str, state: State) -> None:
         self._name = name
@@ -36,12 +36,12 @@ class Parameter:
 
     @property
     def data(self) -> Array:
-        """Its values, as a copy; values that are set must have its shape and dtype.
+        """A copy of its values. Assign an array of the same shape and dtype to change them.
 
         Raises:
-            RuntimeError: If it is read in a nominal checkpoint that was not filled.
-            TypeError: If something else than an array or OrtValue is set, or one of another dtype.
-            ValueError: If an array of another shape is set.
+            RuntimeError: If it is read from a nominal checkpoint that has not been filled.
+            TypeError: If the value assigned is neither an array nor an OrtValue, or has a different dtype.
+            ValueError: If the array assigned has a different shape.
         """
         if self._name in self._state.missing:
             self._state.require_values()
@@ -58,7 +58,7 @@ class Parameter:
             self._state.missing.discard(self._name)
 
     def _checked(self, value: Array | OrtValue | Parameter) -> Array:
-        """Returns an array that it can hold."""
+        """Returns a value as an array of this parameter's dtype and shape."""
         array = _to_array(value, f"parameter {self._name!r}")
         if array.dtype != self.dtype:
             raise TypeError(
@@ -74,9 +74,9 @@ class Parameter:
 
     @property
     def grad(self) -> Array | None:
-        """The sum of its gradients since the last reset, as a copy.
+        """A copy of the sum of its gradients since the last reset.
 
-        Zeros before the first step; None if it is not trained, or there is no module yet.
+        Zeros before the first step; None if it is not trained or there is no module yet.
         """
         tensor = self._state.gradients.get(self._name)
         with self._state.lock:
@@ -109,9 +109,9 @@ class Parameter:
 
 
 class Parameters(MutableMapping[str, Parameter]):
-    """The parameters of the model by name, and its floating-point buffers (running statistics) among them.
+    """The parameters of the model by name, including its floating-point buffers (running statistics).
 
-    Their values can be set, ``parameters["fc.weight"] = array``; which there are is up to the model.
+    Values can be assigned, ``parameters["fc.weight"] = array``, but parameters can be neither added nor removed.
     """
 
     def __init__(self, state: State) -> None:
@@ -129,12 +129,12 @@ class Parameters(MutableMapping[str, Parameter]):
         raise TypeError(f"parameter {name!r} can't be removed: the model needs it")
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets values, as a dict does: all of them, or none if one is wrong.
+        """Sets values, like ``dict.update``: all of them, or none if one is invalid.
 
         Raises:
-            KeyError: If there is no such parameter.
-            TypeError: If a value is no array, or of another dtype.
-            ValueError: If it has another shape.
+            KeyError: If a parameter is unknown.
+            TypeError: If a value is not an array, or has a different dtype.
+            ValueError: If a value has a different shape.
         """
         found = [(self._find(name), value) for name, value in dict(*args, **kwargs).items()]
         checked = [(parameter, parameter._checked(value)) for parameter, value in found]
@@ -161,7 +161,7 @@ class Parameters(MutableMapping[str, Parameter]):
 
 
 class Properties(MutableMapping[str, Value]):
-    """The user's own values, which a checkpoint keeps: int, float and str by name."""
+    """The user's own values in a checkpoint: int, float and str by name."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -173,10 +173,10 @@ class Properties(MutableMapping[str, Value]):
         self._state.properties[name] = self._checked(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets values, as a dict does: all of them, or none if one is wrong.
+        """Sets values, like ``dict.update``: all of them, or none if one is invalid.
 
         Raises:
-            TypeError: If a name is no str, or a value no int, float or str.
+            TypeError: If a name is not a str, or a value is not an int, a float or a str.
             ValueError: If an int is too large.
         """
         given = dict(*args, **kwargs)
@@ -192,7 +192,7 @@ class Properties(MutableMapping[str, Value]):
         if isinstance(value, (int, np.integer, np.bool_)):
             value = int(value)
             if value.bit_length() > _BITS:
-                raise ValueError(f"property {name!r} must be an int of at most {_BITS} bits: give a str")
+                raise ValueError(f"property {name!r} is an int of more than {_BITS} bits: use a str instead")
             return value
         if isinstance(value, (float, np.floating)):
             return float(value)
@@ -217,16 +217,17 @@ class Properties(MutableMapping[str, Value]):
 
 
 class CheckpointState:
-    """The state of training: parameters, gradients, the optimizer's state and the user's properties.
+    """The training state: parameters, gradients, the optimizer's state and the user's properties.
 
-    :meth:`load_checkpoint` makes one. Modules, optimizers and training sessions that get it work on it, several at once
-    too: what one changes, all see.
+    Create it with :meth:`load_checkpoint`. Modules, optimizers and training sessions can share one: a change by one is
+    visible to all.
     """
 
     def __init__(self, state: State) -> None:
         if not isinstance(state, State):
             raise TypeError(
-                f"a CheckpointState is made by CheckpointState.load_checkpoint(path), not of {shown(state)}"
+                f"create a CheckpointState with CheckpointState.load_checkpoint(path); it can't be made from "
+                f"{shown(state)}"
             )
         self._state = state
         self._parameters = Parameters(state)
@@ -240,9 +241,9 @@ class CheckpointState:
             checkpoint_uri: Path of the file.
 
         Raises:
-            TypeError: If it is no path.
-            FileNotFoundError: If there is no such file.
-            CheckpointError: If it is damaged, or no checkpoint of an export.
+            TypeError: If ``checkpoint_uri`` is not a path.
+            FileNotFoundError: If the file does not exist.
+            CheckpointError: If it is damaged or not the checkpoint of an export.
         """
         return cls._of(read_checkpoint(checkpoint_uri), f"checkpoint {os.fspath(checkpoint_uri)!r}")
 
@@ -254,8 +255,8 @@ class CheckpointState:
             checkpoint_buffer: The bytes.
 
         Raises:
-            TypeError: If they are none.
-            CheckpointError: If they are damaged, or no checkpoint of an export.
+            TypeError: If ``checkpoint_buffer`` is not bytes.
+            CheckpointError: If it is damaged or not the checkpoint of an export.
         """
         if not isinstance(checkpoint_buffer, (bytes, bytearray, memoryview)):
             raise TypeError(f"the checkpoint must be given as bytes, but {shown(checkpoint_buffer)} was given")
@@ -270,18 +271,18 @@ class CheckpointState:
     def save_checkpoint(
         cls, state: CheckpointState, checkpoint_uri: str | os.PathLike[str], include_optimizer_state: bool = False
     ) -> None:
-        """Writes a file, atomically.
+        """Writes a file atomically.
 
         Args:
-            state: What is written.
-            checkpoint_uri: Path of the file; one that is there is replaced.
-            include_optimizer_state: Whether training can go on where it is: with what the optimizer keeps, the count of
-                updates, and the gradients that were not applied yet. Otherwise it begins anew with these weights.
+            state: The state to write.
+            checkpoint_uri: Path of the file; an existing one is replaced.
+            include_optimizer_state: Whether to include what resuming needs: the optimizer's state, the number of
+                updates, and gradients not applied yet. Without it, training restarts from these weights.
 
         Raises:
-            TypeError: If the state or the path is none.
+            TypeError: If ``state`` is not a CheckpointState, or ``checkpoint_uri`` is not a path.
             FileNotFoundError: If the folder does not exist.
-            RuntimeError: If it is a nominal checkpoint of which only a part was filled.
+            RuntimeError: If it is a nominal checkpoint that has been filled only in part.
         """
         inner = state_of(state)
         if not isinstance(checkpoint_uri, (str, os.PathLike)):
@@ -314,24 +315,23 @@ class CheckpointState:
 
 
 def state_of(state: CheckpointState) -> State:
-    """Returns what is behind a ``CheckpointState``.
+    """Returns the ``State`` of a ``CheckpointState``.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If ``state`` is not a CheckpointState.
     """
     if not isinstance(state, CheckpointState):
         raise TypeError(
-            f"state must be a CheckpointState, such as CheckpointState.load_checkpoint(path) returns, but "
-            f"{shown(state)} was given"
+            f"state must be a CheckpointState, from CheckpointState.load_checkpoint(path), but {shown(state)} was given"
         )
     return state._state
 
 
 def _to_array(value: object, what: str) -> Array:
-    """Returns an array of what holds one.
+    """Returns the array of a value.
 
     Raises:
-        TypeError: If it is neither an array nor an OrtValue, nor another parameter.
+        TypeError: If it is not an array, an OrtValue or another parameter.
     """
     if isinstance(value, Parameter):
         return value.data
@@ -343,9 +343,9 @@ def _to_array(value: object, what: str) -> Array:
 
 
 def _unknown(kind: str, name: object, known: Collection[str]) -> KeyError:
-    import difflib  # takes two milliseconds, which only an error should
+    import difflib  # takes two milliseconds, needed for an error only
 
     close = difflib.get_close_matches(name, known, cutoff=0.5) if isinstance(name, str) else []
-    there = f"there are {shown(list(known))}" if known else "there are none"
+    there = f"known are {shown(list(known))}" if known else "none exist yet"
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else there
-    return KeyError(f"there is no {kind} {name!r}: {hint}")
+    return KeyError(f"unknown {kind} {name!r}: {hint}")

@@ -1,4 +1,4 @@
-"""Checks that a model asks ONNX Runtime for nothing but itself: no other files, and no calls back into Python."""
+"""Checks that a model is self-contained: it reads no other files and makes no calls back into Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .protobuf import Field, Malformed, content, fields, text
 
 __all__ = ["check_contained", "custom_operators"]
 
-# Field numbers of onnx.proto: of which messages are looked into, which fields hold messages of which kind.
+# Field numbers of onnx.proto: kind of message -> field -> kind of the messages in it.
 _INSIDE: Mapping[str, Mapping[int, str]] = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
@@ -24,32 +24,32 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {
 _TENSOR_NAME, _EXTERNAL_DATA, _DATA_LOCATION = 8, 13, 14
 _NODE_OUTPUT, _NODE_NAME, _NODE_OPERATOR, _NODE_DOMAIN = 2, 3, 4, 7
 _FUNCTION_NAME, _FUNCTION_DOMAIN = 1, 10
-# As ONNX's Python and C++ libraries: deeper ones they don't read.
+# The limit of ONNX's Python and C++ libraries.
 _DEEPEST = 100
 
-# The key of external data, without which there is no path, and what operators that call out are known by.
+# The key that external data needs for its path, and the names of operators that call out.
 _PLACE = b"location"
 _CALLING_DOMAIN = "org.pytorch.aten"
 _SIGNS = (_PLACE, _CALLING_DOMAIN.encode(), *(name.encode() for name in CALLING_OUT))
 
 
 def check_contained(data: bytes, name: str) -> None:
-    """Checks a model before ONNX Runtime gets it, which would read external data from wherever the model says.
+    """Checks a model before it goes to ONNX Runtime, which would read external data from any path the model names.
 
     Args:
         data: The bytes of the model.
-        name: What messages call it.
+        name: Name of the model in error messages.
 
     Raises:
-        ValueError: If a tensor of it is in another file, a node calls Python or names a file, or it is damaged.
+        ValueError: If it keeps a tensor in another file, a node calls Python or names a file, or it is damaged.
     """
-    if not any(sign in data for sign in _SIGNS):  # a text stands in the bytes as it is
+    if not any(sign in data for sign in _SIGNS):  # strings are stored uncompressed
         return
     try:
         parts = list(_parts(data))
         _check(parts, name)
     except Malformed as error:
-        raise ValueError(f"{name} is damaged, or no ONNX model: {error}") from error
+        raise ValueError(f"{name} is damaged or not an ONNX model: {error}") from error
 
 
 def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
@@ -57,15 +57,15 @@ def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
         if kind == "tensor":
             if any(found.number == _EXTERNAL_DATA or _says_external(found) for found in fields(part)):
                 raise ValueError(
-                    f"{name} keeps the data of {shown(text(part, _TENSOR_NAME))} in another file, which could be "
-                    "any file, and no model of an export does: save the model with all its data in it"
+                    f"{name} keeps the data of {shown(text(part, _TENSOR_NAME))} in another file. No exported model "
+                    "does, and it could name any file: save the model with all its data in it"
                 )
         elif kind == "node":
             domain, operator = text(part, _NODE_DOMAIN), text(part, _NODE_OPERATOR)
             if domain == _CALLING_DOMAIN or operator in CALLING_OUT:
                 raise ValueError(
-                    f"{name} has the node {_called(part)}, a {operator} of the domain {domain!r}, which reaches out of "
-                    "the model, to Python or to other files: no model of an export has one"
+                    f"{name} has the node {_called(part)}, operator {operator} of domain {domain!r}, which calls "
+                    "Python or opens other files: no exported model has one"
                 )
 
 
@@ -74,16 +74,16 @@ def _says_external(found: Field) -> bool:
 
 
 def custom_operators(data: bytes) -> list[str]:
-    """Returns the nodes of a model whose operators are neither ONNX Runtime's nor functions of the model, in words.
+    """Describes the nodes of a model whose operators are neither ONNX Runtime's nor functions of the model.
 
     Raises:
-        ValueError: If it is no ONNX model.
+        ValueError: If it is not an ONNX model.
     """
     parts = list(_parts(data))
     own = {(text(part, _FUNCTION_DOMAIN), text(part, _FUNCTION_NAME)) for kind, part in parts if kind == "function"}
     nodes = [(text(part, _NODE_DOMAIN), text(part, _NODE_OPERATOR), part) for kind, part in parts if kind == "node"]
     return [
-        f"node {_called(part)}, a {shown(operator)} of the domain {shown(domain)}"
+        f"node {_called(part)}, operator {shown(operator)} of domain {shown(domain)}"
         for domain, operator, part in nodes
         if domain not in DOMAINS and (domain, operator) not in own
     ]
@@ -94,12 +94,12 @@ def _called(node: memoryview) -> str:
 
 
 def _parts(data: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yields the messages in a model, each with its kind."""
+    """Yields each message of a model with its kind."""
     pending = [("model", memoryview(data), 0)]
     while pending:
         kind, part, depth = pending.pop()
         if depth > _DEEPEST:
-            raise Malformed("its graphs are nested too deep")
+            raise Malformed("its graphs are nested too deeply")
         yield kind, part
         inside = _INSIDE[kind]
         if inside:

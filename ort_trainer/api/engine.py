@@ -1,4 +1,4 @@
-"""The one place that imports ``onnxruntime`` for the training API: devices, tensors and the models of an export."""
+"""The only importer of ``onnxruntime`` in the training API: devices, tensors and the models of an export."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Model = TypeVar("Model", StepModel, OptimizerModel)
 
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# Operators that only upstream's own runtime has.
+# Operators that only onnxruntime-training has.
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
 
 
 class Device(NamedTuple):
-    """Where state and outputs are.
+    """A device for state and outputs.
 
     Attributes:
-        type: ``cpu`` or ``cuda``, as ONNX Runtime says it.
-        number: Which of them.
+        type: ``cpu`` or ``cuda``, ONNX Runtime's name.
+        number: Index among the devices of this type.
     """
 
     type: str
@@ -66,54 +66,54 @@ CPU = Device("cpu")
 
 
 def parse_device(text: str) -> Device:
-    """Returns a device.
+    """Returns the device with a name.
 
     Raises:
-        TypeError: If it is no text.
-        ValueError: If there is no such device.
+        TypeError: If the name is not a str.
+        ValueError: If the device is unknown or unavailable.
     """
     if not isinstance(text, str):
         raise TypeError(f"device must be a str, such as 'cpu' or 'cuda:1', but {shown(text)} was given")
     kind, colon, index = text.partition(":")
     known = kind in _PROVIDERS and (index.isdecimal() if colon else True) and not (kind == "cpu" and index.strip("0"))
     if not known:
-        raise ValueError(f"device {text!r} is unknown: use 'cpu', 'cuda' or 'cuda:N'")
+        raise ValueError(f"unknown device {text!r}: use 'cpu', 'cuda' or 'cuda:N'")
     available = onnxruntime.get_available_providers()
     if _PROVIDERS[kind] not in available:
         raise ValueError(
             f"device {text!r} needs {_PROVIDERS[kind]}, but the installed ONNX Runtime {onnxruntime.__version__} has "
-            f"only {available}: use device='cpu', or install a build with it"
+            f"only {available}: use device='cpu', or install a build that has it"
         )
     return Device(kind, int(index or 0))
 
 
 def default_options(update: bool = False) -> SessionOptions:
-    """Returns the options of sessions for which the user gives none.
+    """Returns the default session options.
 
     Args:
         update: Whether the session updates the weights.
     """
     options = SessionOptions()
-    # The threads of one session would spin after its run, and take the cores from the other session's run. During the
-    # update they do spin: it is a chain of short operators, where waking a thread takes as long as its share of one.
-    # During a step they would make processes that share the cores wait for each other.
+    # Threads that keep spinning after a run take the cores from the other session's run. During the update they do
+    # spin: it is a chain of short operators, and waking a thread takes as long as its share of one. During a step,
+    # spinning would make processes that share the cores wait for each other.
     spinning = ("session.force_spinning_stop", "1") if update else ("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(*spinning)
-    options.enable_mem_pattern = False  # which would keep a plan for every combination of shapes that there ever is
+    options.enable_mem_pattern = False  # it would keep a plan for every combination of shapes ever seen
     options.log_severity_level = 3
     return options
 
 
 def check_options(options: SessionOptions | None, update: bool = False) -> SessionOptions:
-    """Returns the user's options, or those that are used without.
+    """Returns the user's options, or the defaults.
 
     Args:
-        options: The user's.
+        options: The user's options; None for the defaults.
         update: Whether the session updates the weights.
 
     Raises:
-        TypeError: If they are something else.
-        ValueError: If they ask for models in another format.
+        TypeError: If ``options`` is not a SessionOptions.
+        ValueError: If the options set a model format other than ONNX.
     """
     if options is None:
         return default_options(update)
@@ -121,12 +121,12 @@ def check_options(options: SessionOptions | None, update: bool = False) -> Sessi
         raise TypeError(f"session_options must be an onnxruntime.SessionOptions, but {shown(options)} was given")
     try:
         given = options.get_session_config_entry(_LOAD_FORMAT)
-    except RuntimeError:  # it was not set
+    except RuntimeError:  # not set
         return options
     if given != "ONNX":
         raise ValueError(
-            f"session_options have {_LOAD_FORMAT} {given!r}, but artifacts are in ONNX format: leave it out, or set it "
-            "to 'ONNX'"
+            f"session_options sets {_LOAD_FORMAT} to {given!r}, but artifacts are in ONNX format: leave it out, or set "
+            "it to 'ONNX'"
         )
     return options
 
@@ -135,21 +135,21 @@ def check_run_options(options: RunOptions | None) -> None:
     """Checks the options of a run.
 
     Raises:
-        TypeError: If they are something else.
+        TypeError: If ``options`` is not a RunOptions.
     """
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(f"run_options must be an onnxruntime.RunOptions, but {shown(options)} was given")
 
 
 class StateTensor:
-    """A tensor on a device that keeps its place in memory, so that it is bound once.
+    """A tensor at a fixed address on a device, so it needs to be bound only once.
 
     Args:
-        array: Its first values; on the CPU its memory is taken over where it can be.
-        device: Where it is.
+        array: Its initial values; on the CPU its memory is reused if possible.
+        device: The device of the tensor.
 
     Attributes:
-        value: For ONNX Runtime.
+        value: The tensor for ONNX Runtime.
         dtype: The element type.
         shape: The sizes.
     """
@@ -160,7 +160,7 @@ class StateTensor:
         self._array: Array | None = None
         if device.type == "cpu":
             self._array = array = np.require(array, requirements=["C", "W", "O"])
-        # On the CPU it has the array's memory, elsewhere a copy of it.
+        # Shares the array's memory on the CPU, and copies it to other devices.
         self.value = OrtValue.ortvalue_from_numpy(array, device.type, device.number)
 
     def view(self) -> Array:
@@ -172,7 +172,7 @@ class StateTensor:
         return self.value.numpy() if self._array is None else self._array.copy()
 
     def write(self, array: Array) -> None:
-        """Takes over values of the same type and as many elements."""
+        """Copies values of the same type and size into the tensor."""
         if self._array is None:
             self.value.update_inplace(np.ascontiguousarray(array).reshape(self.shape))
         else:
@@ -180,8 +180,8 @@ class StateTensor:
 
 
 def to_ort_value(array: Array, device: Device) -> OrtValue:
-    """Returns an OrtValue with a copy of an array in memory of its own, which lives as long as views of it."""
-    if not array.size:  # of which ONNX Runtime can't make any
+    """Returns a copy of an array as an OrtValue that owns its memory, which lives as long as any view of it."""
+    if not array.size:  # ONNX Runtime can't allocate empty ones
         return OrtValue.ortvalue_from_numpy(array, device.type, device.number)
     value = OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device.type, device.number)
     value.update_inplace(array)
@@ -192,10 +192,10 @@ class Loaded(Generic[Model]):
     """A model of an export, ready to run.
 
     Attributes:
-        session: ONNX Runtime's.
-        model: What it says about itself.
-        name: What messages call it.
-        data: Its bytes.
+        session: ONNX Runtime's session.
+        model: The model's description of itself.
+        name: Name of the model in error messages.
+        data: The bytes of the model.
     """
 
     def __init__(self, session: InferenceSession, model: Model, name: str, data: bytes) -> None:
@@ -213,41 +213,41 @@ def load_model(
     options: SessionOptions,
     device: Device,
 ) -> Loaded[Model]:
-    """Makes a session of a model.
+    """Loads a model into a session.
 
     Args:
         cls: :class:`StepModel` or :class:`OptimizerModel`.
         source: Path or bytes.
-        argument: Name of the argument that it was given as.
+        argument: Name of the argument with the model.
         kind: ``training``, ``evaluation`` or ``optimizer``.
-        options: Of the session.
-        device: Where it runs.
+        options: The options of the session.
+        device: The device to run on.
 
     Raises:
-        TypeError: If it is neither a path nor bytes.
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no such model of an export, or damaged.
+        TypeError: If the source is neither a path nor bytes.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it is damaged, or not an exported model of this kind.
     """
     data, name = _read(source, argument)
     if data[4:8] == b"ORTM":
         raise ValueError(
-            f"{name} has the ORT format (.ort), which can't be trained: give the .onnx file that it was made from"
+            f"{name} is in ORT format (.ort), which can't be trained: use the .onnx file that it was made from"
         )
     if METADATA.encode() not in data and any(operator in data for operator in _UPSTREAM):
         raise ValueError(
-            f"{name} is an artifact of the flavor 'onnxruntime-training', which only onnxruntime.training.api of "
-            "onnxruntime-training runs: train with that, or export again with the default flavor"
+            f"{name} is an artifact of flavor 'onnxruntime-training', which only onnxruntime.training.api of "
+            "onnxruntime-training can run: train with that, or export again with the default flavor"
         )
     check_contained(data, name)
     session = _make_session(data, name, options, _providers(device))
     try:
         model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
         if model.kind != kind:
-            raise ValueError(f"{name} is the {model.kind} model of an export, where the {kind} model belongs")
+            raise ValueError(f"expected the {kind} model of an export, but {name} is the {model.kind} model")
         check_described(model, name)
         check_fits(model, session.get_inputs(), session.get_outputs(), name)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is damaged: a name in it is no text ({error})") from error
+        raise ValueError(f"{name} is damaged: a name in it is not valid UTF-8 ({error})") from error
     return Loaded[Model](session, model, name, data)
 
 
@@ -280,17 +280,17 @@ def _make_session(data: bytes, name: str, options: SessionOptions, providers: Se
         if custom:
             raise ValueError(
                 f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}: it has custom operators, "
-                f"{shown(custom)}. A library of operators is never loaded because a model asks for it: where you trust "
-                "one, call register_custom_ops_library(path) of the SessionOptions that you give as session_options"
+                f"{shown(custom)}. If you trust the library with these operators, call register_custom_ops_library("
+                "path) on the SessionOptions that you pass as session_options; libraries are never loaded automatically"
             ) from error
         raise ValueError(
-            f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}; it is damaged, cut short, or no ONNX "
-            f"model: {error}"
+            f"{name} can't be loaded by ONNX Runtime {onnxruntime.__version__}; it is damaged, truncated or not an "
+            f"ONNX model: {error}"
         ) from error
 
 
 def _custom_operators(data: bytes) -> list[str]:
     try:
         return custom_operators(data)
-    except ValueError:  # it is no ONNX model
+    except ValueError:  # not an ONNX model
         return []

@@ -12,20 +12,20 @@ __all__ = ["LinearLRScheduler"]
 
 
 class LinearLRScheduler:
-    """Sets the learning rate of an optimizer: up from 0 in the warm-up, then linearly down to 0.
+    """Schedules the learning rate of an optimizer: linearly up from 0 during warm-up, then linearly down to 0.
 
-    With the warm-up W, the total T and s updates done it is ``initial_lr * s / W`` while s < W, then
-    ``initial_lr * max(0, (T - s) / (T - W))``. It is set at once, and again by :meth:`step`; it takes the place of a
-    schedule that came with the checkpoint.
+    With W warm-up updates, T updates in total and s updates done, the rate is ``initial_lr * s / W`` while s < W, then
+    ``initial_lr * max(0, (T - s) / (T - W))``. The constructor sets it, and :meth:`step` sets it again. It replaces
+    the schedule of the checkpoint.
 
     Args:
-        optimizer: Whose learning rate is set.
-        warmup_step_count: W.
-        total_step_count: T.
-        initial_lr: What the warm-up ends with.
+        optimizer: The optimizer.
+        warmup_step_count: W, the number of warm-up updates.
+        total_step_count: T, the number of updates in total.
+        initial_lr: The rate at the end of the warm-up.
 
     Raises:
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a count is out of range: 0 <= W <= T, T > 0; or the learning rate is negative or not finite.
     """
 
@@ -37,9 +37,9 @@ class LinearLRScheduler:
                 raise TypeError(f"{what} must be an int, but {shown(value)} was given")
         if not (0 <= warmup_step_count <= total_step_count and total_step_count > 0):
             raise ValueError(
-                f"warmup_step_count {warmup_step_count} and total_step_count {total_step_count} must be 0 <= warm-up "
-                "<= total, and total > 0 (onnxruntime-training 1.19.2 swaps the two; here they are what they are "
-                "called)"
+                "0 <= warmup_step_count <= total_step_count and total_step_count > 0 are required, but "
+                f"warmup_step_count is {warmup_step_count} and total_step_count is {total_step_count} "
+                "(onnxruntime-training 1.19.2 swaps the two arguments; here they mean what their names say)"
             )
         self._optimizer = optimizer
         self._initial = check_rate("initial_lr", initial_lr)
@@ -48,7 +48,7 @@ class LinearLRScheduler:
         self.step()
 
     def step(self) -> None:
-        """Sets the learning rate of the coming update, from the updates that the optimizer has done."""
+        """Sets the learning rate of the next update, from the number of updates done."""
         state = self._optimizer._state
         state.set_rate(learning_rate(self._schedule, state.optimization_step, self._initial))
 

@@ -33,19 +33,19 @@ class Module:
 
     Args:
         train_model_uri: The training model: path or bytes.
-        state: The state that it trains. Several modules may share one.
+        state: The state to train. Several modules may share one.
         eval_model_uri: The evaluation model, for evaluation and :meth:`export_model_for_inferencing`.
         device: ``cpu``, ``cuda`` or ``cuda:N``; the state moves there.
-        session_options: For ONNX Runtime's sessions, those of an optimizer of this module too.
+        session_options: For ONNX Runtime's sessions, including that of an optimizer of this module.
 
     Attributes:
-        training: Whether a call is a training step; otherwise it is an evaluation step.
+        training: Whether a call runs a training step; otherwise it runs an evaluation step.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        FileNotFoundError: If a model is not there.
-        ValueError: If a model is damaged, is none of an export, or of another export than the state, or if there is no
-            such device.
+        TypeError: If an argument has the wrong type.
+        FileNotFoundError: If a model does not exist.
+        ValueError: If a model is damaged, is not an artifact, or comes from another export than the state, or if the
+            device is unknown or unavailable.
     """
 
     training: bool
@@ -79,16 +79,16 @@ class Module:
 
         Args:
             *user_inputs: Arrays or OrtValues, in the order of :meth:`input_names`.
-            **named_inputs: Those that are not given by position, by name.
+            **named_inputs: The remaining inputs by name.
 
         Returns:
-            The outputs in the order of :meth:`output_names`, as a tuple if there are several: arrays if an input is
-            one, otherwise OrtValues.
+            The outputs in the order of :meth:`output_names`, as a tuple if there are several. They are arrays if any
+            input is an array, otherwise OrtValues.
 
         Raises:
-            TypeError: If an input is missing, unknown, no tensor, or of another dtype.
-            ValueError: If one has a wrong shape.
-            IndexError: If one has an index that is out of range, such as a label of a class that there is not.
+            TypeError: If an input is missing, unknown, not a tensor, or has the wrong dtype.
+            ValueError: If an input has the wrong shape.
+            IndexError: If an input contains an index out of range, such as a label beyond the number of classes.
             RuntimeError: If there is no evaluation model, or the parameters have no values yet.
         """
         runner = self._runner(self.training)
@@ -98,15 +98,15 @@ class Module:
     def _run(
         self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
     ) -> list[Any]:
-        """Runs a step of a given kind, whatever the mode, and returns a list of the outputs."""
+        """Runs a training or evaluation step, whatever the mode, and returns a list of the outputs."""
         runner = self._runner(training)
         return runner.run(_ordered(runner.inputs, (), given) if isinstance(given, Mapping) else given, options)
 
     def train(self, mode: bool = True) -> Module:
-        """Makes calls training steps.
+        """Sets the mode: calls run training steps.
 
         Args:
-            mode: False for evaluation steps.
+            mode: False to run evaluation steps instead.
 
         Returns:
             The module.
@@ -117,46 +117,46 @@ class Module:
         return self
 
     def eval(self) -> Module:
-        """Makes calls evaluation steps, and returns the module."""
+        """Sets the mode: calls run evaluation steps. Returns the module."""
         return self.train(False)
 
     def lazy_reset_grad(self) -> None:
-        """Lets the next training step begin a new sum of the gradients; until then they can be read."""
-        with self._state.lock:  # a step in another thread, when it ends, would undo it
+        """Makes the next training step overwrite the gradients; until then they stay readable."""
+        with self._state.lock:  # otherwise a step in another thread could undo the reset when it ends
             self._state.reset = True
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """Returns how many elements all parameters have together.
+        """Returns the total number of elements of the parameters.
 
         Args:
-            trainable_only: Whether only those count that are trained.
+            trainable_only: Whether to count only the trained parameters.
         """
         return self._state.size(trainable_only)
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> OrtValue:
-        """Returns the values of all parameters, one after the other, as a copy.
+        """Returns a copy of the values of all parameters as one flat buffer.
 
         Args:
-            trainable_only: Whether only those that are trained.
+            trainable_only: Whether to include only the trained parameters.
 
         Raises:
-            RuntimeError: If some have no values yet.
-            ValueError: If they have several dtypes.
+            RuntimeError: If a parameter has no values yet.
+            ValueError: If the parameters have different dtypes.
         """
         self._state.require_values()
         with self._state.lock:
             return to_ort_value(self._state.flat(trainable_only), self._state.device)
 
     def copy_buffer_to_parameters(self, buffer: Input, trainable_only: bool = True) -> None:
-        """Takes over the values of all parameters, which completes a nominal checkpoint.
+        """Sets the values of all parameters from a flat buffer, which also fills a nominal checkpoint.
 
         Args:
-            buffer: What :meth:`get_contiguous_parameters` returns, or an array.
-            trainable_only: Whether it has only those that are trained.
+            buffer: A buffer from :meth:`get_contiguous_parameters`, or an array.
+            trainable_only: Whether it holds only the trained parameters.
 
         Raises:
-            TypeError: If it is no tensor, or of another dtype.
-            ValueError: If it has a wrong size.
+            TypeError: If it is not a tensor, or has the wrong dtype.
+            ValueError: If it has the wrong size.
         """
         flat = _flat(buffer, self._state.flat_dtype(trainable_only))
         size = self._state.size(trainable_only)
@@ -176,15 +176,15 @@ class Module:
         """Writes an ONNX model for inference, with the weights in it.
 
         Args:
-            inference_model_uri: Path of the file; one that is there is replaced.
-            graph_output_names: What it computes: outputs of the evaluation model, or other values in it. Inputs that
-                these do not need, such as labels, are left out.
+            inference_model_uri: Path of the file; an existing one is replaced.
+            graph_output_names: The outputs of the new model: outputs of the evaluation model, or other values in it.
+                Inputs that they don't need, such as labels, are left out.
 
         Raises:
-            TypeError: If an argument has a wrong type.
+            TypeError: If an argument has the wrong type.
             FileNotFoundError: If the folder does not exist.
             RuntimeError: If there is no evaluation model, or the parameters have no values yet.
-            ValueError: If the model has no such value.
+            ValueError: If the model has no value of that name.
         """
         from pathlib import Path
 
@@ -204,18 +204,18 @@ class Module:
             temporary.write_bytes(model)
 
     def input_names(self) -> list[str]:
-        """Returns what a call takes in this mode."""
+        """Returns the names of a call's inputs in this mode."""
         return list(self._runner(self.training).inputs)
 
     def output_names(self) -> list[str]:
-        """Returns what a call returns in this mode."""
+        """Returns the names of a call's outputs in this mode."""
         return list(self._runner(self.training).outputs)
 
     def _runner(self, training: bool) -> StepRunner:
         if training:
             return self._train
         if self._eval is None:
-            raise RuntimeError("evaluation needs the evaluation model: give it as eval_model_uri (or eval_model)")
+            raise RuntimeError("evaluation needs the evaluation model: pass it as eval_model_uri (or eval_model)")
         return self._eval
 
     def __repr__(self) -> str:
@@ -223,7 +223,7 @@ class Module:
 
 
 def _ordered(names: Sequence[str], args: Sequence[Input], kwargs: Mapping[str, Input]) -> list[Input]:
-    """Returns inputs that were given by position and by name in order."""
+    """Returns the inputs given by position and by name, in the order of the model."""
     given = dict(zip(names, args, strict=False))
     unknown = [name for name in kwargs if name not in names]
     if unknown:

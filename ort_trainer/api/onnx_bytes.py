@@ -1,7 +1,7 @@
-"""Makes an inference model of an evaluation model, in the bytes of the file: there is no ``onnx`` on the device.
+"""Makes an inference model from an evaluation model by editing the bytes of the file, because devices lack ``onnx``.
 
-A message of protobuf is a sequence of fields, each a number with a type and a value. What is looked into here are a few
-fields of an ONNX model; all others are copied as they are. Field numbers and types are those of ``onnx.proto``.
+A protobuf message is a sequence of fields, each a number with a type and a value. Only a few fields of an ONNX model
+are decoded here; all others are copied unchanged. Field numbers and types are those of ``onnx.proto``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _ELEMENT_TYPES = {
     "uint32": 12,
     "uint64": 13,
 }
-_DAMAGED = "the evaluation model is damaged, or no ONNX model: "
+_DAMAGED = "the evaluation model is damaged or not an ONNX model: "
 _LARGEST = 2**31 - 1
-"""Bytes of a message that protobuf reads."""
+"""The largest message that protobuf reads, in bytes."""
 
 
 @dataclass
@@ -71,18 +71,18 @@ class _Graph:
     rest: list[Field] = dataclasses.field(default_factory=list)
 
     def values(self) -> list[str]:
-        """Returns the names of all values, without those of bodies."""
+        """Returns the names of all values, excluding those inside bodies."""
         return list(dict.fromkeys([*self.inputs, *self.initializers, *(o for n in self.nodes for o in n.outputs)]))
 
     def needed_from_outside(self) -> set[str]:
-        """Returns the names that a body takes from the graphs around it."""
+        """Returns the names that a body captures from the graphs around it."""
         used = {name for node in self.nodes for name in node.inputs} | set(self.outputs)
         return used - set(self.values())
 
 
 @dataclass
 class _Node:
-    """A node: what it reads, the values that bodies in its attributes take from here included, and what it makes."""
+    """A node with its inputs, including values that bodies in its attributes capture, and its outputs."""
 
     field: Field
     inputs: set[str]
@@ -95,16 +95,16 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     Args:
         eval_model: The content of an ONNX file without external data.
         state: Graph input -> value: these inputs become initializers.
-        output_names: The outputs of the new model, in order: any values of the graph, outputs or not.
+        output_names: The outputs of the new model, in order: any values of the graph.
 
     Returns:
         The content of an ONNX file, with the nodes, initializers and inputs that the outputs need, and without the
         metadata of an artifact.
 
     Raises:
-        TypeError: If ``output_names`` is a text.
-        ValueError: If the graph has no such value or input, a name is given twice or none is given, a value has a type
-            that ONNX does not have, the bytes are no ONNX model, or the new model is larger than 2 GB.
+        TypeError: If ``output_names`` is a str.
+        ValueError: If a value or input is unknown, ``output_names`` is empty or has duplicates, a value has a dtype
+            that ONNX lacks, the bytes are not an ONNX model, or the new model would exceed 2 GB.
     """
     try:
         model = list(fields(memoryview(eval_model)))
@@ -129,8 +129,8 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     result = b"".join([*(f.raw for f in others), field(_MODEL_GRAPH, b"".join(parts))])
     if len(result) > _LARGEST:
         raise ValueError(
-            f"the inference model would have {len(result)} bytes, and an ONNX file can have {_LARGEST}: name outputs "
-            "that need fewer parameters"
+            f"the inference model would have {len(result)} bytes, but an ONNX file can have at most {_LARGEST}: choose "
+            "outputs that need fewer parameters"
         )
     return result
 
@@ -150,15 +150,15 @@ def _check_names(graph: _Graph, state: Iterable[str], output_names: Sequence[str
             raise ValueError(
                 f"the evaluation model has no value {shown(name)}"
                 + (f" (did you mean {' or '.join(map(repr, close))}?)" if close else "")
-                + f"; its outputs are {list(graph.outputs)}, and any of the {len(values)} values of its graph may be "
-                f"named: {shown(values)}"
+                + f"; its outputs are {list(graph.outputs)}, and any of the {len(values)} values of its graph is "
+                f"allowed: {shown(values)}"
             )
 
 
 def _needed(graph: _Graph, output_names: Iterable[str]) -> tuple[list[_Node], set[str]]:
-    """Returns the nodes that some values need, and the names of all values that are needed."""
+    """Returns the nodes that some values need, and the names of all values needed."""
     needed, nodes = set(output_names), []
-    for node in reversed(graph.nodes):  # what a node reads is made before it
+    for node in reversed(graph.nodes):  # in topological order, so a node's inputs are computed before it
         if needed.intersection(node.outputs):
             nodes.append(node)
             needed |= node.inputs
@@ -166,7 +166,7 @@ def _needed(graph: _Graph, output_names: Iterable[str]) -> tuple[list[_Node], se
 
 
 def _described(graph: _Graph, name: str) -> bytes:
-    """Returns the ValueInfoProto of an output; without a type, which can be inferred, where the graph says none."""
+    """Returns the ValueInfoProto of an output, without a type if the graph has none; it can be inferred."""
     for known in (graph.outputs, graph.value_info, graph.inputs):
         if name in known:
             return bytes(content(known[name]))
@@ -191,7 +191,7 @@ def _read_graph(data: memoryview | bytes) -> _Graph:
                     graph.initializers[text(content(values), _TENSOR_NAME)] = found
         elif found.number in named:
             named[found.number][text(content(found), _VALUE_INFO_NAME)] = found
-        elif found.number != _GRAPH_QUANTIZATION:  # these name tensors that may be gone
+        elif found.number != _GRAPH_QUANTIZATION:  # refers to tensors that may have been removed
             graph.rest.append(found)
     return graph
 
@@ -207,7 +207,7 @@ def _read_node(found: Field) -> _Node:
             for value in fields(content(part)):
                 if value.number in (_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
                     node.inputs |= _read_graph(content(value)).needed_from_outside()
-    node.inputs.discard("")  # an optional input that is left out
+    node.inputs.discard("")  # an omitted optional input
     node.outputs = [name for name in node.outputs if name]
     return node
 
@@ -216,7 +216,7 @@ def _tensor(name: str, value: np.ndarray[Any, Any]) -> bytes:
     """Returns a TensorProto."""
     element = _ELEMENT_TYPES.get(value.dtype.name)
     if element is None:
-        raise ValueError(f"{name} has the dtype {value.dtype}; an ONNX model can have {', '.join(_ELEMENT_TYPES)}")
+        raise ValueError(f"{name} has dtype {value.dtype}, but supported are only {', '.join(_ELEMENT_TYPES)}")
     dims = b"".join(tag(_TENSOR_DIMS, VARINT) + varint(size) for size in value.shape)
     data = np.asarray(value, dtype=value.dtype.newbyteorder("<")).tobytes()
     kind = tag(_TENSOR_TYPE, VARINT) + varint(element)

@@ -19,16 +19,16 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Optimizer:
-    """Updates the parameters of a module from the sums of their gradients.
+    """Updates the parameters of a module from their accumulated gradients.
 
     Args:
         optimizer_uri: The optimizer model: path or bytes.
-        module: Whose parameters are updated.
+        module: The module to update.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        FileNotFoundError: If the model is not there.
-        ValueError: If it is damaged, is no optimizer model, or of another export than the module's state.
+        TypeError: If an argument has the wrong type.
+        FileNotFoundError: If the model does not exist.
+        ValueError: If it is damaged, is not an optimizer model, or comes from another export than the module's state.
     """
 
     def __init__(self, optimizer_uri: ModelSource, module: Module) -> None:
@@ -48,13 +48,13 @@ class Optimizer:
     def step(self, run_options: RunOptions | None = None) -> None:
         """Updates the parameters, and counts the update.
 
-        The gradients are those that there are, also if a step has taken them already or they are to be reset.
+        It uses the current gradients, even if they have been used before or a reset is pending.
 
         Args:
-            run_options: Of ONNX Runtime, for this run.
+            run_options: ONNX Runtime's options for this run.
 
         Raises:
-            TypeError: If ``run_options`` are something else.
+            TypeError: If ``run_options`` is not a RunOptions.
             RuntimeError: If the parameters have no values yet.
         """
         check_run_options(run_options)
@@ -70,20 +70,20 @@ class Optimizer:
             state.optimization_step += 1
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the learning rate of all parameters; it replaces a schedule that came with the checkpoint.
+        """Sets a constant learning rate for all parameters, which replaces the schedule of the checkpoint.
 
         Raises:
-            TypeError: If it is no number.
-            ValueError: If it is negative, or not finite as a float of 32 bits.
+            TypeError: If it is not a number.
+            ValueError: If it is negative, or not finite in float32.
         """
         self._state.set_rate(check_rate("learning_rate", learning_rate))
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update; with parameter groups that of all other parameters."""
+        """Returns the learning rate of the next update, for the parameters outside any parameter group."""
         return self._state.rates()[-1]
 
     def _bind(self) -> Any:
-        """Returns a new binding: everything is written where it is read."""
+        """Binds the state; outputs overwrite the inputs in place."""
         state, model = self._state, self._model
         binding = self._session.io_binding()
         for name, (graph_input, output) in model.weights.items():
@@ -103,15 +103,15 @@ class Optimizer:
 
 
 def check_rate(what: str, value: object) -> float:
-    """Returns a learning rate.
+    """Returns a valid learning rate.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is negative, or not finite as a float of 32 bits, which the optimizer models take.
+        TypeError: If it is not a number.
+        ValueError: If it is negative, or not finite in float32, the type that optimizer models take.
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    # A NumPy scalar would compare in its own type, of which the limit may be beyond the range.
+    # A NumPy scalar would compare in its own type, which may not be able to represent the limit.
     if not 0 <= (value if isinstance(value, int) else float(value)) <= _LARGEST:
         raise ValueError(
             f"{what} must be finite, at most {_LARGEST:.3g}, and not negative, but {shown(value)} was given"

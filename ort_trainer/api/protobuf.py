@@ -20,16 +20,16 @@ __all__ = [
     "varints",
 ]
 
-# Types of a field's value; the two others ended with protobuf's first version.
+# Wire types of a field. The other two, groups, are deprecated.
 VARINT, _EIGHT_BYTES, BYTES, _FOUR_BYTES = 0, 1, 2, 5
 
 
 class Malformed(ValueError):
-    """The bytes are no message."""
+    """The bytes are not a valid message."""
 
 
 class Field(NamedTuple):
-    """A field: its number, its value (bytes, or a number), and the bytes of both."""
+    """A field: its number, its value (bytes or an int), and the raw bytes of both."""
 
     number: int
     value: memoryview | int
@@ -40,7 +40,7 @@ def fields(data: memoryview) -> Iterator[Field]:
     """Yields the fields of a message.
 
     Raises:
-        Malformed: If it is none.
+        Malformed: If it is not a valid message.
     """
     position = 0
     while position < len(data):
@@ -55,14 +55,14 @@ def fields(data: memoryview) -> Iterator[Field]:
             if kind == BYTES:
                 size, position = _read_varint(data, position)
             if size is None or position + size > len(data):
-                raise Malformed(f"byte {start} begins no field")
+                raise Malformed(f"invalid field at byte {start}")
             value = data[position : position + size]
             position += size
         yield Field(number, value, data[start:position])
 
 
 def varints(data: memoryview) -> list[int]:
-    """Returns numbers that are packed into one field."""
+    """Returns the numbers packed into one field."""
     found, position = [], 0
     while position < len(data):
         number, position = _read_varint(data, position)
@@ -71,38 +71,42 @@ def varints(data: memoryview) -> list[int]:
 
 
 def content(found: Field) -> memoryview:
-    """Returns the bytes of a field that has bytes by its number."""
+    """Returns the bytes of a field.
+
+    Raises:
+        Malformed: If it is a number.
+    """
     if isinstance(found.value, int):
-        raise Malformed(f"field {found.number} is a number")
+        raise Malformed(f"field {found.number} is a number, expected bytes")
     return found.value
 
 
 def text(data: memoryview, number: int) -> str:
-    """Returns a field that is a text; of several the last one, as all readers do, and an empty one if there is none."""
+    """Returns a string field: the last if there are several, as every reader does, and "" if there is none."""
     found = [decoded(content(f)) for f in fields(data) if f.number == number]
     return found[-1] if found else ""
 
 
 def decoded(data: memoryview) -> str:
-    """Returns bytes as a text."""
+    """Returns bytes as a str."""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
-        raise Malformed(f"a name is no text ({error})") from error
+        raise Malformed(f"a name is not valid UTF-8 ({error})") from error
 
 
 def field(number: int, value: bytes) -> bytes:
-    """Returns a field with bytes."""
+    """Returns a bytes field."""
     return tag(number, BYTES) + varint(len(value)) + value
 
 
 def tag(number: int, kind: int) -> bytes:
-    """Returns what a field begins with."""
+    """Returns the key at the start of a field."""
     return varint(number << 3 | kind)
 
 
 def varint(number: int) -> bytes:
-    """Returns a number as protobuf writes it: seven bits a byte, the lowest first."""
+    """Returns a number as a varint: seven bits per byte, lowest first."""
     parts = bytearray()
     while number > 127:
         parts.append(number & 127 | 128)
@@ -120,4 +124,4 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         position, shift = position + 1, shift + 7
         if byte < 128:
             return number, position
-    raise Malformed("it ends within a number")
+    raise Malformed("a number is truncated or too long")

@@ -1,10 +1,10 @@
 """The random numbers of a training step: PyTorch's Mersenne Twister, without PyTorch.
 
-A step that draws masks draws one key first, and all masks follow from it, as in the trainer's default; NumPy's
-generator gives the same words as PyTorch's on the CPU, so the masks go on where the trainer's stopped. The other kinds
-are NumPy's own draws from that generator.
+A step that needs dropout masks draws one key and derives all masks from it, as the trainer does by default. NumPy's
+generator yields the same words as PyTorch's on the CPU, so the masks continue where the trainer's stopped. The other
+kinds are NumPy's own draws from that generator.
 
-``numpy.random`` is imported when something is drawn.
+``numpy.random`` is imported on the first draw.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Seed:
     """The last call of :func:`set_seed`.
 
     Attributes:
-        value: Its seed; None before the first.
-        calls: How many there were.
+        value: Its seed; None before the first call.
+        calls: Number of calls so far.
     """
 
     value: int | None = None
@@ -42,14 +42,14 @@ class _Seed:
 def set_seed(seed: int) -> None:
     """Sets the seed of all random numbers that training draws from now on.
 
-    Every state begins anew with it, one that is loaded already too; the random state of a checkpoint that is loaded
-    later comes from its file. The numbers are those of ``torch.manual_seed(seed)`` in the trainer.
+    It reseeds every state, including states already loaded. A checkpoint loaded later brings its own random state.
+    The numbers are those of ``torch.manual_seed(seed)`` in the trainer.
 
     Args:
-        seed: Any whole number; its lowest 32 bits count.
+        seed: Any int; only its lowest 32 bits are used.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If ``seed`` is not an int.
     """
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
         raise TypeError(f"the seed must be an int, but {shown(seed)} was given")
@@ -61,8 +61,8 @@ class RandomNumbers:
     """The generator of a state.
 
     Args:
-        state: The 624 words and the position, uint32 [625]; None for a new one: from the seed that was set, or from
-            the operating system.
+        state: The 624 words and the position, uint32 [625]; None to seed from :func:`set_seed` or the operating
+            system.
     """
 
     def __init__(self, state: Array | None = None) -> None:
@@ -70,12 +70,12 @@ class RandomNumbers:
         self._calls = _Seed.calls
         self._bits: Any = None
         self._generator: Any = None
-        # A state, and the words that masks have taken since: NumPy needs a tenth of a small step to tell its state.
+        # A state, and the number of words drawn for masks since: reading NumPy's state takes a tenth of a small step.
         self._anchor: Any = None
         self._words = self._words_before = 0
 
     def get_state(self) -> Array | None:
-        """Returns the words and the position; None if there are none yet."""
+        """Returns the words and the position; None if not seeded yet."""
         self._follow_seed()
         if self._bits is None:
             return self._state
@@ -83,11 +83,11 @@ class RandomNumbers:
         return np.append(known["key"], known["pos"]).astype(np.uint32)
 
     def set_state(self, state: Array | None) -> None:
-        """Goes back to what :meth:`get_state` returned."""
+        """Restores a state from :meth:`get_state`."""
         self._state, self._bits, self._generator, self._anchor = state, None, None, None
 
     def draw(self, wanted: Sequence[tuple[RandomTensor, tuple[int, ...]]]) -> list[Array]:
-        """Returns new random numbers for inputs and their shapes."""
+        """Returns random numbers for inputs of given shapes."""
         self._follow_seed()
         if self._bits is None:
             self._bits = _bits(self._state)
@@ -100,7 +100,7 @@ class RandomNumbers:
         return [self._draw(spec, shape, key) for spec, shape in wanted]
 
     def undo(self) -> None:
-        """Goes back to before the last :meth:`draw`."""
+        """Restores the state before the last :meth:`draw`."""
         if self._anchor is not None:
             self._bits.state = self._anchor
             self._bits.random_raw(self._words_before, output=False)
@@ -112,7 +112,7 @@ class RandomNumbers:
             self.set_state(None)
 
     def _key(self) -> int:
-        """The number that ``torch.randint(2**62, ())`` draws."""
+        """Draws the number that ``torch.randint(2**62, ())`` would."""
         self._words += 2
         high, low = self._bits.random_raw(2)
         return ((int(high) << 32) | int(low)) % KEYS
@@ -130,22 +130,22 @@ def draw_mask(key: int, count: int, number: int, kept: float) -> Array:
     """Returns a mask: uint8 [count], 1 where an element is kept.
 
     Args:
-        key: Of the step.
-        count: Elements.
-        number: Of the dropout in the model.
+        key: The key of the step.
+        count: Number of elements.
+        number: Index of the dropout in the model.
         kept: Probability that an element is kept.
     """
     words, lowest = words_for(count), threshold(kept)
     if lowest >= NEVER:
         return np.zeros(count, np.uint8)
     passed = (draw_words(key, number, words).view(np.int16) >= lowest).view(np.uint8)
-    # Each quarter of the tensor has one of the four numbers in a word; the two halves of the words alternate.
+    # Each quarter of the tensor uses one of the four numbers in a word; the two halves of the words alternate.
     return np.ascontiguousarray(passed.reshape(2, words, 2).transpose(2, 0, 1)).reshape(-1)[:count]
 
 
 def _bits(state: Array | None) -> Any:
     if state is None and _Seed.value is not None:
-        # Knuth's seeding, which is PyTorch's too; that of MT19937(seed) is another.
+        # Knuth's seeding, as in PyTorch; MT19937(seed) seeds differently.
         return np.random.RandomState(_Seed.value)._bit_generator
     bits: Any = np.random.MT19937()
     if state is not None:
@@ -155,7 +155,7 @@ def _bits(state: Array | None) -> Any:
 
 
 def _uniform(generator: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns numbers in [0, 1) that the type can hold, so that none is rounded to 1."""
+    """Returns numbers in [0, 1) that are exact in the dtype, so none is rounded to 1."""
     levels = 2 ** (np.finfo(dtype).nmant + 1)
     found: Array = (generator.integers(0, levels, shape) / levels).astype(dtype)
     return found
@@ -165,7 +165,7 @@ def _bernoulli(generator: Any, shape: tuple[int, ...], probability: float, facto
     return np.asarray(generator.random(shape, np.float32) < probability) * np.float64(factor)
 
 
-# Kind of a random input -> how it is drawn from NumPy's generator.
+# Kind of a random input -> how to draw it from NumPy's generator.
 _DRAWS: Mapping[str, Any] = {
     "bernoulli": _bernoulli,
     "normal": lambda generator, shape: generator.standard_normal(shape),

@@ -1,4 +1,4 @@
-"""Runs the training or the evaluation model of an export on the state."""
+"""Runs the training or evaluation model of an export on the state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .state import State
 __all__ = ["Input", "StepRunner"]
 
 Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
-"""What a step takes and returns."""
-# Shapes of batches whose sizes are remembered.
+"""The type of a step's inputs and outputs."""
+# Number of batch shapes whose plans are cached.
 _PLANS = 1000
 _SIDES = tuple[bool, int, int]
 _ELEMENT_TYPES = {"float": "float32", "double": "float64"}
@@ -33,13 +33,13 @@ class _Output(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What runs with inputs of certain shapes need.
+    """A plan for runs with inputs of certain shapes.
 
     Attributes:
-        outputs: The user's, with their sizes; None where ONNX Runtime finds them out.
-        random: What is drawn, with its sizes.
-        indices: What is allowed in inputs that are indices, with the sizes.
-        sizes: Of the named dimensions.
+        outputs: The outputs with their shapes; a shape is None if only ONNX Runtime can determine it.
+        random: The random inputs with their shapes.
+        indices: The valid ranges of inputs used as indices, with their sizes.
+        sizes: The sizes of the named dimensions.
     """
 
     outputs: tuple[_Output, ...]
@@ -51,12 +51,12 @@ class _Plan(NamedTuple):
 class StepRunner:
     """A model, bound to the state.
 
-    State and gradients keep their memory, so they are bound once for each set of tensors that a step reads and writes;
-    a step binds its inputs, random numbers and outputs only.
+    State and gradients stay at fixed addresses, so each set of tensors that a step reads and writes is bound only once.
+    A step binds only its inputs, random numbers and outputs.
 
     Args:
         loaded: The model.
-        state: What it reads and changes.
+        state: The state that it reads and changes.
     """
 
     def __init__(self, loaded: Loaded[StepModel], state: State) -> None:
@@ -78,15 +78,15 @@ class StepRunner:
 
         Args:
             given: The inputs in order.
-            options: Of this run.
+            options: ONNX Runtime's options for this run.
 
         Returns:
-            The outputs in order: arrays if an input is one, otherwise OrtValues.
+            The outputs in order: arrays if any input is an array, otherwise OrtValues.
 
         Raises:
-            TypeError: If an input is no tensor, or has another dtype.
-            ValueError: If one has a wrong shape.
-            IndexError: If one has an index that is out of range.
+            TypeError: If an input is not a tensor, or has the wrong dtype.
+            ValueError: If an input has the wrong shape.
+            IndexError: If an input contains an index out of range.
             RuntimeError: If the parameters have no values yet.
         """
         if self._state.missing:
@@ -128,7 +128,7 @@ class StepRunner:
         return results
 
     def _checked(self, given: Sequence[Input]) -> list[Input]:
-        """Returns contiguous inputs of the right types."""
+        """Returns the inputs as contiguous tensors, after checking their types."""
         if len(given) != len(self.inputs):
             raise TypeError(
                 f"{len(given)} inputs were given, but {self.name} takes {len(self.inputs)}: {self._listed()}"
@@ -153,7 +153,7 @@ class StepRunner:
         return ", ".join(f"{spec.name} ({spec.dtype} {list(spec.shape or ())})" for spec in self.model.inputs)
 
     def _plan(self, shapes: tuple[tuple[int, ...], ...]) -> _Plan:
-        """Returns the plan for new shapes, which are checked."""
+        """Checks new shapes and caches a plan for them."""
         sizes = self._sizes(shapes)
         plan = _Plan(
             tuple(
@@ -180,19 +180,19 @@ class StepRunner:
         for dimension, size in self.model.fixed.items():
             if sizes.get(dimension, size) != size:
                 raise ValueError(
-                    f"dimension {dimension!r} is {sizes[dimension]}, but {self.name} has it fixed at {size}: give "
-                    f"batches of that size, or export again with a batch whose {dimension!r} is another"
+                    f"dimension {dimension!r} is {sizes[dimension]}, but {self.name} has it fixed at {size}: use "
+                    f"batches of that size, or export again with a batch of another {dimension!r}"
                 )
         for guard in self.model.guards:
             if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
                 raise ValueError(
-                    f"{self.name} holds only where {guard}, but the inputs have {_said(sizes)}: export again with a "
-                    "batch of such sizes"
+                    f"{self.name} is valid only if {guard}, but the inputs have {_said(sizes)}: export again with a "
+                    "batch of these sizes"
                 )
         return sizes
 
     def _binding(self) -> Any:
-        """Returns the binding of what the coming step reads and writes."""
+        """Returns the binding of the state that the next step reads and writes."""
         state = self._state
         sides = (
             (state.reset, state.gradient_side, state.buffer_side) if self._training else (True, 0, state.buffer_side)
@@ -220,15 +220,15 @@ class StepRunner:
             address = array.__array_interface__["data"][0]
             binding.bind_output(output.name, "cpu", 0, output.dtype.type, output.shape, address)
             return array
-        # An OrtValue must have memory of its own: one over an array's gives views that outlive that memory.
+        # An OrtValue must own its memory: views of one over an array could outlive the array.
         device = CPU if as_array else self._state.device
         binding.bind_output(output.name, device.type, device.number)
         return None
 
     def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
-        """Puts what ONNX Runtime has allocated into the places that are None."""
+        """Replaces each None in the results with the output that ONNX Runtime has allocated."""
         found = binding.get_outputs_as_ortvaluevector()
-        # In the order in which they were bound first: the user's outputs last.
+        # Outputs come in the order in which they were first bound, the user's last.
         first = len(found) - len(results)
         for index, result in enumerate(results):
             if result is None:
@@ -270,7 +270,7 @@ def _check_shape(spec: Tensor, shape: tuple[int, ...], sizes: dict[str, int]) ->
                 )
         elif sizes.setdefault(expected, size) != size:
             raise ValueError(
-                f"input {spec.name!r} has shape {list(shape)}, so that dimension {expected!r} is {size}, but it is "
+                f"input {spec.name!r} has shape {list(shape)}, which makes dimension {expected!r} {size}, but it is "
                 f"{sizes[expected]} in another input: the model takes {described}"
             )
 

@@ -1,4 +1,4 @@
-"""All that training from artifacts reads and changes, in memory that keeps its place; the faces share one of them."""
+"""The state of training from artifacts, at fixed addresses; the public classes of this package share it."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from .random_numbers import RandomNumbers
 
 __all__ = ["State"]
 
-# Elements that an optimizer may keep for each one of a parameter; the known ones keep two or three.
+# Limit of an optimizer's elements per element of a parameter; known optimizers keep two or three.
 _LARGEST_STATE = 16
 
 
 class State:
     """The state of training.
 
-    A training step writes the new buffers of the model, and gradients that are added up, into a second set of tensors,
-    which takes the place of the first when the step has succeeded.
+    A training step writes the model's new buffers and the accumulated gradients into a second set of tensors, which
+    replaces the first when the step has succeeded.
 
     Args:
-        checkpoint: What is in the file; its tensors are taken over.
-        name: What messages call the checkpoint.
+        checkpoint: The checkpoint. The state takes its tensors, so it can't be used again.
+        name: Name of the checkpoint in error messages.
 
     Attributes:
-        export: What the artifacts of one export have in common.
-        name: As given.
-        device: Where the tensors are; that of the first module.
+        export: Identifies the export; the same in all its artifacts.
+        name: Name of the checkpoint in error messages.
+        device: The device of the tensors, chosen by the first module.
         values: Parameter or buffer -> tensor.
-        parameters: Names of the parameters, and of the floating-point buffers among them.
-        trainable: Names of those that are trained.
-        missing: Names of those that have no values yet.
+        parameters: Names of the parameters, including the floating-point buffers.
+        trainable: Names of the trained parameters.
+        missing: Names of the parameters that have no values yet.
         gradients: Trained parameter -> the sum of its gradients; empty before there is a module.
-        reset: Whether the next gradients take the place of these.
-        micro_batches: How many training steps are in these gradients.
-        gradient_side: Which of the two sets of gradients these are.
-        buffer_side: The same of the buffers that training changes.
-        optimizer: What the optimizer keeps; None before there is one.
-        optimization_step: Updates done.
-        learning_rates: Of each parameter group, and last of all other parameters.
-        schedule: What they follow; None if they are constant.
-        random: Draws the random numbers.
+        reset: Whether the next gradients overwrite these.
+        micro_batches: Number of training steps accumulated in these gradients.
+        gradient_side: Which of the two sets of gradients is current.
+        buffer_side: Which of the two sets of the buffers that training changes is current.
+        optimizer: The optimizer's tensors; None before there is an optimizer.
+        optimization_step: Number of updates done.
+        learning_rates: One for each parameter group, then one for all other parameters.
+        schedule: The schedule of the learning rates; None if they are constant.
+        random: The random number generator.
         properties: The user's own values.
-        lock: Held by what reads or changes the tensors: a run releases Python's own lock, and what it is bound to must
-            stay that.
+        lock: Held to read or change tensors: a run releases Python's global lock, and the tensors bound to it must not
+            change meanwhile.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -67,7 +67,7 @@ class State:
         self.values = {**_taken(checkpoint.parameters), **_taken(checkpoint.buffers)}
         strange = [name for name in (*self.trainable, *checkpoint.gradients) if name not in self.parameters]
         if strange:
-            raise CheckpointError(f"{name} is damaged: it has no parameters {strange}")
+            raise CheckpointError(f"{name} is damaged: the parameters {strange} are missing")
         self.gradients = _taken(checkpoint.gradients)
         self.reset = not self.gradients
         self.micro_batches = checkpoint.micro_batches
@@ -83,21 +83,21 @@ class State:
         self.properties: dict[str, Value] = dict(checkpoint.properties)
         self._trainer = checkpoint.trainer
         self._in_use = False
-        self.lock = threading.RLock()  # a handler of a signal may come back to the state
+        self.lock = threading.RLock()  # reentrant, because a signal handler may use the state
 
     def use(self, device: Device) -> None:
         """Moves the state to the device of a module.
 
         Raises:
-            ValueError: If a module uses it on another one.
+            ValueError: If another module uses it on a different device.
         """
         if device == self.device:
             self._in_use = True
             return
         if self._in_use:
             raise ValueError(
-                f"the state is on device {str(self.device)!r}, where another module uses it: a second one must be made "
-                f"with device={str(self.device)!r}, or with a state of its own, not with {str(device)!r}"
+                f"the state is in use by a module on device {str(self.device)!r}, so it can't move to {str(device)!r}: "
+                f"use device={str(self.device)!r}, or load a separate state"
             )
         self.device = device
         self.values, self.gradients = (
@@ -107,10 +107,11 @@ class State:
         self._in_use = True
 
     def check(self, model: StepModel | OptimizerModel, model_name: str) -> None:
-        """Checks that a model is of the same export.
+        """Checks that a model comes from the same export.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: If it does not.
+            CheckpointError: If the state lacks a parameter or buffer of the model.
         """
         if model.export != self.export:
             raise ValueError(
@@ -121,16 +122,16 @@ class State:
         names += [] if isinstance(model, OptimizerModel) else model.buffer_updates
         unknown = [name for name in dict.fromkeys(names) if name not in self.values]
         if unknown:
-            raise CheckpointError(f"{self.name} is damaged: it lacks {unknown}, which {model_name} needs")
+            raise CheckpointError(f"{self.name} is damaged: {unknown}, which {model_name} needs, are missing")
 
     def prepare_gradients(self, names: Iterable[str]) -> None:
-        """Makes zeros of the gradients that are not there."""
+        """Sets missing gradients to zeros."""
         for name in names:
             if name not in self.gradients:
                 self.gradients[name] = _zeros(self.values[name], self.device)
 
     def targets(self, model: StepModel) -> dict[str, StateTensor]:
-        """Returns where the coming training step writes: graph output -> tensor."""
+        """Returns the tensors that the next training step writes: graph output -> tensor."""
         if not self.reset and not self._other_gradients:
             self._other_gradients = {name: _zeros(self.gradients[name], self.device) for name in model.gradients}
         if not self._other_buffers:
@@ -142,7 +143,7 @@ class State:
         }
 
     def advance(self) -> None:
-        """Takes over what a training step has written."""
+        """Makes the tensors that a training step has written the current ones."""
         if self.reset:
             self.reset, self.micro_batches = False, 1
         else:
@@ -155,10 +156,10 @@ class State:
             self.buffer_side ^= 1
 
     def prepare_optimizer(self, slots: Mapping[str, Slot], rates: int) -> None:
-        """Makes the optimizer's tensors: those of the checkpoint, or their first values.
+        """Makes the optimizer's tensors, from the checkpoint or with their initial values.
 
         Raises:
-            CheckpointError: If those of the checkpoint are of something else.
+            CheckpointError: If the checkpoint holds the state of a different optimizer.
         """
         if len(self.learning_rates) != rates:
             raise CheckpointError(
@@ -174,35 +175,35 @@ class State:
         expected = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
         if found != expected:
             wrong = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
-            raise CheckpointError(f"{self.name} has another optimizer's state: {wrong} are not what the model keeps")
+            raise CheckpointError(f"{self.name} holds the state of another optimizer: {wrong} don't match the model")
         self.optimizer = {key: StateTensor(kept[key], self.device) for key in slots}
         self._kept = None
 
     def _check_size(self, slots: Mapping[str, Slot]) -> None:
-        """Checks that tensors that the optimizer model asks for, which no file has, are not absurdly large."""
+        """Checks that the state that an optimizer model describes is of a plausible size before allocating it."""
         size = sum(math.prod(slot.shape) for slot in slots.values())
         largest = _LARGEST_STATE * (self.size(trainable_only=False) + len(slots))
         if size > largest:
             raise CheckpointError(
                 f"the optimizer model asks for {size} elements of state, more than {_LARGEST_STATE} for each of the "
-                f"parameters of {self.name}: it is damaged, or that of another export"
+                f"parameters of {self.name}: it is damaged or from another export"
             )
 
     def rates(self) -> list[float]:
-        """Returns the learning rates of the coming update."""
+        """Returns the learning rates of the next update."""
         if self.schedule is None:
             return self.learning_rates
         return [learning_rate(self.schedule, self.optimization_step, base) for base in self.learning_rates]
 
     def set_rate(self, rate: float) -> None:
-        """Gives all parameters one constant learning rate."""
+        """Sets one constant learning rate for all parameters."""
         self.learning_rates, self.schedule = [rate] * len(self.learning_rates), None
 
     def require_values(self) -> None:
         """Checks that all parameters have values.
 
         Raises:
-            RuntimeError: If some have none.
+            RuntimeError: If a parameter has none.
         """
         if self.missing:
             names = [name for name in self.parameters if name in self.missing]
@@ -213,10 +214,10 @@ class State:
             )
 
     def to_checkpoint(self, include_optimizer_state: bool) -> Checkpoint:
-        """Returns what is written into a file; the tensors are the state's own.
+        """Returns a checkpoint that shares the state's tensors.
 
         Raises:
-            RuntimeError: If some parameters have values, and others do not.
+            RuntimeError: If only some of the parameters have values.
         """
         nominal = set(self.parameters) == self.missing and bool(self.missing)
         if not nominal:
@@ -249,14 +250,14 @@ class State:
         return self.trainable if trainable_only else self.parameters
 
     def size(self, trainable_only: bool) -> int:
-        """Returns how many elements a flat buffer has."""
+        """Returns the number of elements of a flat buffer."""
         return sum(int(np.prod(self.values[name].shape, dtype=np.int64)) for name in self.names(trainable_only))
 
     def flat_dtype(self, trainable_only: bool) -> np.dtype[Any]:
         """Returns the element type of a flat buffer.
 
         Raises:
-            ValueError: If the parameters have several.
+            ValueError: If the parameters have different dtypes.
         """
         dtypes = {self.values[name].dtype: name for name in self.names(trainable_only)}
         if len(dtypes) > 1:
@@ -268,7 +269,7 @@ class State:
         return next(iter(dtypes), np.dtype(np.float32))
 
     def flat(self, trainable_only: bool) -> Array:
-        """Returns the values of the parameters, one after the other."""
+        """Returns the values of the parameters as one flat buffer."""
         flat = np.empty(self.size(trainable_only), self.flat_dtype(trainable_only))
         start = 0
         for name in self.names(trainable_only):
@@ -278,7 +279,7 @@ class State:
         return flat
 
     def fill(self, flat: Array, trainable_only: bool) -> None:
-        """Takes over the values of the parameters from a flat buffer of the right size and type."""
+        """Sets the values of the parameters from a flat buffer of the right size and type."""
         start = 0
         for name in self.names(trainable_only):
             tensor = self.values[name]
@@ -289,7 +290,7 @@ class State:
 
 
 def _taken(arrays: dict[str, Array]) -> dict[str, StateTensor]:
-    """Returns tensors of arrays, which are let go one by one."""
+    """Returns arrays as tensors, and removes each array from its dict to free its memory."""
     names = list(arrays)
     return {name: StateTensor(arrays.pop(name), CPU) for name in names}
 

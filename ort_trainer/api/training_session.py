@@ -1,4 +1,4 @@
-"""``TrainingSession``: the class of ONNX Runtime's C++ training API in Python."""
+"""``TrainingSession``: the class of ONNX Runtime's C++ training API, in Python."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["TrainingSession"]
 
 
 class TrainingSession:
-    """A training session in the style of ONNX Runtime's C++ class: one object for everything.
+    """A training session like ONNX Runtime's C++ class: one object for steps, updates and learning rates.
 
     Args:
-        state: The state that it trains.
+        state: The state to train.
         train_model: The training model: path or bytes.
         eval_model: The evaluation model, for :meth:`eval_step` and :meth:`export_model_for_inferencing`.
         optimizer_model: The optimizer model, for :meth:`optimizer_step` and the learning rate.
@@ -31,9 +31,9 @@ class TrainingSession:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        FileNotFoundError: If a model is not there.
-        ValueError: If a model is damaged, is none of an export, or of another export than the state.
+        TypeError: If an argument has the wrong type.
+        FileNotFoundError: If a model does not exist.
+        ValueError: If a model is damaged, is not an artifact, or comes from another export than the state.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TrainingSession:
         session_options: SessionOptions | None = None,
         device: str = "cpu",
     ) -> None:
-        # C++ takes empty buffers for models that are not given.
+        # In C++, an empty buffer stands for a missing model.
         self._module = Module(train_model, state, _given(eval_model), device, session_options)
         given = _given(optimizer_model)
         self._optimizer = None if given is None else Optimizer(given, self._module)
@@ -58,15 +58,15 @@ class TrainingSession:
 
         Args:
             input_values: Arrays or OrtValues in the order of ``input_names(True)``, or by these names.
-            run_options: Of ONNX Runtime, for this run.
+            run_options: ONNX Runtime's options for this run.
 
         Returns:
-            The outputs in the order of ``output_names(True)``: arrays if an input is one, otherwise OrtValues.
+            The outputs in the order of ``output_names(True)``: arrays if any input is an array, otherwise OrtValues.
 
         Raises:
-            TypeError: If an input is missing, unknown, no tensor, or of another dtype.
-            ValueError: If one has a wrong shape.
-            IndexError: If one has an index that is out of range, such as a label of a class that there is not.
+            TypeError: If an input is missing, unknown, not a tensor, or has the wrong dtype.
+            ValueError: If an input has the wrong shape.
+            IndexError: If an input contains an index out of range, such as a label beyond the number of classes.
             RuntimeError: If the parameters have no values yet.
         """
         return self._run(True, input_values, run_options)
@@ -78,7 +78,7 @@ class TrainingSession:
         return self._run(False, input_values, run_options)
 
     def lazy_reset_grad(self) -> None:
-        """Lets the next training step begin a new sum of the gradients; until then they can be read."""
+        """Makes the next training step overwrite the gradients; until then they stay readable."""
         self._module.lazy_reset_grad()
 
     def optimizer_step(self, run_options: RunOptions | None = None) -> None:
@@ -90,25 +90,25 @@ class TrainingSession:
         self._needed_optimizer().set_learning_rate(learning_rate)
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update."""
+        """Returns the learning rate of the next update."""
         return self._needed_optimizer().get_learning_rate()
 
     def register_linear_lr_scheduler(self, warmup_step_count: int, total_step_count: int, initial_lr: float) -> None:
-        """Takes a scheduler, and sets its learning rate; see :class:`LinearLRScheduler`.
+        """Registers a scheduler, and sets its learning rate; see :class:`LinearLRScheduler`.
 
         Args:
-            warmup_step_count: Updates in which the learning rate goes up to ``initial_lr``.
-            total_step_count: Updates after which it is 0.
-            initial_lr: What the warm-up ends with.
+            warmup_step_count: Number of updates in which the learning rate rises to ``initial_lr``.
+            total_step_count: Number of updates after which it is 0.
+            initial_lr: The rate at the end of the warm-up.
         """
         optimizer = self._needed_optimizer()
         self._scheduler = LinearLRScheduler(optimizer, warmup_step_count, total_step_count, initial_lr)
 
     def scheduler_step(self) -> None:
-        """Sets the learning rate of the coming update by the scheduler.
+        """Sets the learning rate of the next update from the scheduler.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If there is no scheduler.
         """
         if self._scheduler is None:
             raise RuntimeError("there is no scheduler to step: call register_linear_lr_scheduler() first")
@@ -121,36 +121,36 @@ class TrainingSession:
         self._module.export_model_for_inferencing(inference_model_path, graph_output_names)
 
     def input_names(self, training: bool) -> list[str]:
-        """Returns what a training step takes, or an evaluation step."""
+        """Returns the names of the inputs of a training or evaluation step."""
         return list(self._module._runner(training).inputs)
 
     def output_names(self, training: bool) -> list[str]:
-        """Returns what a training step returns, or an evaluation step."""
+        """Returns the names of the outputs of a training or evaluation step."""
         return list(self._module._runner(training).outputs)
 
     def get_parameters_size(self, only_trainable: bool = True) -> int:
-        """Returns how many elements all parameters have together, or those that are trained."""
+        """Returns the total number of elements of the trained parameters, or of all."""
         return self._module.get_parameters_size(only_trainable)
 
     def to_buffer(self, only_trainable: bool) -> OrtValue:
-        """Returns the values of all parameters, or of those that are trained, one after the other, as a copy."""
+        """Returns a copy of the values of all parameters, or the trained ones, as one flat buffer."""
         return self._module.get_contiguous_parameters(only_trainable)
 
     def from_buffer(self, buffer: Input) -> None:
-        """Takes over what :meth:`to_buffer` returned, which completes a nominal checkpoint.
+        """Sets the values of the parameters from :meth:`to_buffer`, which also fills a nominal checkpoint.
 
         Args:
-            buffer: All parameters, or those that are trained: its size says which.
+            buffer: All parameters or the trained ones, recognized by its size.
 
         Raises:
-            TypeError: If it is no tensor, or of another dtype.
+            TypeError: If it is not a tensor, or has the wrong dtype.
             ValueError: If it has neither size.
         """
         size = _size(buffer)
         sizes = {flag: self._module.get_parameters_size(flag) for flag in (False, True)}
         if size is not None and size not in sizes.values():
             raise ValueError(
-                f"the buffer has {size} elements, but all parameters have {sizes[False]}, and those that are trained "
+                f"the buffer has {size} elements, but all parameters have {sizes[False]}, and the trained ones have "
                 f"{sizes[True]}"
             )
         self._module.copy_buffer_to_parameters(buffer, trainable_only=size != sizes[False])
@@ -167,7 +167,7 @@ class TrainingSession:
 
     def _needed_optimizer(self) -> Optimizer:
         if self._optimizer is None:
-            raise RuntimeError("there is no optimizer: give the optimizer model as optimizer_model")
+            raise RuntimeError("there is no optimizer: pass the optimizer model as optimizer_model")
         return self._optimizer
 
 
@@ -176,7 +176,7 @@ def _given(model: ModelSource | None) -> ModelSource | None:
 
 
 def _size(buffer: object) -> int | None:
-    """Returns how many elements a buffer has; None if it is none."""
+    """Returns the number of elements of a buffer; None if it is not a tensor."""
     if isinstance(buffer, np.ndarray):
         return buffer.size
     shape = getattr(buffer, "shape", None)

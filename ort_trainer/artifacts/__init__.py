@@ -1,4 +1,4 @@
-"""Writes what ``ort_trainer.api`` trains from: models of step, evaluation and update, and a checkpoint."""
+"""Writes artifacts for ``ort_trainer.api``: training, evaluation and optimizer models, and a checkpoint."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LossType", "OptimType", "convert_checkpoint", "generate_artifacts", "trainer_state_dict"]
 
-# Checkpoints are converted where there is no torch.
+# Lazy, because converting checkpoints must not require torch.
 _PLACES = {
     "LossType": "kinds",
     "OptimType": "kinds",

@@ -1,4 +1,4 @@
-"""A checkpoint of an export as the state of the trainer; it needs no torch."""
+"""Converts the checkpoint of an export to the trainer's state, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns a checkpoint of an export in the layout of ``ORTTrainer.state_dict()``.
 
     Args:
-        checkpoint: Of an export, or of onnxruntime-training.
+        checkpoint: The checkpoint of an export, or one converted from onnxruntime-training.
     """
     values = {**checkpoint.parameters, **checkpoint.buffers}
     said = checkpoint.trainer or {}
@@ -34,7 +34,7 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     step = checkpoint.optimization_step
     state["optimizer"] = _optimizer(checkpoint.optimizer, checkpoint.parameters, said.get("idle", {}))
     if checkpoint.trainer is None:
-        # Whatever the size of a window is: the file does not say what its gradients are of.
+        # The file does not record the size of a window, so the trainer starts a new one.
         return state | {
             "train_step_info": {"optimization_step": step, "step": step},
             "window": {"micro_batches": 0},
@@ -43,9 +43,9 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
     state["train_step_info"] = {"optimization_step": step, "step": step * size + checkpoint.micro_batches}
     state |= _window(checkpoint, said["window"], size)
     if checkpoint.schedule is not None:
-        asked = step if checkpoint.micro_batches else max(step - 1, 0)  # each micro-batch asks for the coming rate
+        asked = step if checkpoint.micro_batches else max(step - 1, 0)  # a micro-batch requests the next update's rate
         rates = [learning_rate(checkpoint.schedule, asked, base) for base in checkpoint.learning_rates]
-        state["lr_scheduler"] = {"last_lr": rates[-1:] if len(set(rates)) == 1 else rates}  # one stands for all
+        state["lr_scheduler"] = {"last_lr": rates[-1:] if len(set(rates)) == 1 else rates}  # a single rate is for all
     if "state" in checkpoint.random:
         state["random"] = to_torch(checkpoint.random["state"])
     return state
@@ -54,18 +54,18 @@ def state_dict_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _optimizer(
     given: Mapping[str, Array], parameters: Mapping[str, Array], idle: Mapping[str, list[str]]
 ) -> dict[str, dict[str, Array]]:
-    """Returns what the optimizer keeps, by parameter.
+    """Returns the optimizer's state by parameter.
 
     Args:
-        given: By the keys of the optimizer model.
+        given: State tensors by the keys of the optimizer model.
         parameters: Name -> value.
-        idle: Parameters that the models do not update -> what the trainer keeps of them, which is as at the beginning.
+        idle: Parameters that the models do not update -> slots that the trainer keeps for them, at initial values.
     """
     state: dict[str, dict[str, Array]] = {}
     shared = {slot: given[slot] for slot in (UPDATE_COUNT, STEP) if slot in given}
     for key, value in given.items():
         name, _, slot = key.rpartition(".")
-        if slot == STEP:  # of a parameter that was updated less often than others, of which the trainer counts one
+        if slot == STEP:  # parameters have different counts, but the trainer keeps only one: the largest
             shared[STEP] = max(value, shared.get(STEP, value))
         elif name:
             state.setdefault(name, {})[slot] = value
@@ -80,9 +80,10 @@ def _optimizer(
 
 
 def _window(checkpoint: Checkpoint, window: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Returns the gradients of a window that is under way, and where in it they were taken."""
+    """Returns the gradients of an incomplete window, and the position in it."""
     count = checkpoint.micro_batches
-    # For a mean the trainer divides by the number; here each is divided by the size, and with a size of 1 added up.
+    # For a mean, the trainer divides the sum by the number of micro-batches. The checkpoint's gradients are already
+    # divided by the size of the window, or are the plain sum if that is 1.
     means = window["reduction"] == "mean"
     factor = size if means else 1
     gradients = {name: value * value.dtype.type(factor) for name, value in checkpoint.gradients.items()}

@@ -1,4 +1,4 @@
-"""Converts checkpoints between onnxruntime-training's own training API and ours, for programs and the command line."""
+"""Converts checkpoints between onnxruntime-training's training API and ``ort_trainer.api``."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def convert_checkpoint(
 ) -> None:
     """Converts a checkpoint of onnxruntime-training's training API to one of ``ort_trainer.api``, or back.
 
-    Which way follows from the source. Parameters, properties and the state of Adam and SGD are converted; onnxruntime-
-    training has no place for a learning-rate schedule, for the state of random numbers and for gradients between two
-    updates.
+    The kind of the source determines the direction. Parameters, properties and the state of Adam and SGD are converted.
+    onnxruntime-training can't store a learning-rate schedule, the state of random numbers, or gradients accumulated
+    between two updates.
 
     Args:
         source: The checkpoint.
         target: The file to write; it is replaced if it exists.
-        like: Where the source is onnxruntime-training's: the ``checkpoint`` of the export with whose models the new one
-            is to be used. Without it the result fits no models, but :func:`trainer_state_dict` reads it.
-        include_optimizer_state: Whether to convert the state of the optimizer.
+        like: For a source of onnxruntime-training: the ``checkpoint`` of the export whose models will use the result.
+            Without it the result fits no models, but :func:`trainer_state_dict` can read it.
+        include_optimizer_state: Whether to convert the optimizer's state.
 
     Raises:
-        FileNotFoundError: If there is no such file, or the folder of the target does not exist.
-        CheckpointError: If a file is damaged or no checkpoint.
-        ValueError: If the source does not fit ``like``, or is of an optimizer that onnxruntime-training does not have.
-        TypeError: If a path is none, or ``include_optimizer_state`` no bool.
+        FileNotFoundError: If a file, or the folder of the target, does not exist.
+        CheckpointError: If a file is damaged or not a checkpoint.
+        ValueError: If the source does not fit ``like``, or its optimizer is one that onnxruntime-training lacks.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> convert_checkpoint("upstream/checkpoint", "ours/trained", like="ours/checkpoint")
@@ -56,41 +56,41 @@ def convert_checkpoint(
         return
     if like is not None:
         raise ValueError(
-            f"{os.fspath(source)!r} is a checkpoint of ort_trainer, which is converted as it is: 'like' is for "
-            "checkpoints of onnxruntime-training"
+            f"'like' is only for checkpoints of onnxruntime-training, but {os.fspath(source)!r} is a checkpoint of "
+            "ort_trainer: leave it out"
         )
     checkpoint = read_checkpoint(source)
     write_as_upstream(target, checkpoint if include_optimizer_state else without_optimizer(checkpoint))
 
 
 def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint of ours as onnxruntime-training has it, with a warning of what it can't hold.
+    """Writes an ort_trainer checkpoint in onnxruntime-training's format, and warns of what that can't store.
 
     Raises:
-        ValueError: If it is of an optimizer that onnxruntime-training does not have.
+        ValueError: If onnxruntime-training lacks its optimizer.
     """
     found, left_out = to_upstream(checkpoint)
     if left_out:
-        warn(f"onnxruntime-training has no place for {', '.join(left_out)}: left out of {os.fspath(target)!r}")
+        warn(f"onnxruntime-training can't store {', '.join(left_out)}: left out of {os.fspath(target)!r}")
     write_upstream_checkpoint(target, found)
 
 
 def trainer_state_dict(source: PathLike) -> dict[str, Any]:
-    """Returns a checkpoint of onnxruntime-training, or of ``ort_trainer.api``, for ``ORTTrainer.load_state_dict``.
+    """Returns a checkpoint of onnxruntime-training or ``ort_trainer.api`` for ``ORTTrainer.load_state_dict``.
 
-    Names match where the artifacts came from the same model. A checkpoint of ``ort_trainer.api`` says which optimizer
-    it is of, so that it is loaded as it is, and training goes on where it was; the learning rates are the trainer's
-    own. Three kinds do not say it, and need ``strict=False``: those of onnxruntime-training, those of exports of an
-    earlier ort_trainer, and those of a trainer with an optimizer of ``torch.optim``, which keeps the moments that it
-    has. Of all three, gradients since the last reset are left out, with a warning.
+    Names match if the artifacts came from the same model. A checkpoint of ``ort_trainer.api`` records its optimizer, so
+    the trainer loads it directly and training continues where it stopped; the learning rates are the trainer's own.
+    Three kinds lack that record and need ``strict=False``: checkpoints of onnxruntime-training, of exports by an
+    earlier ort_trainer, and of a trainer with a ``torch.optim`` optimizer, which keeps its current moments. All three
+    lose gradients accumulated since the last reset, with a warning.
 
     Args:
         source: The checkpoint.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If it is damaged or no checkpoint.
-        ValueError: If it is nominal, and has no values.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged or not a checkpoint.
+        ValueError: If it is a nominal checkpoint, which has no values.
 
     Example:
         >>> trainer.load_state_dict(trainer_state_dict("artifacts/trained"))
@@ -99,11 +99,11 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
         from_upstream(read_upstream_checkpoint(source)) if _is_upstream(source) else read_checkpoint(source)
     )
     if checkpoint.nominal:
-        raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has names of parameters and no values")
+        raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has no parameter values")
     if checkpoint.gradients and checkpoint.trainer is None:
         warn(
-            f"gradients since the last reset are left out of {os.fspath(source)!r}: a trainer's accumulation window "
-            "begins anew"
+            f"gradients since the last reset in {os.fspath(source)!r} are ignored: the trainer starts a new "
+            "accumulation window"
         )
     return state_dict_of(checkpoint)
 

@@ -1,4 +1,4 @@
-"""Exports what a training loop does, and its state, as the artifacts of the training API."""
+"""Exports a training loop and its state as artifacts for the training API."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def export_artifacts(
     """Writes artifacts; see ``ORTTrainer.export_artifacts``.
 
     Args:
-        loop: Has begun.
-        directory: Where to.
+        loop: The training loop, prepared.
+        directory: The folder to write to.
         flavor: One of :data:`FLAVORS`.
-        nominal_checkpoint: Whether to write a checkpoint without values too.
+        nominal_checkpoint: Whether to also write a checkpoint without values.
         optimizer: Whether to write an optimizer model.
-        prefix: What the names of the files begin with.
-        outputs: Outputs that the models have besides the loss; None for all described ones.
-        fixed_learning_rate: Whether the optimizer model of onnxruntime-training has the learning rate in it.
+        prefix: Prefix of the file names.
+        outputs: Outputs of the models besides the loss; None for all described ones.
+        fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
     """
     if flavor not in FLAVORS:
         raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
@@ -61,8 +61,8 @@ def export_artifacts(
             raise TypeError(f"{name} must be a bool, but {shown(value)} was given")
     if fixed_learning_rate and flavor == FLAVORS[0]:
         raise ValueError(
-            "fixed_learning_rate is for the flavor 'onnxruntime-training': ort_trainer.api takes rates and schedule "
-            "from the checkpoint, leave it out"
+            "fixed_learning_rate is for the flavor 'onnxruntime-training' only: ort_trainer.api takes rates and "
+            "schedule from the checkpoint, so leave it out"
         )
     check_exportable(loop)
 
@@ -75,20 +75,20 @@ def export_artifacts(
             write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
         write_files(folder, write, prefix)
 
-    # With what the others have of moments and gradients.
+    # True gathers the moments and gradients that other processes hold.
     write_by_one(loop, True, write_all)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What is written, in either flavor.
+    """The data for the files of either flavor.
 
     Attributes:
         training: The graph of a training step.
         evaluation: The graph of an evaluation step.
-        weight: Of a micro-batch: what its loss is multiplied by.
+        weight: Factor for the loss of a micro-batch.
         updates: The updates of the trained parameters.
-        optimizer: The optimizer model and what it says about itself; None for none.
+        optimizer: The optimizer model and its description; None to write none.
         checkpoint: The state.
         buffers: Which of the checkpoint's parameters are buffers of the model.
     """
@@ -110,7 +110,7 @@ def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequ
     training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
     if not loop.options.debug.check_indices:
         training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))
-    # Each micro-batch brings its share of the mean, so that a sum of a whole window is the mean.
+    # Each micro-batch adds its share of the mean, so the sum over a full window is the mean.
     count = window.size if window.reduction == "mean" else 1
     added = window.micro_batches if window.reduction == "mean" else 1
     divisor = window.divisor / max(1, added) * count
@@ -126,7 +126,7 @@ def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequ
 
 
 def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
-    """Returns what writes the files for ``ort_trainer.api``."""
+    """Returns a function that writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
         TRAINING_MODEL: training_model(made.training, made.weight),
         EVALUATION_MODEL: evaluation_model(made.evaluation),
@@ -143,7 +143,7 @@ def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
 
 
 def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> Callable[[Path], None]:
-    """Returns what writes the files for onnxruntime-training."""
+    """Returns a function that writes the files for onnxruntime-training."""
     from .upstream.write import write_upstream_artifacts
 
     rules = {name: updated.update for name, updated in made.updates.items()}
@@ -165,39 +165,38 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
 
 
 def _with_outputs(graph: TrainingGraph, names: Sequence[str] | None) -> TrainingGraph:
-    """Returns a graph with the loss and some other outputs, in their order."""
+    """Returns a graph with the loss and the given outputs, in that order."""
     if names is None:
         return graph
     known = {spec.name: spec for spec in graph.outputs}
     unknown = sorted({*names} - known.keys())
     if unknown:
-        raise ValueError(f"additional_output_names has {unknown}, but the described outputs are {list(known)}")
+        raise ValueError(f"unknown additional_output_names {unknown}: the described outputs are {list(known)}")
     return replace(graph, outputs=tuple(known[name] for name in dict.fromkeys([graph.loss, *names])))
 
 
 def check_exportable(loop: TrainingLoop) -> None:
-    """Checks that artifacts can do what a trainer does.
+    """Checks that artifacts can reproduce what a trainer does.
 
     Raises:
-        ValueError: If they can't.
+        ValueError: If they can't; the message says why.
     """
     precision = loop.options.mixed_precision
     if precision.enabled and precision.dtype == "float16":
         raise ValueError(
-            "artifacts can't be written in mixed precision of float16, as they have no loss scale that follows the "
-            "gradients: use mixed_precision.dtype 'bfloat16', or leave mixed_precision out"
+            "artifacts don't support float16 mixed precision, because they have no dynamic loss scale: use "
+            "mixed_precision.dtype 'bfloat16', or leave mixed_precision out"
         )
     if loop.window.reduction == "weighted":
         raise ValueError(
-            "artifacts can't be written with batch.gradient_reduction 'weighted', as their steps take no weight: use "
-            "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ"
+            "artifacts don't support batch.gradient_reduction 'weighted', because their steps take no weight: use "
+            "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ in size"
         )
     window = loop.window
     if window.reduction == "mean" and window.size == 1 and window.micro_batches > 1:
         raise ValueError(
-            f"artifacts can't be written after {window.micro_batches} micro-batches of a window of 1: an update from "
-            "artifacts of such a trainer takes the sum of its gradients, not their mean. Call optimizer_step() or "
-            "lazy_reset_grad() before"
+            f"artifacts can't be written after {window.micro_batches} micro-batches of a window of 1: their update "
+            "would take the sum of the gradients, not the mean. Call optimizer_step() or lazy_reset_grad() first"
         )
     with BORROWED:
         parameters, trained = loop.source.parameters, loop.source.trainable
@@ -205,13 +204,13 @@ def check_exportable(loop: TrainingLoop) -> None:
         shared = shared_groups({**parameters, **loop.source.buffers}, trained)
     if narrow:
         raise ValueError(
-            f"artifacts hold weights of float32 or float64, as an update on a device works on the weights themselves, "
-            f"but the model has {', '.join(narrow)}: train a copy of it in float32, model.float()"
+            f"artifacts need float32 or float64 weights, because a device updates the weights directly, but the model "
+            f"has {', '.join(narrow)}: train a float32 copy of it, model.float()"
         )
     if shared:
         raise ValueError(
-            f"{shared[0]} are different parameters in the same memory, which artifacts can't keep together: make them "
-            "one Parameter and compute with a view of it in forward()"
+            f"artifacts don't support different parameters that share memory, as {shared[0]} do: make them one "
+            "Parameter and use a view of it in forward()"
         )
     optimizer_name(loop.config)
     schedule_of(loop)

@@ -38,12 +38,12 @@ FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_
 
 
 def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: bool) -> dict[str, bytes]:
-    """Returns what each file holds.
+    """Returns the contents of each file.
 
     Args:
-        models: Name of the file -> model, and what it says about itself.
+        models: Name of the file -> model and its description.
         checkpoint: The state.
-        nominal: Whether there is a file with the shapes of the parameters only.
+        nominal: Whether to add a file with only the shapes of the parameters.
     """
     digest = hashlib.sha256()
     for name, (model, said) in models.items():
@@ -67,9 +67,9 @@ def target_folder(directory: str | os.PathLike[str]) -> Path:
     """Returns the folder of an export.
 
     Raises:
-        TypeError: If it is no path.
+        TypeError: If ``directory`` is not a path.
         ValueError: If it is empty.
-        FileNotFoundError: If the folder that it is to be in does not exist.
+        FileNotFoundError: If its parent folder does not exist.
         NotADirectoryError: If it is a file.
     """
     if not isinstance(directory, (str, os.PathLike)):
@@ -87,16 +87,16 @@ def target_folder(directory: str | os.PathLike[str]) -> Path:
 
 
 def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -> None:
-    """Puts files into a folder, in the place of an earlier export's: all of them, or none if writing one fails.
+    """Writes files into a folder and removes those of an earlier export: all of it, or nothing if writing fails.
 
     Args:
-        folder: From :func:`target_folder`; it is made if need be.
-        write: Writes the files into the folder that it is given.
-        prefix: What their names begin with.
+        folder: From :func:`target_folder`; created if needed.
+        write: Writes the files into the folder passed to it.
+        prefix: Prefix of the file names.
     """
-    # In the folder if it is there: the one around it may be read-only, or another file system, as of a mounted disk.
+    # Inside the folder if it exists: its parent may be read-only, or on another file system if the folder is a mount.
     around = folder if folder.is_dir() else folder.parent
-    remove_abandoned(folder.parent, glob.escape(folder.name))  # of a process that was killed before there was a folder
+    remove_abandoned(folder.parent, glob.escape(folder.name))  # from a process killed before it made the folder
     with contextlib.ExitStack() as stack:
         with explained(folder):
             temporary = stack.enter_context(temporary_folder(around, folder.name))
@@ -107,13 +107,13 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
         for name in {*FILES, *written}:
             if (folder / f"{prefix}{name}").is_dir():
                 raise IsADirectoryError(
-                    f"can't write {str(folder / f'{prefix}{name}')!r}: it is a folder. Take another directory, or "
-                    "remove that"
+                    f"can't write {str(folder / f'{prefix}{name}')!r}: it is a folder. Choose another directory, or "
+                    "remove the folder"
                 )
         with uninterrupted():
             folder.mkdir(exist_ok=True)
             for name in written:
                 (temporary / name).replace(folder / f"{prefix}{name}")
-            for name in set(FILES) - set(written):  # what an earlier export had, and this one has not
+            for name in set(FILES) - set(written):  # left from an earlier export
                 (folder / f"{prefix}{name}").unlink(missing_ok=True)
         sync(folder)

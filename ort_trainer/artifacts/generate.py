@@ -1,4 +1,4 @@
-"""``generate_artifacts``: artifacts of a model that was never trained here, with upstream's arguments."""
+"""``generate_artifacts``: writes artifacts of a model that was not trained here, with upstream's arguments."""
 
 from __future__ import annotations
 
@@ -52,47 +52,48 @@ def generate_artifacts(
     """Writes artifacts for training with ``ort_trainer.api`` from a model that was not trained here.
 
     The arguments before the star are those of ``onnxruntime.training.artifacts.generate_artifacts``. The files are
-    ``training_model.onnx``, ``eval_model.onnx``, ``checkpoint``, with an optimizer ``optimizer_model.onnx``, and on
-    demand ``nominal_checkpoint``. Files of an earlier export are replaced: all, or none if anything fails.
+    ``training_model.onnx``, ``eval_model.onnx`` and ``checkpoint``, plus ``optimizer_model.onnx`` and
+    ``nominal_checkpoint`` if requested. They replace the files of an earlier export: all of them, or none if anything
+    fails.
 
     Args:
-        model: A PyTorch module; or an ONNX model, a ``ModelProto`` or the path of a file, which onnxruntime-training
-            must be installed for.
+        model: A PyTorch module or an ONNX model, as a ``ModelProto`` or the path of a file. ONNX models require
+            onnxruntime-training.
         requires_grad: Names of the parameters to train; None for all but ``frozen_params``.
         frozen_params: Names of parameters that are not trained.
-        loss: A :class:`LossType`; a function (prediction, label) -> loss; or None where the loss is an output of the
-            model, which is then its only scalar, or called ``loss``. A :class:`LossType` adds an input: ``labels`` of
-            a cross entropy, whose classes are the second dimension of the prediction, ``target`` of the others. The
-            loss is then called ``loss``, or ``loss_1`` where a value of an ONNX model is called so.
-        optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or for a PyTorch module an optimizer of
-            ``torch.optim`` over its parameters. None for no optimizer model.
-        artifact_directory: Where to, a folder that is made if need be; None for the current one.
-        prefix: What the names of the files begin with.
-        ort_format: Refused, if True: no engine but onnxruntime-training's own reads such training models.
-        custom_op_library: Refused: artifacts have ONNX's own operators, so that any ONNX Runtime runs them.
-        additional_output_names: What the models return after the loss, in this order: described outputs of a PyTorch
-            module, where None stands for all, in the order of the description; any values of an ONNX model, where None
-            stands for none. Of an ONNX model with its own loss: what they return after all its outputs.
-        nominal_checkpoint: Whether to write a checkpoint that has the shapes of the parameters only, too.
-        loss_input_names: Of an ONNX model the output that ``loss`` takes as prediction, and perhaps a name for the
-            label; None where the model has one output.
-        model_desc: Of a PyTorch module, as ``ORTTrainer`` takes it.
-        sample_batch: Of a PyTorch module: a batch as ``ORTTrainer.prepare`` takes it. Of an ONNX model with a function
-            as loss: a dict of its inputs and the label.
+        loss: A :class:`LossType`, a function (prediction, label) -> loss, or None if the loss is an output of the
+            model: its only scalar output, or the one named ``loss``. A :class:`LossType` adds an input, named
+            ``labels`` for cross entropy, whose prediction has the classes as second dimension, and ``target`` for the
+            others. The loss is then named ``loss``, or ``loss_1`` if the ONNX model already uses that name.
+        optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or, for a PyTorch module, a
+            ``torch.optim`` optimizer over its parameters. None writes no optimizer model.
+        artifact_directory: The folder to write to, created if needed; None for the current one.
+        prefix: Prefix of the file names.
+        ort_format: Must be False: only onnxruntime-training's own engine reads training models in ORT format.
+        custom_op_library: Must be None: artifacts use standard ONNX operators only, so any ONNX Runtime can run them.
+        additional_output_names: Outputs of the models after the loss, in this order. For a PyTorch module, described
+            outputs; None for all, in the order of the description. For an ONNX model, any values; None for no others.
+            For an ONNX model with its own loss, they follow all its outputs.
+        nominal_checkpoint: Whether to also write a checkpoint with only the shapes of the parameters.
+        loss_input_names: For an ONNX model, the output that ``loss`` takes as prediction, and optionally a name for
+            the label; None if the model has one output.
+        model_desc: For a PyTorch module, its description, as for ``ORTTrainer``.
+        sample_batch: For a PyTorch module, a batch as for ``ORTTrainer.prepare``. For an ONNX model with a function as
+            loss, a dict of its inputs and the label.
         options: Settings, as for ``ORTTrainer``.
         flavor: As for ``ORTTrainer.export_artifacts``.
 
     Raises:
-        TypeError, ValueError: If an argument is none that can be, or a name is unknown.
-        RuntimeError: If the model is an ONNX model, and onnxruntime-training is not installed.
-        ExportError: If there are no such graphs of the model.
+        TypeError, ValueError: If an argument is invalid, or a name is unknown.
+        RuntimeError: If the model is an ONNX model and onnxruntime-training is not installed.
+        ExportError: If the model can't be exported.
 
     Example:
         >>> generate_artifacts(
         ...     "model.onnx", loss=LossType.CrossEntropyLoss, optimizer=OptimType.AdamW, artifact_directory="artifacts"
         ... )
     """
-    from .export import export_artifacts  # with what writes ONNX, which the enumerations of this package need not
+    from .export import export_artifacts  # loads the ONNX libraries, which the enums of this package don't need
     from .onnx_models import Prepared, is_onnx, prepared
 
     _check_flags(ort_format, custom_op_library, prefix)
@@ -113,7 +114,7 @@ def generate_artifacts(
         made = Prepared(model, model_desc, sample_batch, parameters, additional_output_names)
     elif is_onnx(model):
         if model_desc != "auto":
-            raise ValueError("model_desc is for PyTorch modules: an ONNX model says itself what it takes, leave it out")
+            raise ValueError("model_desc is for PyTorch modules only: an ONNX model describes itself, so leave it out")
         kind = loss.name if isinstance(loss, Enum) else None
         made = prepared(model, loss_fn, kind, sample_batch, additional_output_names, loss_input_names, requires_grad)
     else:
@@ -122,7 +123,7 @@ def generate_artifacts(
             "given"
         )
     chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params))
-    from ..trainer import ORTTrainer  # which has a method that comes here
+    from ..trainer import ORTTrainer  # imported late, because it imports this package
 
     trainer = ORTTrainer(made.model, made.model_desc, _config(optimizer), loss_fn, chosen)
     trainer.prepare(made.batch)
@@ -140,14 +141,14 @@ def generate_artifacts(
 def _check_flags(ort_format: Any, custom_op_library: Any, prefix: Any) -> None:
     if ort_format is not False:
         raise ValueError(
-            f"ort_format must be False, but {shown(ort_format)} was given: the format .ort is bound to one build of "
-            "ONNX Runtime, while any engine runs the .onnx files; onnxruntime.tools.convert_onnx_models_to_ort "
-            "converts an exported inference model"
+            f"ort_format must be False, but {shown(ort_format)} was given: the .ort format is tied to one build of "
+            "ONNX Runtime, while any engine runs .onnx files. To convert an exported inference model, use "
+            "onnxruntime.tools.convert_onnx_models_to_ort"
         )
     if custom_op_library is not None:
         raise ValueError(
-            f"custom_op_library must be None, but {shown(custom_op_library)} was given: artifacts have ONNX's own "
-            "operators only. Write your operator with those, in PyTorch or as an ONNX function"
+            f"custom_op_library must be None, but {shown(custom_op_library)} was given: artifacts have standard ONNX "
+            "operators only. Compose your operator of those, in PyTorch or as an ONNX function"
         )
     if not isinstance(prefix, str) or Path(prefix).name != prefix:
         raise ValueError(f"prefix must be a str without folders, but {shown(prefix)} was given")
@@ -163,35 +164,35 @@ def _check_names(argument: str, given: Any) -> None:
 def _check_module(
     model: nn.Module, requires_grad: Sequence[str] | None, loss_input_names: Any, sample_batch: Any
 ) -> None:
-    """Checks the arguments that mean something else for an ONNX model."""
+    """Checks the arguments whose meaning differs for ONNX models."""
     if loss_input_names is not None:
         raise ValueError(
-            "loss_input_names is for ONNX models: the loss of a PyTorch module gets what the module returns, so "
-            "choose there, loss=lambda outputs, label: ..."
+            "loss_input_names is for ONNX models only: the loss of a PyTorch module gets all its outputs, so choose "
+            "among them in the function, loss=lambda outputs, label: ..."
         )
     if sample_batch is None:
-        raise ValueError("a PyTorch module is exported with a batch: give sample_batch=(input, ..., label)")
+        raise ValueError("exporting a PyTorch module needs a batch: give sample_batch=(input, ..., label)")
     frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
     both = [name for name in frozen if name in (requires_grad or ())]
     if both:
         raise ValueError(
-            f"requires_grad names {both}, which the module itself has frozen: call .requires_grad_(True) on them, or "
-            "leave them out"
+            f"requires_grad names {both}, which are frozen in the module: call .requires_grad_(True) on them, or leave "
+            "them out"
         )
 
 
 def _refuse_block(argument: str, value: Any, instead: str) -> None:
-    """Refuses what onnxruntime-training builds graphs from."""
+    """Refuses an onnxblock of onnxruntime-training."""
     if any(kind.__module__.startswith("onnxruntime.training.onnxblock") for kind in type(value).__mro__):
         raise TypeError(
-            f"{argument} is the onnxblock {type(value).__name__}, which writes nodes of onnxruntime-training into a "
-            f"model of its own: give {instead}"
+            f"{argument} is the onnxblock {type(value).__name__}, which works only with onnxruntime-training's graph "
+            f"builder: give {instead}"
         )
 
 
 def _loss_function(loss: Any) -> Any:
     _refuse_block("loss", loss, "a LossType, or a function (prediction, label) -> loss in PyTorch")
-    # Another package's enumeration of the same losses is as good.
+    # Accept any enum with these names, such as onnxruntime-training's.
     kind = LossType.__members__.get(loss.name) if isinstance(loss, Enum) else None
     if kind is not None:
         return _LOSSES[kind]
@@ -202,7 +203,7 @@ def _loss_function(loss: Any) -> Any:
         )
     if isinstance(loss, type):
         raise TypeError(
-            f"loss must be a function, but the class {loss.__name__} was given: give an object of it, {loss.__name__}()"
+            f"loss must be a function, but the class {loss.__name__} was given: give an instance, {loss.__name__}()"
         )
     return loss_function(loss)
 
@@ -213,7 +214,7 @@ def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
     if optimizer is None or name == OptimType.SGD.name:
         return SGDConfig(lr=1e-3)
     if name == OptimType.AdamW.name:
-        # The form that Transformers had, in which epsilon is added before the second moment is corrected.
+        # The variant of Transformers, which adds epsilon before the bias correction of the second moment.
         after = AdamConfig.DecayMode.AFTER_WEIGHT_UPDATE
         return AdamConfig(lr=1e-3, epsilon=1e-6, max_norm_clip=math.inf, weight_decay_mode=after)
     if isinstance(optimizer, (OptimizerConfig, torch.optim.Optimizer)):
@@ -230,18 +231,18 @@ def _frozen(
     """Returns the names of the parameters that are not trained."""
     both = sorted({*(requires_grad or ())} & {*(frozen_params or ())})
     if both:
-        raise ValueError(f"parameters can't be frozen and require a gradient at the same time: {both}")
+        raise ValueError(f"parameters can't be in both requires_grad and frozen_params: {both}")
     for argument, given in (("requires_grad", requires_grad), ("frozen_params", frozen_params)):
         unknown = [name for name in given or () if name not in parameters]
         if unknown:
-            raise ValueError(f"{argument} names {unknown}, which are no parameters of the model; it has {parameters}")
+            raise ValueError(f"unknown parameters {unknown} in {argument}: the model has {parameters}")
     if requires_grad is None:
         return list(frozen_params or ())
     return [name for name in parameters if name not in requires_grad]
 
 
 def _with_frozen(options: ORTTrainerOptions | Mapping[str, Any] | None, frozen: Sequence[str]) -> ORTTrainerOptions:
-    """Returns the options with more frozen weights, and for graphs of ONNX's own operators at once."""
+    """Returns the options with additional frozen weights, and with graphs of standard ONNX operators."""
     options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
     weights = list(dict.fromkeys([*options.utils.frozen_weights, *frozen]))
     return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime"}})

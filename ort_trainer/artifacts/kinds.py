@@ -1,4 +1,4 @@
-"""What can be chosen for artifacts: a loss, an optimizer, a flavor."""
+"""The choices for artifacts: losses, optimizers, flavors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum
 __all__ = ["FLAVORS", "LossType", "OptimType"]
 
 FLAVORS = ("ort_trainer", "onnxruntime-training")
-"""Whose runtime trains from them."""
+"""The runtimes that artifacts can be written for."""
 
 
 class LossType(Enum):
-    """Losses that :func:`generate_artifacts` adds, each the mean over the batch."""
+    """Losses that :func:`generate_artifacts` can add; each is averaged over the batch."""
 
     MSELoss = 1
     CrossEntropyLoss = 2
@@ -20,7 +20,7 @@ class LossType(Enum):
 
 
 class OptimType(Enum):
-    """Optimizers of :func:`generate_artifacts`, with the hyper-parameters that onnxruntime-training gives them."""
+    """Optimizers of :func:`generate_artifacts`, with onnxruntime-training's hyper-parameters."""
 
     AdamW = 1
     SGD = 2

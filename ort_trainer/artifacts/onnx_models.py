@@ -21,14 +21,14 @@ _CROSS_ENTROPY = "CrossEntropyLoss"
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a trainer is made of.
+    """The arguments for a trainer.
 
     Attributes:
         model: The model.
         model_desc: Its description.
         batch: A sample batch.
         parameters: Names of its parameters.
-        outputs: What the artifacts return besides the loss; None for all outputs.
+        outputs: The outputs of the artifacts besides the loss; None for all outputs.
     """
 
     model: Any
@@ -39,7 +39,7 @@ class Prepared:
 
 
 def is_onnx(model: Any) -> bool:
-    """Returns whether something is an ONNX model, or may be the path of one."""
+    """Returns whether a value is an ONNX model, or can be the path of one."""
     return isinstance(model, (onnx.ModelProto, str, os.PathLike))
 
 
@@ -52,19 +52,19 @@ def prepared(
     loss_inputs: Sequence[str] | None,
     requires_grad: Sequence[str] | None,
 ) -> Prepared:
-    """Returns what a trainer of an ONNX model is made of.
+    """Returns the arguments for a trainer of an ONNX model.
 
     Args:
         model: The model, which is not changed.
-        loss_fn: The loss of prediction and label; None where the loss is in the model.
-        kind: Name of the loss where it is a known one, which says what its label is.
-        sample_batch: A batch of model and function.
-        additional: Values that are outputs besides the loss.
-        loss_inputs: The output that the loss takes, and perhaps the name of the label.
-        requires_grad: Parameters that are trained, also where the file says that they are frozen.
+        loss_fn: The loss of prediction and label; None if the model computes the loss.
+        kind: Name of a predefined loss, which determines its label; None for other losses.
+        sample_batch: A batch for the model and the loss function.
+        additional: Values to return besides the loss.
+        loss_inputs: The output that the loss takes, and optionally the name of the label.
+        requires_grad: Parameters to train, even if the file marks them as frozen.
 
     Raises:
-        TypeError, ValueError: If something does not fit the model.
+        TypeError, ValueError: If an argument does not fit the model.
     """
     loaded = load_onnx_model(model)
     loaded = replace(loaded, frozen=loaded.frozen - {*(requires_grad or ())})
@@ -73,19 +73,19 @@ def prepared(
     parameters = list(loaded.parameters)
     if loss_fn is None:
         if loss_inputs is not None:
-            raise ValueError("loss_input_names says what a loss takes, but none is given: give one, or leave it out")
+            raise ValueError("loss_input_names needs a loss: give a loss, or leave loss_input_names out")
         return Prepared(loaded, describe_onnx(loaded, None, {}).to_dict(), sample_batch, parameters)
     prediction = _prediction(own, loss_inputs)
     _put_first(loaded.model.graph, prediction)
     name = loss_inputs[1] if loss_inputs is not None and len(loss_inputs) > 1 else None
     if name in (*loaded.inputs, *own):
         raise ValueError(
-            f"loss_input_names has {name!r} as the name of the label, but the model has an input or output of this "
-            "name already: the loss takes one output and a label of its own, give that another name"
+            f"loss_input_names gives the label the name {name!r}, which the model already uses for an input or output: "
+            "choose another name"
         )
     if kind is not None:
         if sample_batch is not None:
-            raise ValueError(f"sample_batch is not needed with {kind}: its label is as the prediction, leave it out")
+            raise ValueError(f"sample_batch is not needed with {kind}: its label follows from the prediction, omit it")
         batch = _blank_batch(loaded, prediction, kind, name)
     else:
         batch = _given_batch(loaded, sample_batch, name)
@@ -99,7 +99,7 @@ def _add_outputs(loaded: OnnxModel, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in made]
     if unknown:
         raise ValueError(
-            f"additional_output_names has {unknown}, which no node of the model computes; its outputs are "
+            f"unknown additional_output_names {unknown}: no node of the model computes them; its outputs are "
             f"{list(loaded.outputs)}"
         )
     graph.outputs.extend(made[name] for name in dict.fromkeys(names) if name not in loaded.outputs)
@@ -109,12 +109,12 @@ def _prediction(outputs: Sequence[str], loss_inputs: Sequence[str] | None) -> st
     if loss_inputs is None:
         if len(outputs) > 1:
             raise ValueError(
-                f"the model has the outputs {list(outputs)}: say with loss_input_names which one the loss takes"
+                f"the model has the outputs {list(outputs)}: choose one for the loss with loss_input_names"
             )
         return outputs[0]
     if not 1 <= len(loss_inputs) <= 2 or loss_inputs[0] not in outputs:
         raise ValueError(
-            f"loss_input_names must be an output of the model, one of {list(outputs)}, and perhaps a name for the "
+            f"loss_input_names must be an output of the model, one of {list(outputs)}, and optionally a name for the "
             f"label, but {list(loss_inputs)} was given"
         )
     return loss_inputs[0]
@@ -127,19 +127,19 @@ def _put_first(graph: ir.Graph, name: str) -> None:
 
 
 def _given_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict[str, Any]:
-    """Returns the batch of a function, whose label may be anything."""
+    """Returns the batch for a loss function, whose label can be anything."""
     if isinstance(sample_batch, Mapping):
         return dict(sample_batch)
     if not isinstance(sample_batch, (tuple, list)) or len(sample_batch) != len(loaded.inputs) + 1:
         raise ValueError(
-            f"with a function as loss give a batch, sample_batch=({', '.join(loaded.inputs)}, label): only that tells "
-            "what the label is"
+            f"a function as loss needs a batch to determine the label: give sample_batch=({', '.join(loaded.inputs)}, "
+            "label)"
         )
     return dict(zip([*loaded.inputs, name or "label"], sample_batch, strict=True))
 
 
 def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None) -> dict[str, torch.Tensor]:
-    """Returns zeros for the inputs, and for a label that is like the prediction, or has its classes."""
+    """Returns zeros for the inputs and the label, which has the prediction's shape, or class indices."""
     graph = loaded.model.graph
     values = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
     sizes: dict[str, int] = {}
@@ -147,20 +147,20 @@ def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None
     like = values[prediction]
     if like.shape is None:
         raise ValueError(
-            f"the shape of the output {prediction!r} is not known, so neither is that of its label: give a function as "
+            f"the shape of the output {prediction!r} is unknown, so the shape of its label is too: give a function as "
             "loss, and sample_batch"
         )
     label = _zeros(like, sizes)
     if loss == _CROSS_ENTROPY:
         if label.dim() < 2:
-            raise ValueError(f"a cross entropy needs a second dimension, the classes, but {prediction!r} has none")
+            raise ValueError(f"cross entropy needs the classes as second dimension, but {prediction!r} has only one")
         label = torch.zeros([size for axis, size in enumerate(label.shape) if axis != 1], dtype=torch.int64)
     batch[name or ("labels" if loss == _CROSS_ENTROPY else "target")] = label
     return batch
 
 
 def _zeros(value: ir.Value, sizes: dict[str, int]) -> torch.Tensor:
-    """Returns zeros of a value's shape, with another size for each open dimension."""
+    """Returns zeros of a value's shape, with a different size for each symbolic dimension."""
     shape = []
     for axis, size in enumerate(value.shape or ()):
         symbol = f"{value.name}_{axis}" if isinstance(size, int) or size.value is None else str(size.value)

@@ -1,4 +1,4 @@
-"""Makes the optimizer model of an export: new weights from old ones, gradients and learning rates."""
+"""Makes the optimizer model of an export, which computes new weights from old ones, gradients and learning rates."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Updated:
     Attributes:
         update: How it is updated.
         weight: Its value.
-        slots: The state tensors that its optimizer keeps, by slot.
-        count: Updates done; None where they are not counted.
+        slots: The optimizer's state tensors for it, by slot.
+        count: Number of updates done; None if the optimizer keeps no count.
     """
 
     update: ParameterUpdate
@@ -42,19 +42,19 @@ class Updated:
 def optimizer_model(
     name: str, parameters: Mapping[str, Updated], rates: int, window: int = 1
 ) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
-    """Returns a model of the update of all parameters, and what it says about itself.
+    """Returns a model that updates all parameters, and its description.
 
-    Where all counts are the same there is one for all, so that what follows from it is computed once.
+    If all counts are equal, the parameters share one, so values derived from it are computed only once.
 
     Args:
-        name: The optimizer's.
+        name: Name of the optimizer.
         parameters: The parameters with a gradient.
         rates: Number of learning rates.
-        window: What every micro-batch's gradients are divided by already; with more than 1 the model takes how many
-            there are, so that a window that is not full has their mean as well.
+        window: Divisor already applied to the gradients of each micro-batch. If it is more than 1, the model takes the
+            number of micro-batches as an input, to compute the mean of an incomplete window correctly.
 
     Returns:
-        The model, its description, and the parameter and slot of every state tensor, where a count has no slot.
+        The model, its description, and the parameter and slot of each state tensor; the slot of a count is None.
     """
     return _Builder(parameters, rates, window).build(name)
 
@@ -114,7 +114,7 @@ class _Builder:
         return model, said, self._origins
 
     def _count(self, parameter: str, updated: Updated) -> ir.Value | None:
-        """Returns the number of the coming update."""
+        """Returns the number of the next update."""
         if updated.count is None:
             return None
         shared = STEP if updated.update.rule.shares_count else UPDATE_COUNT
@@ -122,7 +122,7 @@ class _Builder:
         if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])
             following = self._writer.next(count)
-            # Of the next one, so that nothing reads the old one after the new one is there.
+            # Derived from the new count, because the new count overwrites the old one in place.
             coming = self._writer.op("Sub", following, self._writer.constant(1))
             self._counts[key] = coming
             self._keep(key, parameter, None, count, self._output(following, count), initial=1.0)
@@ -143,7 +143,7 @@ class _Builder:
         return value
 
     def _output(self, value: ir.Value, like: ir.Value) -> str:
-        """Makes the new value of an input an output, itself and not a copy; returns its name."""
+        """Makes the new value of an input an output, without a copy, and returns its name."""
         assert like.dtype is not None
         value.name = self._names.unique(f"{like.name}.updated")
         value.type, value.shape = ir.TensorType(like.dtype), like.shape

@@ -1,4 +1,4 @@
-"""Collects the state of a trainer as the checkpoint of an export."""
+"""Collects the state of a trainer into the checkpoint of an export."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def running_state(
     """Returns the state of a trainer.
 
     Args:
-        loop: Has begun.
-        updates: The updates of the parameters that are trained.
-        origins: Key of a state tensor of the optimizer model -> its parameter and slot; a count has no slot.
-        gathered: What several processes have put together, with the gradients of the window so far.
-        divisor: What these are divided by.
+        loop: The training loop, prepared.
+        updates: The updates of the trained parameters.
+        origins: Key of a state tensor of the optimizer model -> its parameter and slot; the slot of a count is None.
+        gathered: State gathered from all processes, including the gradients of the current window.
+        divisor: Divisor of these gradients.
     """
     session, gradients = loop.session, gathered.gradients
     assert session is not None
@@ -64,7 +64,7 @@ def running_state(
 
 
 def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathered) -> dict[str, Any] | None:
-    """Returns what the trainer asks for when the state comes back; None if PyTorch's optimizer keeps it."""
+    """Returns what the trainer requires to load the state again; None if it uses a PyTorch optimizer."""
     layout, session = loop.layout, loop.session
     assert session is not None
     if layout.torch_config is not None:
@@ -73,7 +73,7 @@ def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathe
     for name, slots in layout.slots.items():
         counts = name in layout.counted and not layout.rule.shares_count
         done = counts and int(session.optimizer.counts[name])
-        # What was updated before, and is not now, is in no model, so that it would be lost.
+        # The models have no state for parameters that are no longer updated, so a state other than the initial is lost.
         if name not in updates and not done and not any(value.any() for value in gathered.slots.get(name, {}).values()):
             idle[name] = [*slots, *([UPDATE_COUNT] if counts else [])]
     return {
@@ -88,7 +88,7 @@ def schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
     """Returns the schedule of the learning rates as plain values.
 
     Raises:
-        ValueError: If it is one that only Python code knows.
+        ValueError: If it is arbitrary Python code.
     """
     scheduler = loop.rates.scheduler
     if scheduler is None:
@@ -98,14 +98,14 @@ def schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
         return dict(scheduler.schedule)  # type: ignore[union-attr]
     name = getattr(scheduler, "__qualname__", type(scheduler).__qualname__)
     raise ValueError(
-        f"the schedule {name} is Python code, which the artifacts can't keep: train with one of ort_trainer.optim's "
-        "(LinearWarmupLRScheduler, ...), or without the option lr_scheduler and set the rate of each update with "
+        f"the schedule {name} is Python code, which artifacts can't store: use a scheduler of ort_trainer.optim "
+        "(LinearWarmupLRScheduler, ...), or leave out the option lr_scheduler and set the rate of each update with "
         "Optimizer.set_learning_rate() of ort_trainer.api"
     )
 
 
 def _random_state(generator: torch.Generator) -> dict[str, Array]:
-    """Returns the state of PyTorch's Mersenne Twister as NumPy has it; nothing for the generator of another device."""
+    """Returns the state of a CPU generator in NumPy's layout; empty for generators of other devices."""
     if generator.device.type != "cpu":
         return {}
     return {"state": to_numpy(generator.get_state().numpy())}

@@ -1,4 +1,4 @@
-"""Makes the training and the evaluation model of an export from the graphs of a trainer."""
+"""Makes the training and evaluation models of an export from the graphs of a trainer."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..indices import IndexRange
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 
 IR_VERSION = 10
-"""Of all models: the highest that onnxruntime 1.19 reads, the oldest that trains from them."""
+"""IR version of all models: the highest that onnxruntime 1.19, the oldest supported, can read."""
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
 RESET = "lazy_reset_grad"
 BUFFER = "{}_grad.accumulation.buffer"
 ACCUMULATED = "{}_grad.accumulation.out"
-"""What onnxruntime-training calls the inputs and outputs of gradients, of a parameter's name."""
-# Elements of a gradient from which on a copy takes longer than a condition.
+"""onnxruntime-training's names of a parameter's gradient input and output."""
+# Number of elements from which copying a gradient takes longer than the If that avoids the copy.
 _WORTH_MOVING = 1 << 15
 
 
 def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepModel]:
-    """Returns a copy of a training graph that keeps its gradients in buffers, and what it says about itself.
+    """Returns a copy of a training graph that accumulates its gradients in buffers, and its description.
 
     Args:
         graph: The graph.
-        factor: What the loss is multiplied by before the backward pass.
+        factor: Factor for the loss before the backward pass.
 
     Raises:
-        ValueError: If it has operators that not every ONNX Runtime has.
+        ValueError: If it has operators that some supported ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -84,10 +84,10 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
 
 
 def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
-    """Returns a copy of an evaluation graph, and what it says about itself.
+    """Returns a copy of an evaluation graph, and its description.
 
     Raises:
-        ValueError: If it has operators that not every ONNX Runtime has.
+        ValueError: If it has operators that some supported ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -100,7 +100,7 @@ def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
 
 
 def _described(graph: TrainingGraph, inputs: Values, outputs: Values) -> StepModel:
-    """Returns what both models say about themselves."""
+    """Returns the fields that the descriptions of both models have in common."""
     return StepModel(
         kind="training" if graph.training else "evaluation",
         export="",
@@ -115,14 +115,14 @@ def _described(graph: TrainingGraph, inputs: Values, outputs: Values) -> StepMod
 
 
 def _index_ranges(graph: TrainingGraph) -> tuple[IndexRange, ...]:
-    """Returns what is looked at: all that a step needs, without the places in the user's files."""
+    """Returns the ranges to check in a step, without the source lines, which belong to the user's files."""
     kept = {spec.name for spec in graph.outputs}
     needed = (entry for entry in graph.index_ranges if graph.training or not kept.isdisjoint(entry.outputs))
     return tuple(dict.fromkeys(entry._replace(source="", outputs=()) for entry in needed))
 
 
 def _portable(graph: TrainingGraph) -> ir.Model:
-    """Returns a copy of the model of a graph that the oldest supported engine reads."""
+    """Returns a copy of a graph's model that the oldest supported engine can read."""
     check_portable(graph)
     model = graph.model.clone()
     for domain in [domain for domain in model.opset_imports if domain not in _STANDARD]:
@@ -136,26 +136,26 @@ def check_portable(graph: TrainingGraph) -> None:
     """Checks that every supported ONNX Runtime can run a graph.
 
     Raises:
-        ValueError: If it has operators, or an operator set, that not every one has.
+        ValueError: If it has operators, or an opset, that some supported ONNX Runtime lacks.
     """
     model = graph.model
     kind = "training" if graph.training else "evaluation"
     found = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
     if found:
         raise ValueError(
-            f"the {kind} graph has the operators {sorted(found)}, which are not ONNX's own, so that not every ONNX "
-            "Runtime could run the artifacts: leave them out of the model, or of _internal_use.extra_postprocess"
+            f"the {kind} graph has the operators {sorted(found)}, which are not standard ONNX, so some ONNX Runtimes "
+            "could not run the artifacts: remove them from the model or from _internal_use.extra_postprocess"
         )
     opset = model.opset_imports[""]
     if opset > _MAXIMUM_OPSET:
         raise ValueError(
-            f"the {kind} graph has the operator set {opset}, but ONNX Runtime 1.19 reads no later one than "
-            f"{_MAXIMUM_OPSET}: set _internal_use.onnx_opset_version to at most that, or leave it out"
+            f"the {kind} graph has opset {opset}, but ONNX Runtime 1.19 reads at most opset {_MAXIMUM_OPSET}: set "
+            f"_internal_use.onnx_opset_version to at most {_MAXIMUM_OPSET}, or leave it out"
         )
 
 
 def _fix(graph: ir.Graph, value: ir.Value, spec: TensorSpec, number: float) -> None:
-    """Makes an input a constant."""
+    """Replaces an input with a constant."""
     dtype = (value.dtype or ir.DataType.FLOAT).numpy()
     shape = [int(size) for size in spec.shape or ()]
     graph.inputs.remove(value)
@@ -173,10 +173,10 @@ def _accumulation(
     results: Mapping[str, ir.Value],
     names: Names,
 ) -> ir.Node:
-    """Returns a node that begins gradient buffers anew, or adds to them.
+    """Returns a node that overwrites gradient buffers, or adds to them.
 
-    It is a condition: a choice by arithmetic would cost a pass over each, and a NaN would stay. What makes a gradient
-    is in it where nothing else uses that, so that it need not be copied.
+    It is an If: selecting by arithmetic would cost a pass over each buffer and would keep a NaN. Nodes that compute
+    only a gradient move into it, which avoids copying the gradient.
     """
     moved = {name: _makers(gradient, results[name]) for name, gradient in gradients.items()}
     branches = {}
@@ -206,7 +206,7 @@ def _accumulation(
 
 
 def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
-    """Returns the nodes that make a gradient and nothing else, in order; none for a small one."""
+    """Returns the nodes that compute only this gradient, in order; none for a small gradient."""
     size = math.prod(size for size in result.shape or () if isinstance(size, int))
     if size < _WORTH_MOVING or gradient.uses():
         return []
@@ -216,7 +216,7 @@ def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
         node = source.producer() if source is not None and len(source.uses()) == 1 else None
     if node is None or node.op_type not in ("Gemm", "MatMul"):
         return []
-    for value in node.inputs:  # which ONNX Runtime makes one with the product
+    for value in node.inputs:  # ONNX Runtime fuses a Transpose into the product
         before = None if value is None or len(value.uses()) > 1 else value.producer()
         if before is not None and before.op_type == "Transpose":
             found.append(before)
@@ -235,6 +235,6 @@ def _random(spec: RandomInput, value: ir.Value) -> RandomTensor:
 
 
 def _dtype(value: ir.Value, declared: torch.dtype) -> str:
-    """Returns NumPy's name of what a graph takes or gives, which for a bfloat16 tensor is fp32."""
+    """Returns NumPy's name of the dtype that the graph has for a tensor: float32 for a bfloat16 tensor."""
     dtype = value.dtype or ir.tensor_adapters.from_torch_dtype(declared)
     return str(np.dtype(dtype.numpy()))

@@ -1,4 +1,4 @@
-"""Finds out how the trainer updates each parameter, and what its optimizer has kept so far."""
+"""Collects how the trainer updates each parameter, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .optimizer_model import Updated
 
 __all__ = ["found_updates", "optimizer_name"]
 
-# What PyTorch's optimizers call the tensors that they keep.
+# PyTorch's names of the state tensors.
 _TORCH_NAMES = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Momentum": "momentum_buffer"}
 
 
@@ -25,19 +25,19 @@ def optimizer_name(config: OptimizerConfig) -> str:
     """Returns the name of the rule that updates the weights.
 
     Raises:
-        ValueError: If an optimizer of PyTorch updates them in a way for which there is no rule.
+        ValueError: If no rule matches the PyTorch optimizer.
     """
     return _translated(config)[0].name if isinstance(config, TorchOptimizerConfig) else config.name
 
 
 def _translated(config: TorchOptimizerConfig) -> tuple[Rule, Callable[[Mapping[str, Any]], dict[str, Any]]]:
-    """Returns the rule that updates as an optimizer of PyTorch does, and what makes its hyper-parameters of theirs."""
+    """Returns the rule equivalent to a PyTorch optimizer, and a function that translates hyper-parameters."""
     try:
         name, translate = equivalent_rule(config.optimizer)
         return RULES[name], translate
     except ValueError as error:
         raise ValueError(
-            f"the update can't be written as an optimizer model: {error}. Train with a config of ort_trainer.optim"
+            f"the update can't be written as an optimizer model: {error}. Use a config of ort_trainer.optim"
         ) from None
 
 
@@ -47,12 +47,12 @@ def found_updates(
     """Returns the updates of some parameters.
 
     Args:
-        loop: Has begun.
+        loop: The training loop, prepared.
         kept: The state tensors of its optimizer by parameter and slot.
         names: Parameters that have a gradient.
 
     Raises:
-        ValueError: If there is no rule for them.
+        ValueError: If no rule matches the optimizer.
     """
     session, config = loop.session, loop.config
     assert session is not None
@@ -79,11 +79,11 @@ def found_updates(
 def _torch_state(
     config: TorchOptimizerConfig, name: str, update: ParameterUpdate, weight: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns what an optimizer of PyTorch has kept of a parameter, and the updates that it has had."""
+    """Returns the state tensors of a PyTorch optimizer for a parameter, and the number of updates done."""
     state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
     slots = {}
     for slot in update.slots:
         kept = state.get(_TORCH_NAMES[slot])
         slots[slot] = torch.zeros_like(weight) if kept is None else kept
-    # SGD counts nothing, and has an average from its first update on.
+    # SGD keeps no count, but has a momentum buffer after its first update.
     return slots, int(state.get("step", state.get("momentum_buffer") is not None))

@@ -1,8 +1,7 @@
 """Reads and writes checkpoint files.
 
-A file is written beside its target, synced and renamed, so that there is the old file or the new one, whole, whatever
-happens. Everything in it has a checksum, and is compared with it before anything is restored. Nothing in a file is ever
-executed.
+A file is written beside its target, synced and renamed, so the old or the new file is always there, complete.
+Everything in it has a checksum, which is verified before anything is restored. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def save_checkpoint_file(
         file: A path, or an open binary file.
         state: The trainer's state dict.
         user_dict: The user's own values: JSON values, tensors and arrays.
-        overwrite: Whether a file that is there already may be replaced.
-        parts: More dicts, of what is in this package, which :func:`read_parts` gives back by these names.
+        overwrite: Whether to replace an existing file.
+        parts: More dicts of this package's own, by name; :func:`read_parts` returns them.
 
     Raises:
         FileExistsError: If the path exists and ``overwrite`` is False.
@@ -76,27 +75,27 @@ def save_checkpoint_file(
     if not isinstance(file, (str, os.PathLike)):
         if not hasattr(file, "write"):
             raise TypeError(f"path must be a path or a binary file, but a {type(file).__name__} was given")
-        whole = io.BytesIO()  # as the file may be one that can only be appended to
+        whole = io.BytesIO()  # because write() seeks, which the given file may not support
         write(whole, stored, metadata)
         file.write(whole.getbuffer())
         return
     target = Path(file)
     if target.exists() and not overwrite:
-        raise FileExistsError(f"{str(target)!r} exists already: choose another path, or pass overwrite=True")
+        raise FileExistsError(f"{str(target)!r} already exists: choose another path, or pass overwrite=True")
     with atomic_path(target) as temporary, temporary.open("wb") as opened:
         write(opened, stored, metadata)
 
 
 def as_stored(tensor: torch.Tensor) -> Stored:
-    """Returns a tensor as it is written."""
+    """Returns a tensor in the form for writing."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    # An empty one, which may have any strides, can't be viewed.
+    # An empty tensor may have any strides, so it can't be viewed.
     flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
     return dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
 
 def as_tensor(entry: Entry, data: Array) -> torch.Tensor:
-    """Returns a tensor of its bytes."""
+    """Returns the tensor with the given bytes."""
     dtype = getattr(torch, DTYPES[entry.dtype])
     return (
         torch.from_numpy(data).view(dtype).reshape(entry.shape) if data.size else torch.empty(entry.shape, dtype=dtype)
@@ -108,14 +107,14 @@ def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str,
 
     Args:
         file: A path, or an open binary file.
-        *more: The files of the other ranks, where it is one of a legacy run with ZeRO.
+        *more: The files of the other ranks, for a legacy run with ZeRO.
 
     Returns:
         The trainer's state dict and the user's dict.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is damaged or no checkpoint.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint.
     """
     if more:
         return aggregate_legacy_files([file, *more]), {}
@@ -127,18 +126,18 @@ def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str,
 
 
 def read_user_dict(path: PathOrFile) -> dict[str, Any]:
-    """Returns the user's dict of a checkpoint, without a trainer; of the tensors only those in it are read.
+    """Returns the user's dict of a checkpoint, without a trainer; reads only the tensors in the dict.
 
     Args:
         path: The checkpoint, as a path or an open binary file.
 
     Returns:
-        What ``save_checkpoint`` was given as ``user_dict``.
+        The ``user_dict`` that was given to ``save_checkpoint``.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is damaged or no checkpoint; or one of the legacy ``ORTTrainer``, in which the
-            user's dict is a pickle.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint; or if it comes from the legacy ``ORTTrainer``,
+            whose user's dict is a pickle.
 
     Example:
         >>> trainer.save_checkpoint("run.ortckpt", {"epoch": 3})
@@ -148,25 +147,25 @@ def read_user_dict(path: PathOrFile) -> dict[str, Any]:
     with _on_disk(path) as (found, name):
         if is_legacy_file(found):
             raise CheckpointError(
-                f"{name} is a checkpoint of the legacy ORTTrainer, in which the user's dict is a pickle, which could "
-                "execute anything: read it in the old environment, and store it as JSON"
+                f"{name} is a checkpoint of the legacy ORTTrainer, whose user's dict is a pickle, which could execute "
+                "anything: read it in the old environment, and store it as JSON"
             )
         return _load(found, name, "user")[0]
 
 
 def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
-    """Returns what :func:`save_checkpoint_file` was given as ``parts``; of the tensors only those in them are read.
+    """Returns ``parts`` that were given to :func:`save_checkpoint_file`; reads only the tensors in them.
 
     Args:
         path: The checkpoint, as a path or an open binary file.
         *names: The names of the parts.
 
     Returns:
-        The parts; an empty dict for one that the file does not have.
+        The parts; an empty dict for a part that the file lacks.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is damaged or no checkpoint of ours.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint of ours.
     """
     with _on_disk(path) as (found, name):
         return _load(found, name, *names, default={})
@@ -174,7 +173,7 @@ def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
-    """Gives the path of a file and its name for errors; an open one is copied to a temporary file."""
+    """Yields the path of a file and its name for errors; copies an open file to a temporary one."""
     if isinstance(file, (str, os.PathLike)):
         if not Path(file).is_file():
             raise FileNotFoundError(f"there is no checkpoint {str(file)!r}")
@@ -189,7 +188,7 @@ def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
 
 
 def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[str, Any]]:
-    """Returns parts of a checkpoint of ours: ``state``, ``user``, ...; ``default`` stands for one that is not there."""
+    """Returns parts of a checkpoint of ours (``state``, ``user``, ...), or ``default`` for a missing part."""
     with path.open("rb") as opened:
         head = opened.read(8)
         refuse_upstream_checkpoint(
@@ -201,7 +200,7 @@ def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[
         if head[:4] in _PICKLES:
             raise CheckpointError(
                 f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
-                "not read here: where you trust it, give what torch.load(path, weights_only=True) returns to "
+                "not read here: if you trust the file, pass the result of torch.load(path, weights_only=True) to "
                 "load_state_dict; docs/migration.md shows how"
             )
         return _read(opened, name, parts, default)
@@ -213,9 +212,9 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
         manifest = json.loads(header.metadata.get("manifest", "null"))
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{name} is a safetensors file, but no checkpoint of ort_trainer. One of ort_trainer.api is "
-                "loaded by load_state_dict(ort_trainer.artifacts.trainer_state_dict(path)); of that, or of weights "
-                "alone, 'ort-trainer convert SOURCE TARGET --to trainer' makes one"
+                f"{name} is a safetensors file, but not a checkpoint of ort_trainer. To load a checkpoint of "
+                "ort_trainer.api, use load_state_dict(ort_trainer.artifacts.trainer_state_dict(path)); 'ort-trainer "
+                "convert SOURCE TARGET --to trainer' converts it, or a file of weights alone"
             )
         check_version(manifest.get("version"), header, name)
         kept = [manifest.get(part, default) for part in parts]
@@ -226,7 +225,7 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
     except CheckpointError:
         raise
     except (ValueError, RecursionError, TypeError) as error:
-        raise CheckpointError(f"{name} is damaged or no checkpoint of ort_trainer: {error}") from error
+        raise CheckpointError(f"{name} is damaged or not a checkpoint of ort_trainer: {error}") from error
     if not all(isinstance(part, dict) for part in found):
-        raise CheckpointError(f"{name} is damaged: its manifest has no state or no user dict")
+        raise CheckpointError(f"{name} is damaged: its manifest lacks the state or the user dict")
     return found

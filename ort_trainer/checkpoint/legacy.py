@@ -1,7 +1,7 @@
 """Reads the HDF5 checkpoints that the legacy ``ORTTrainer`` (ONNX Runtime 1.10 to 1.16) wrote.
 
-This is the one place that imports h5py, and only when there is such a file to read. The user's dict in a legacy file is
-a pickle, which can execute anything when it is loaded: it is left alone.
+Only this module imports h5py, and only to read such a file. It never reads the user's dict in a legacy file, because it
+is a pickle, which can execute anything when it is loaded.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _SECTIONS = ("model", "optimizer", "partition_info", "train_step_info", "trainer
 
 
 def is_legacy_file(path: Path) -> bool:
-    """Returns whether a file is HDF5, whatever its name."""
+    """Returns whether a file is HDF5, judged by its first bytes."""
     with path.open("rb") as file:
         return is_hdf5(file.read(8))
 
 
 def load_legacy_file(path: Path, name: str) -> StateDict:
-    """Reads a checkpoint of a run on one process.
+    """Reads a checkpoint of a run with one process.
 
     Args:
         path: The file.
-        name: What to call it in messages.
+        name: The file's name for messages.
 
     Returns:
         The state dict.
 
     Raises:
-        CheckpointError: If it is damaged, no checkpoint, or one of several files of a distributed run.
+        CheckpointError: If the file is damaged, not a checkpoint, or one of several files of a distributed run.
         ImportError: If h5py is not installed.
     """
     state = _read(path, name)
@@ -58,17 +58,17 @@ def load_legacy_file(path: Path, name: str) -> StateDict:
 
 
 def aggregate_legacy_files(files: Sequence[Any]) -> StateDict:
-    """Puts together the state of a ZeRO run, of which every rank wrote one file.
+    """Merges the files of a ZeRO run, one per rank, into one state dict.
 
     Args:
         files: Paths of the files of all ranks, in any order.
 
     Returns:
-        The state dict, as a run on one process would have written it.
+        The state dict that a run with one process would have written.
 
     Raises:
-        FileNotFoundError: If a file is not there.
-        CheckpointError: If a file is no legacy checkpoint, a rank is missing, or the parts do not fit together.
+        FileNotFoundError: If a file does not exist.
+        CheckpointError: If a file is not a legacy checkpoint, a rank is missing, or the parts do not fit together.
     """
     paths = [Path(file) for file in files]
     for path in paths:
@@ -77,20 +77,20 @@ def aggregate_legacy_files(files: Sequence[Any]) -> StateDict:
         if not is_legacy_file(path):
             raise CheckpointError(
                 f"Expected number of files to load: 1, got {len(paths)}: only the files of a distributed legacy run "
-                f"(HDF5) belong together, and {str(path)!r} is none"
+                f"(HDF5) can be loaded together, and {str(path)!r} is not one of those"
             )
     return _aggregate([_read(path, repr(str(path))) for path in paths])
 
 
 def legacy_values(path: Path, name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields where each value of a file is, and the value, which is read when its turn comes; of a user dict None.
+    """Yields the path and the value of each entry of a file, reading one at a time; None for the user's dict.
 
     Args:
         path: The file.
-        name: What to call it in messages.
+        name: The file's name for messages.
 
     Raises:
-        CheckpointError: If it is damaged or no checkpoint.
+        CheckpointError: If the file is damaged or not a checkpoint.
         ImportError: If h5py is not installed.
     """
     with _opened(path, name) as (file, h5py):
@@ -105,7 +105,7 @@ def _read(path: Path, name: str) -> StateDict:
 
 @contextlib.contextmanager
 def _opened(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
-    """Gives the open file and the library; what fails meanwhile says that the file is damaged."""
+    """Yields the open file and h5py; turns errors inside the context into errors about a damaged file."""
     try:
         import h5py
     except ImportError as error:
@@ -135,19 +135,19 @@ def _check_sections(file: Any, name: str) -> None:
     unknown = sorted(set(file) - set(_SECTIONS))
     if unknown or "model" not in file:
         raise CheckpointError(
-            f"{name} is an HDF5 file, but no checkpoint of the legacy ORTTrainer: it holds {sorted(file)[:10]}"
+            f"{name} is an HDF5 file, but not a checkpoint of the legacy ORTTrainer: it holds {sorted(file)[:10]}"
         )
 
 
 def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
-    """Returns the nested state dict; a parameter name with slashes, which HDF5 made into groups, is one key again."""
+    """Returns the nested state dict; joins parameter names with slashes, which HDF5 has split into groups."""
     _check_sections(file, name)
     state: StateDict = {key: {} for key in file if key != "user_dict"}
     for (section, *path), value in _leaves(file, h5py, name, size):
         if section == "user_dict":
             warnings.warn(
-                f"the user_dict in {name} is a pickle, which could execute anything, so it is left out. To get it "
-                "back, read it in the old environment and store it there as JSON",
+                f"the user_dict in {name} is a pickle, which could execute anything, so it is left out. To keep it, "
+                "read it in the old environment and store it there as JSON",
                 UserWarning,
                 stacklevel=5,
             )
@@ -165,18 +165,18 @@ def _nest(file: Any, h5py: Any, name: str, size: int) -> StateDict:
 def _leaves(
     group: Any, h5py: Any, name: str, size: int, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, array) of every dataset; ``size`` is that of the file, which legacy did not compress."""
+    """Yields (path, array) of every dataset; ``size`` is that of the file, which is never compressed."""
     for key in group:
         here = (*path, key)
         if not isinstance(group.get(key, getlink=True), h5py.HardLink):
-            raise CheckpointError(f"{name} refers to another place by a link at {'/'.join(here)!r}: that is refused")
+            raise CheckpointError(f"{name} has a link at {'/'.join(here)!r}: links are not supported")
         entry = group[key]
         if isinstance(entry, h5py.Group):
             yield from _leaves(entry, h5py, name, size, here)
         elif not isinstance(entry, h5py.Dataset):
-            raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} is a data type, and no data")
+            raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} is a data type, not data")
         elif entry.external or entry.is_virtual:
-            raise CheckpointError(f"{name} keeps {'/'.join(here)!r} in another file: that is refused")
+            raise CheckpointError(f"{name} keeps {'/'.join(here)!r} in another file, which is not supported")
         elif entry.nbytes > size:
             raise CheckpointError(f"{name} is damaged: {'/'.join(here)!r} claims to be larger than the file")
         elif here == ("user_dict",):
@@ -185,16 +185,16 @@ def _leaves(
             value = entry[()]
             array = np.asarray(value.decode() if isinstance(value, bytes) else value)
             _check_kind(array, here, name)
-            # PyTorch takes the byte order of this machine only.
+            # PyTorch supports only this machine's byte order.
             yield here, array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _check_kind(array: np.ndarray[Any, Any], path: tuple[str, ...], name: str) -> None:
-    """Raises where a value is not of the kind that belongs in its place."""
+    """Raises if a value has the wrong kind for its path."""
     where = "/".join(path)
     numeric = path[0] in ("model", "optimizer", "partition_info", "train_step_info")
     if (numeric or path[-1] in _NUMERIC_OPTIONS) and array.dtype.kind not in "biuf":
-        raise CheckpointError(f"{name} is damaged: {where!r} must be numbers, but it has the type {array.dtype}")
+        raise CheckpointError(f"{name} is damaged: {where!r} must be numbers, but its dtype is {array.dtype}")
     counts = (
         path[-1] == UPDATE_COUNT or path[0] in ("partition_info", "train_step_info") or path[-1] in _NUMERIC_OPTIONS
     )
@@ -220,9 +220,9 @@ def _put_together(states: list[StateDict]) -> StateDict:
     options = [state.get("trainer_options", {}) for state in states]
     if any(entry.get("horizontal_parallel_size", 1) > 1 for entry in options):
         raise CheckpointError(
-            "the checkpoint is one of a Megatron run (horizontal_parallel_size > 1), which can't be put together here: "
-            "do it in the old environment with onnxruntime.training.checkpoint.aggregate_checkpoints, and load the "
-            "result with load_state_dict"
+            "the checkpoint is from a Megatron run (horizontal_parallel_size > 1), whose files can't be merged here: "
+            "merge them in the old environment with onnxruntime.training.checkpoint.aggregate_checkpoints, and load "
+            "the result with load_state_dict"
         )
     size = options[0].get("world_size", 1)
     ranks = sorted(entry.get("world_rank", 0) for entry in options)
@@ -232,8 +232,8 @@ def _put_together(states: list[StateDict]) -> StateDict:
         or any(entry.get("world_size", 1) != size for entry in options)
     ):
         raise CheckpointError(
-            f"the checkpoint belongs to a run of {shown(size)} ranks, and the files of all of them are needed, each "
-            f"once; those of ranks {ranks} were given"
+            f"the checkpoint belongs to a run of {shown(size)} ranks, which needs the file of each rank once, but "
+            f"those of ranks {ranks} were given"
         )
     states = sorted(states, key=lambda state: state.get("trainer_options", {}).get("world_rank", 0))
     first = states[0]
@@ -258,7 +258,7 @@ def _put_together(states: list[StateDict]) -> StateDict:
 
 
 def _merge(parts: Sequence[Mapping[str, Any]], shape_of: Any, path: tuple[str, ...] = ()) -> StateDict:
-    """Merges nested dicts of the ranks; ``shape_of`` gives the whole shape of what may be cut into parts."""
+    """Merges nested dicts of the ranks; ``shape_of`` returns the complete shape of a tensor that may be split."""
     merged: StateDict = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part[key] for part in parts if key in part]
@@ -269,7 +269,7 @@ def _merge(parts: Sequence[Mapping[str, Any]], shape_of: Any, path: tuple[str, .
 
 
 def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
-    """Returns the one value of all ranks, or the parts of a tensor in the order of ranks, put together."""
+    """Concatenates the ranks' parts of a tensor, or returns the value that is equal in all ranks."""
     if shape is not None:
         whole = [int(size) for size in np.ravel(shape)]
         if sum(np.size(value) for value in values) == np.prod(whole):
@@ -282,7 +282,7 @@ def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
 def _checked_whole(value: Any, whole: list[int], path: tuple[str, ...]) -> Any:
     if np.size(value) != np.prod(whole):
         raise CheckpointError(
-            f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} elements of "
-            f"{int(np.prod(whole))}"
+            f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} of "
+            f"{int(np.prod(whole))} elements"
         )
     return np.reshape(value, whole)

@@ -1,4 +1,4 @@
-"""The manifest: JSON that says where in the nested dicts each tensor of a checkpoint file belongs."""
+"""The manifest: nested dicts as JSON, with references to the tensors of a checkpoint file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
 
     Args:
         value: Dicts with str keys, lists and tuples, numbers, strings, bools, None, tensors and arrays.
-        path: Where the value stands, for names and errors.
+        path: Path of the value, for names and errors.
         tensors: Receives the tensors by new names.
-        seen: id of a tensor -> its name, so that one that stands in several places is stored once.
+        seen: id of a tensor -> its name, so that a tensor in several places is stored once.
 
     Raises:
-        TypeError: If there is anything else in it; the message names the place.
+        TypeError: If the value contains anything else; the message has its path.
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         kind = _TENSOR if isinstance(value, torch.Tensor) else _ARRAY
         if id(value) not in seen:
             name = path
-            while name in tensors:  # a key with a slash in it can give the path of another value
+            while name in tensors:  # a key that contains a slash can lead to the same path
                 name += "'"
             seen[id(value)] = name
             tensors[name] = _plain(value, path)
@@ -51,7 +51,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: it holds dicts with str keys, lists, "
+        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: it can hold dicts with str keys, lists, "
         "numbers, strings, bools, None, tensors and numpy arrays"
     )
 
@@ -68,7 +68,7 @@ def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tenso
 
 
 def referenced(value: Any) -> set[str]:
-    """Returns the names of the tensors that are needed to :func:`decode` a value."""
+    """Returns the names of the tensors that :func:`decode` needs for a value."""
     if isinstance(value, list):
         return {name for entry in value for name in referenced(entry)}
     if not isinstance(value, dict):
@@ -81,10 +81,10 @@ def referenced(value: Any) -> set[str]:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns what :func:`encode` got.
+    """Reverses :func:`encode`.
 
     Raises:
-        CheckpointError: If the manifest names a tensor that the file does not have.
+        CheckpointError: If the manifest names a tensor that the file lacks.
     """
     if isinstance(value, list):
         return [decode(entry, tensors) for entry in value]
@@ -95,7 +95,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if key in (_TENSOR, _ARRAY):
             if not isinstance(inner, str) or inner not in tensors:
                 raise CheckpointError(
-                    f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is not there"
+                    f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is missing"
                 )
             return tensors[inner] if key == _TENSOR else tensors[inner].numpy()
         if key == _DICT and isinstance(inner, dict):

@@ -1,4 +1,4 @@
-"""Does something that may hang, crash or take all memory in a child process first."""
+"""Calls a function that may hang, crash or use all memory in a child process first."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..forked import forked
 
 __all__ = ["rehearse"]
 
-# What reading a sound file stays below by far: memory beside a few times its size, and the time for it.
+# Bounds far above what an intact file needs: additional memory plus a multiple of the file's size, and CPU time.
 _MEMORY = 256 << 20
 _SIZES = 4
 _SECONDS = 5
 _BYTES_PER_SECOND = 20 << 20
-# A child that waits for something uses no time of its own.
+# Bound on wall-clock time, because a waiting child uses no CPU time.
 _LONGEST_WAIT = 60
 
 
 def rehearse(function: Callable[[], object], size: int, name: str) -> None:
-    """Calls a function in a forked child process with bounds on memory and time; what it returns is lost.
+    """Calls a function in a forked child process with bounds on memory and time, and discards its result.
 
-    The library that reads HDF5 is in C, and trusts a file: of damaged ones some let it run for ever, and some let it
-    allocate what a length in them says. Where a process can't be forked (on Windows), nothing is done.
+    The HDF5 library is written in C and trusts its files: a damaged file can make it run forever, or allocate any
+    amount of memory. Without fork (on Windows), this does nothing.
 
     Args:
         function: Reads a file.
-        size: Bytes of the file, from which the bounds follow.
-        name: What messages call it.
+        size: Size of the file in bytes, from which the bounds follow.
+        name: The file's name for messages.
 
     Raises:
-        CheckpointError: If it fails, crashes, or does not come to an end within the bounds.
+        CheckpointError: If the function fails, crashes, or exceeds the bounds.
     """
     if not hasattr(os, "fork"):
         return
@@ -60,14 +60,14 @@ def rehearse(function: Callable[[], object], size: int, name: str) -> None:
             return
         said = stream.read().decode(errors="replace")
     if status is None or -status in (getattr(signal, "SIGXCPU", 0), signal.SIGKILL):
-        said = f"reading it takes longer than {seconds} seconds, which its size does not explain"
+        said = f"reading it takes more than {seconds} seconds, too long for its size"
     elif status < 0:
-        said = f"reading it ends the process ({signal.Signals(-status).name})"
+        said = f"reading it crashes the process ({signal.Signals(-status).name})"
     raise CheckpointError(said if name in said else f"{name} is damaged: {said}")
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    """Returns how a child ended, negative for a signal; None for one that is killed as it takes too long."""
+    """Returns a child's exit code, negative for a signal; kills it after a timeout and returns None."""
     end, pause = time.monotonic() + seconds, 0.001
     try:
         while True:
@@ -93,7 +93,7 @@ def _kill(child: int) -> None:
 
 
 def _bound(memory: int, seconds: int) -> None:
-    import resource  # which Windows does not have
+    import resource  # here, because Windows does not have it
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, highest = resource.getrlimit(resource.RLIMIT_CPU)

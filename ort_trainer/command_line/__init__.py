@@ -1,4 +1,4 @@
-"""The command ``ort-trainer``, also ``python -m ort_trainer``: one file a command, which imports what it needs."""
+"""The ``ort-trainer`` command, also ``python -m ort_trainer``: one file per command, with its own imports."""
 
 from .program import main
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one kind as those of another: what each kind can hold is carried, and a warning says what is not."""
+"""Converts checkpoints between kinds, and warns of whatever the target kind can't store."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
     """Converts a checkpoint.
 
     Args:
-        sources: The file; of a legacy run with ZeRO the files of all ranks.
+        sources: The file; for a legacy run with ZeRO, the files of all ranks.
         target: The file to write; it is replaced if it exists.
-        like: A checkpoint that has what the source has not.
-        to: A key of :data:`TARGETS`; None for what is usual for the kind of the source.
-        with_optimizer: Whether to carry the state of the optimizer.
+        like: A checkpoint that supplies what the source lacks.
+        to: A key of :data:`TARGETS`; None for the default of the source's kind.
+        with_optimizer: Whether to include the optimizer's state.
 
     Returns:
-        What was written, in words.
+        A description of the file written.
 
     Raises:
         FileNotFoundError, CheckpointError: If a file does not exist or is damaged.
-        ValueError: If the kinds do not fit, or ``like`` is missing or of no use.
+        ValueError: If the source can't be converted to that kind, or ``like`` is missing or has no effect.
     """
     kind = recognize(sources[0])
     if kind not in _USUAL:
-        raise ValueError(f"{str(sources[0])!r} is of the kind {kind.value!r}, which can't be converted")
+        raise ValueError(f"{str(sources[0])!r} is of kind {kind.value!r}, which can't be converted")
     if len(sources) > 1 and kind is not Format.LEGACY:
-        raise ValueError("several files together are converted of a legacy run with ZeRO only, one of each rank")
+        raise ValueError("several sources are allowed only for a legacy run with ZeRO, one file from each rank")
     wanted = to or _USUAL[kind]
     if like is not None and wanted in ("trainer", "weights"):
-        raise ValueError(f"--like has no effect where a file for {wanted!r} is written: leave it out")
+        raise ValueError(f"--like has no effect with --to {wanted}: leave it out")
     writers: dict[str, Callable[[], None]] = {
         "trainer": lambda: _write_trainer(sources, kind, target, with_optimizer),
         "weights": lambda: _write_weights(sources, kind, target),
@@ -87,23 +87,23 @@ def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_opt
     state, user_dict = _state(sources, kind)
     of_export = kind in (Format.API, Format.UPSTREAM)
     if not with_optimizer:
-        # Of an export also what without_optimizer() leaves out: a strict load asks for all of a window, or none of it.
+        # From an export, also drop what without_optimizer() drops: a strict load needs all parts of a window or none.
         for key in (*_OF_OPTIMIZER, *(_OF_UPDATES if of_export else ())):
             state.pop(key, None)
     if of_export and "trainer_options" not in state:
         if "optimizer" in state:
-            warn("the file does not say which optimizer it is of: give load_checkpoint(..., strict=False)")
+            warn("the file does not record its optimizer: load it with load_checkpoint(..., strict=False)")
         else:
             warn(
-                "the file does not say which buffers model.state_dict() leaves out (persistent=False): where the model "
-                "has such buffers, give load_checkpoint(..., strict=False)"
+                "the file does not record which buffers are non-persistent (persistent=False): if the model has such "
+                "buffers, load it with load_checkpoint(..., strict=False)"
             )
     parts = _parts(sources[0]) if kind is Format.TRAINER else {}
     save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
 
 
 def _parts(source: Path) -> dict[str, State]:
-    """Returns what a checkpoint has beside the state and the user's dict, such as the position in the data."""
+    """Returns the other parts of a checkpoint besides the state and the user's dict, such as the data position."""
     from ..checkpoint import read_parts
 
     with open_sealed(source) as (_, header):
@@ -128,7 +128,7 @@ def _state(sources: Sequence[Path], kind: Format) -> tuple[State, State]:
 
 
 def _torch_tensors(source: Path) -> State:
-    """Returns the tensors of a safetensors file as those of PyTorch, which has data types that NumPy lacks."""
+    """Returns the tensors of a safetensors file as PyTorch tensors, because NumPy lacks some dtypes."""
     from ..checkpoint.file import as_tensor
 
     with open_sealed(source) as (file, header):
@@ -137,13 +137,13 @@ def _torch_tensors(source: Path) -> State:
 
 
 def _write_weights(sources: Sequence[Path], kind: Format, target: Path) -> None:
-    """Writes parameters and buffers under their names in PyTorch, nothing else."""
+    """Writes only parameters and buffers, under their names in PyTorch."""
     state, _ = _state(sources, kind)
     weights = state.get("model", {}).get("full_precision", {})
     if not weights:
         raise ValueError(f"{str(sources[0])!r} has no weights")
     with atomic_path(target) as temporary, temporary.open("wb") as file:
-        # Libraries that read the file ask for this entry.
+        # Libraries that read the file require this entry.
         write(file, {name: _stored(value) for name, value in weights.items()}, {"format": "pt"})
 
 
@@ -172,27 +172,27 @@ def _write_upstream(
     if kind is Format.API:
         convert_checkpoint(sources[0], target, like, include_optimizer_state=with_optimizer)
     elif kind is Format.UPSTREAM:
-        raise ValueError(f"{str(sources[0])!r} is a checkpoint of onnxruntime-training already")
+        raise ValueError(f"{str(sources[0])!r} is already a checkpoint of onnxruntime-training")
     else:
         write_as_upstream(target, _for_export(sources, kind, like, with_optimizer))
 
 
 def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_optimizer: bool) -> Checkpoint:
-    """Returns the state of a trainer as the checkpoint of an export, which has what belongs to the models."""
+    """Returns the state of a trainer as the checkpoint of an export, with the export's own data from ``like``."""
     if like is None:
         raise ValueError(
-            f"{kind.value} has names and values, but not what belongs to the models of an export: give the "
-            "'checkpoint' that export_artifacts() wrote for the same model with --like"
+            f"a {kind.value} lacks the data of an export's models: with --like, give the 'checkpoint' that "
+            "export_artifacts() wrote for the same model"
         )
     export = read_checkpoint(like)
     state, user_dict = _state(sources, kind)
     weights = state.get("model", {}).get("full_precision", {}) | state.get("transient_buffers", {})
     optimizer = _optimizer_of(state, export) if with_optimizer and "optimizer" in state else None
     if state.get("gradients"):
-        warn("gradients of an unfinished accumulation window are left out: the window begins anew")
+        warn("gradients of an incomplete accumulation window are left out: the window starts over")
     properties = {name: value for name, value in user_dict.items() if _is_property(value)}
     if len(properties) < len(user_dict):
-        warn(f"values of your own that are no number and no text are left out: {[*user_dict.keys() - properties]}")
+        warn(f"user values that are neither numbers nor strings are left out: {[*user_dict.keys() - properties]}")
     found = dataclasses.replace(
         without_optimizer(export),
         parameters={name: _fitting(name, weights, value) for name, value in export.parameters.items()},
@@ -213,7 +213,7 @@ def _is_property(value: Any) -> bool:
 
 def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
     if name not in weights:
-        raise ValueError(f"{name!r} is missing, which the checkpoint given with --like has")
+        raise ValueError(f"{name!r} is missing, but the checkpoint given with --like has it")
     value = np.asarray(weights[name])
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
@@ -224,7 +224,7 @@ def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
 
 
 def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Array] | None:
-    """Returns the optimizer's state by the keys of an export; None, with a warning, if it is of another optimizer."""
+    """Returns the optimizer's state by the keys of an export; None, with a warning, if the optimizer differs."""
     kept: Mapping[str, Any] = state["optimizer"]
     counts = {int(own[UPDATE_COUNT][0]): own[UPDATE_COUNT] for own in kept.values() if UPDATE_COUNT in own}
     found, missing = {}, []
@@ -239,7 +239,7 @@ def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Arr
             found[key] = value
     if missing or export.optimizer is None:
         what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
-        warn(f"the optimizer's state is left out, so that training starts with a new one: {what}")
+        warn(f"the optimizer's state is left out, so training starts with a new one: {what}")
         return None
     return found
 
@@ -250,5 +250,5 @@ def _random_of(state: Mapping[str, Any]) -> dict[str, Array]:
     from ..artifacts.generator_state import to_numpy
 
     generator = torch.Generator()
-    generator.set_state(torch.from_numpy(state["random"].copy()))  # which refuses what is none
+    generator.set_state(torch.from_numpy(state["random"].copy()))  # raises if it is invalid
     return {"state": to_numpy(generator.get_state().numpy())}

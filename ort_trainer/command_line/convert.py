@@ -1,4 +1,4 @@
-"""The command ``convert``: a checkpoint of one kind as one of another."""
+"""The ``convert`` command: converts a checkpoint to another kind."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def add(commands: Any) -> None:
     """Adds the command to a parser."""
     parser = commands.add_parser(
         "convert",
-        help="a checkpoint of one kind as one of another",
-        description="Converts checkpoints of the trainer, of ort_trainer.api, of onnxruntime-training (upstream), of "
-        "the legacy trainer, and safetensors files of weights. Warnings say what the new file can't hold.",
+        help="convert a checkpoint to another kind",
+        description="Converts checkpoints of the trainer, of ort_trainer.api, of onnxruntime-training (upstream) and "
+        "of the legacy trainer, and safetensors files of weights. Warnings list what the new file can't store.",
         epilog="Exit codes: 0 the file was written, 1 it was not, 2 wrong usage, or the target exists.",
     )
-    parser.add_argument("source", nargs="+", help="the checkpoint; of a legacy run with ZeRO those of all ranks")
+    parser.add_argument("source", nargs="+", help="the checkpoint; for a legacy run with ZeRO, those of all ranks")
     parser.add_argument("target", help="the file to write")
     parser.add_argument(
         "--to",
         choices=_KINDS,
-        help="the kind of the target; by default trainer, but upstream for one of ort_trainer.api, and api for one of "
-        "upstream. weights is a safetensors file with the names of PyTorch",
+        help="the kind of the target. Default: upstream for a checkpoint of ort_trainer.api, api for one of upstream, "
+        "trainer for others. weights is a safetensors file with PyTorch's names",
     )
     parser.add_argument(
         "--like",
         metavar="CHECKPOINT",
-        help="for api, and for upstream from a trainer's: the checkpoint of the export that the new one is for",
+        help="checkpoint of the export that the target is for; needed for api, and for upstream from a trainer's",
     )
-    parser.add_argument("--no-optimizer-state", action="store_true", help="leave out the state of the optimizer")
+    parser.add_argument("--no-optimizer-state", action="store_true", help="leave out the optimizer's state")
     parser.add_argument("--force", action="store_true", help="replace the target if it exists")
     parser.set_defaults(run=_run)
 
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
 def _run(given: argparse.Namespace) -> int:
     sources, target = [Path(name) for name in given.source], Path(given.target)
     if target.exists() and not given.force:
-        complain(f"error: {str(target)!r} exists already: choose another target, or give --force")
+        complain(f"error: {str(target)!r} already exists: choose another target, or give --force")
         return WRONG_USAGE
     from .conversions import convert
 

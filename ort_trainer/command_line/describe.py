@@ -1,4 +1,4 @@
-"""What is in a file, as JSON values: facts about the whole, and its tensors one by one."""
+"""Describes the contents of a file in JSON values: facts about the whole, and each tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NO_CHECKSUMS = "none"
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Returns what a file has.
+    """Returns a description of a file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is of no kind that is known, or too damaged to say anything about it.
-        ImportError: If a package is missing that reads it.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If its kind is unknown, or it is too damaged to describe.
+        ImportError: If a package needed to read it is missing.
     """
     kind = recognize(path)
     found: dict[str, Any] = {"file": str(path), "kind": kind.value, "bytes": path.stat().st_size}
@@ -47,7 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
-    """Returns what a folder has: artifacts, or checkpoints and which of them is the latest."""
+    """Returns a description of a folder: its artifacts or checkpoints, and which checkpoint is the latest."""
     entries = []
     for path in files_of(folder):
         try:
@@ -62,14 +62,14 @@ def describe_folder(folder: Path) -> dict[str, Any]:
 
 
 def check(path: Path) -> tuple[str, list[str]]:
-    """Returns the state of a file's checksums, and the names of what is damaged.
+    """Returns the state of a file's checksums, and the names of damaged tensors.
 
     Returns:
-        ``ok``, ``damaged``, or ``none`` where the file has no checksums; then it was not read.
+        The state is ``ok``, ``damaged``, or ``none`` if the file has no checksums and was not read.
 
     Raises:
-        CheckpointError: If the header is damaged, so that nothing can be said about tensors.
-        ValueError: If the file is of no kind that is known.
+        CheckpointError: If the header is damaged, so the tensors can't be checked.
+        ValueError: If the kind of the file is unknown.
     """
     return _check(path, recognize(path))
 
@@ -87,7 +87,7 @@ def _check(path: Path, kind: Format) -> tuple[str, list[str]]:
 
 
 def _is_whole_export(path: Path) -> bool:
-    """Returns whether the file of a kept export has the digest that it begins with, which is of its name too."""
+    """Returns whether a cached export matches the digest at its start, which covers its name too."""
     digest = hashlib.sha256(path.stem.encode())
     with path.open("rb") as file:
         file.readline()
@@ -121,13 +121,13 @@ def _tensors_of(header: Header) -> list[dict[str, Any]]:
 
 def _trainer_facts(said: Mapping[str, Any]) -> dict[str, Any]:
     found = {**_state_facts(_dict(said.get("state"))), "user_dict": list(_dict(said.get("user")))}
-    # What a CheckpointManager writes.
+    # Written by CheckpointManager.
     metrics = _dict(said.get("run")).get("metrics")
     return found | ({"metrics": metrics} if metrics else {})
 
 
 def _state_facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a trainer's state says about itself; the parts that a file does not have are left out."""
+    """Returns facts about a trainer's state, leaving out those that the file lacks."""
     info, options, window = (_dict(state.get(key)) for key in ("train_step_info", "trainer_options", "window"))
     scaler = _dict(state.get("loss_scaler"))
     found = {

@@ -1,6 +1,6 @@
-"""The command ``env``: what is installed here and what it can do, for bug reports.
+"""The ``env`` command: describes the installation and its features, for bug reports.
 
-People run it when something is broken: what can't be found out is named with its error, and the rest is there.
+People run it when something is broken, so it prints an error in place of each fact that it can't determine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .output import OK, say, say_facts, say_json, size
 
 __all__ = ["add", "own_version"]
 
-# These are imported, as a version says little where an installation is broken; of the others the version is looked up.
+# These are imported, because a broken installation still has a version; for the others the version is enough.
 _IMPORTED = ("numpy", "torch", "onnx")
 _LOOKED_UP = (
     "safetensors",
@@ -43,9 +43,9 @@ def add(commands: Any) -> None:
     """Adds the command to a parser."""
     parser = commands.add_parser(
         "env",
-        help="versions, engine and what it can do, for bug reports",
-        description="Prints versions, the engine and what it can do, threads, and the cache of exports. It works where "
-        "packages are missing or broken, and says which.",
+        help="print versions and the engine's features, for bug reports",
+        description="Prints versions, the engine and its features, threads, and the export cache. It works even if "
+        "packages are missing or broken, and lists those.",
         epilog="Exit code: 0.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -78,10 +78,10 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _attempt(find_out: Callable[[], Any]) -> Any:
-    """Returns what a function finds out, or why it can't."""
+    """Returns the result of a function, or a description of its error."""
     try:
         return find_out()
-    except Exception as error:  # whatever is broken
+    except Exception as error:  # anything may be broken
         return "not known: " + " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -117,7 +117,7 @@ def _engine() -> dict[str, Any]:
     require_engine()
     found: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
     if len(installed_flavours()) > 1:
-        found["problem"] = "several distributions overwrite each other's files: uninstall all, and install one"
+        found["problem"] = "several distributions overwrite each other's files: uninstall all of them, then install one"
     onnxruntime = _attempt(_onnxruntime)
     if isinstance(onnxruntime, str):
         return found | {"problem": f"importing it fails: {onnxruntime.removeprefix('not known: ')}"}

@@ -1,4 +1,4 @@
-"""The command ``inspect``: what is in a file or a folder of files."""
+"""The ``inspect`` command: prints the contents of a file or a folder of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .output import FAILED, OK, say, say_facts, say_json, say_table, size
 
 __all__ = ["add"]
 
-# Of a description, what has a place of its own in the text.
+# The keys of a description that are not printed in its list of facts.
 _APART = ("file", "folder", "kind", "bytes", "tensors", "totals", "inputs", "outputs", "operators", "damaged")
 _SHOWN = 40
 
@@ -20,15 +20,15 @@ def add(commands: Any) -> None:
     """Adds the command to a parser."""
     parser = commands.add_parser(
         "inspect",
-        help="what is in a checkpoint, an artifact, an ONNX model or a folder of them",
-        description="Prints what is in a file: checkpoints of the trainer, of ort_trainer.api, of onnxruntime-training "
-        "and of the legacy trainer, ONNX models, safetensors files, kept exports; or in the files of a folder. Nothing "
-        "in a file is executed, and its tensors are read in pieces, for their checksums.",
-        epilog="Exit codes: 0, or 1 if the file is damaged or of no known kind.",
+        help="print the contents of a checkpoint, an artifact, an ONNX model or a folder of them",
+        description="Prints the contents of a file, or of each file in a folder: checkpoints of the trainer, of "
+        "ort_trainer.api, of onnxruntime-training and of the legacy trainer, ONNX models, safetensors files, and "
+        "exports in the cache. It executes nothing in a file, and reads tensors in pieces to check their checksums.",
+        epilog="Exit codes: 0 success, 1 the file is damaged or of unknown kind.",
     )
     parser.add_argument("file", help="a file or a folder")
-    parser.add_argument("--all", action="store_true", help=f"print all tensors, not the first {_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="print JSON, which has all of them")
+    parser.add_argument("--all", action="store_true", help=f"print all tensors, not only the first {_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all tensors")
     parser.set_defaults(run=_run)
 
 

@@ -1,4 +1,4 @@
-"""What is in an ONNX model, read from the bytes of its file; nothing is loaded that is not looked at."""
+"""Describes an ONNX model from the bytes of its file, and reads only the parts it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INFO_NAME, _INFO_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_SIZE, _DIM
 _OPSET_DOMAIN, _OPSET_VERSION, _ENTRY_KEY, _ENTRY_VALUE = 1, 2, 1, 2
 _EXTERNAL = 1
 
-# Number of an element type -> its name, and the bits of an element.
+# Number of an element type -> its name and bits per element.
 _TYPES = {
     1: ("float32", 32),
     2: ("uint8", 8),
@@ -43,17 +43,17 @@ _TYPES = {
 
 
 def describe_model(path: Path) -> dict[str, Any]:
-    """Returns what a model has, as JSON values.
+    """Returns a description of a model in JSON values.
 
     Raises:
-        ValueError: If the file is no ONNX model.
+        ValueError: If the file is not an ONNX model.
     """
-    with path.open("rb") as file:  # the map lives as long as there is a view of it
+    with path.open("rb") as file:  # the map lives as long as any view of it
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     try:
         return _model(whole)
     except Malformed as error:
-        raise ValueError(f"{str(path)!r} is damaged, or no ONNX model: {error}") from error
+        raise ValueError(f"{str(path)!r} is damaged or not an ONNX model: {error}") from error
 
 
 def _model(data: memoryview) -> dict[str, Any]:
@@ -80,12 +80,12 @@ def _model(data: memoryview) -> dict[str, Any]:
 
 
 def _artifact(metadata: str) -> dict[str, Any]:
-    """Returns the kind of an artifact of ours, and the export that it is of."""
+    """Returns the kind of an ort_trainer artifact, and the export it comes from."""
     try:
         said = json.loads(metadata)
         return {key: said.get(key) for key in ("kind", "export", "format")}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise Malformed(f"its metadata {METADATA!r} are no JSON object ({error})") from error
+        raise Malformed(f"its metadata {METADATA!r} are not a JSON object ({error})") from error
 
 
 def _graph(data: memoryview) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def _graph(data: memoryview) -> dict[str, Any]:
 
 
 def _tensor(data: memoryview) -> dict[str, Any]:
-    """Returns what an initializer is; its values are skipped."""
+    """Describes an initializer, without reading its values."""
     shape: list[int] = []
     kind, name, outside = 0, "", False
     for part in fields(data):
-        if part.number == _TENSOR_DIMS:  # one by one, or packed into one field
+        if part.number == _TENSOR_DIMS:  # one per field, or packed into one field
             shape += [part.value] if isinstance(part.value, int) else varints(part.value)
         elif part.number == _TENSOR_TYPE:
             kind = _number(part)
@@ -130,7 +130,7 @@ def _tensor(data: memoryview) -> dict[str, Any]:
 
 
 def _value(data: memoryview) -> dict[str, Any]:
-    """Returns an input or output; sizes may be names, and None where they are not known."""
+    """Describes an input or output; a size is a number, a name, or None if unknown."""
     kind: str | None = None
     shape: list[int | str | None] | None = None
     for part in (f for f in fields(data) if f.number == _INFO_TYPE):
@@ -154,5 +154,5 @@ def _first_number(data: memoryview, number: int) -> int:
 
 def _number(found: Field) -> int:
     if not isinstance(found.value, int):
-        raise Malformed(f"field {found.number} is no number")
+        raise Malformed(f"field {found.number} is not a number")
     return found.value

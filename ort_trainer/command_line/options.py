@@ -1,4 +1,4 @@
-"""The command ``options``: the table of the trainer's options, or one of them in full."""
+"""The ``options`` command: prints the table of the trainer's options, or one of them in full."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "options",
         help="the trainer's options",
-        description="Prints all options of the trainer, those of a section, or one with its meaning.",
-        epilog="Exit codes: 0, or 2 if there is no such option.",
+        description="Prints all options of the trainer, those of a section, or the full description of one.",
+        epilog="Exit codes: 0 success, 2 unknown option.",
     )
     parser.add_argument("key", nargs="?", help="an option or a section, such as utils or utils.kernels")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -34,7 +34,7 @@ def _run(given: argparse.Namespace) -> int:
     known = listed_options()
     chosen = [option for option in known if given.key is None or _is_meant(option, given.key)]
     if not chosen:
-        complain(f"error: there is no option {given.key!r}{_close(known, given.key)}")
+        complain(f"error: unknown option {given.key!r}{_close(known, given.key)}")
         return WRONG_USAGE
     if given.json:
         say_json([option._asdict() for option in chosen])
@@ -54,13 +54,13 @@ def _is_meant(option: ListedOption, key: str) -> bool:
 
 
 def _close(known: list[ListedOption], key: str) -> str:
-    """Returns a question for the keys that are meant perhaps: the last part of a key is what people remember."""
+    """Returns a hint with similar keys, compared by their last part too, which is what people remember."""
     keys = [option.key for option in known]
     found = difflib.get_close_matches(key, keys, n=3)
     last = key.rpartition(".")[2]
     found += [name for name in keys if difflib.SequenceMatcher(None, name.rpartition(".")[2], last).ratio() > 0.75]
     found = list(dict.fromkeys(found))[:3]
-    return f" (did you mean {' or '.join(found)}?)" if found else ": 'ort-trainer options' prints all of them"
+    return f" (did you mean {' or '.join(found)}?)" if found else ": 'ort-trainer options' lists all options"
 
 
 def _say_whole(option: ListedOption) -> None:

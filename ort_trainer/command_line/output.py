@@ -1,4 +1,4 @@
-"""What commands print: lines that any terminal takes, tables, and JSON."""
+"""Prints lines, tables and JSON for the commands, safely for any terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TextIO
 __all__ = ["FAILED", "OK", "WRONG_USAGE", "complain", "say", "say_facts", "say_json", "say_table", "size"]
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
-"""Exit codes; argparse ends with the last one by itself."""
+"""Exit codes; argparse itself exits with the last one."""
 
 
 def tolerate_any_terminal() -> None:
-    """Lets characters that a terminal does not have be printed as escapes."""
+    """Makes characters that the terminal can't encode print as escapes."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -24,15 +24,15 @@ def tolerate_any_terminal() -> None:
 
 
 def say(line: str = "") -> None:
-    """Prints a line; nobody need read it to the end.
+    """Prints a line.
 
-    What is not printable is escaped, as names come from files, and a terminal obeys some characters.
+    It escapes unprintable characters, because names come from files and could control the terminal.
     """
     _write(sys.stdout, line)
 
 
 def complain(message: str) -> None:
-    """Prints a message to stderr, in one line."""
+    """Prints a message to stderr, on one line."""
     _write(sys.stderr, " ".join(message.split()))
 
 
@@ -41,12 +41,12 @@ def _write(stream: TextIO, line: str) -> None:
         stream.write("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) + "\n")
         stream.flush()
     except BrokenPipeError:
-        # The reader has gone. Python would complain when it flushes at the end, so it gets something that takes all.
+        # The reader has closed the pipe. Python would report an error when it flushes at exit, so redirect to null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say_json(value: Any) -> None:
-    """Prints a value as JSON, in ASCII, which every terminal and program takes; numbers that are not finite as null."""
+    """Prints a value as ASCII JSON; numbers that are not finite become null."""
     for line in json.dumps(_with_finite_numbers(value), indent=2, allow_nan=False).splitlines():
         say(line)
 
@@ -60,7 +60,7 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def say_facts(facts: Mapping[str, Any], indent: str = "  ") -> None:
-    """Prints names and values, one a line, the values below each other."""
+    """Prints names and values, one per line, with the values aligned."""
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         if isinstance(value, Mapping):
@@ -73,7 +73,7 @@ def say_facts(facts: Mapping[str, Any], indent: str = "  ") -> None:
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> None:
-    """Prints a table whose columns are as wide as they need."""
+    """Prints a table with aligned columns."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
@@ -81,7 +81,7 @@ def say_table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = 
 
 
 def size(count: int) -> str:
-    """Returns a number of bytes as people read it: in powers of 1000, three digits."""
+    """Returns a human-readable number of bytes: in powers of 1000, with three digits."""
     amount, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if amount < 999.5:

@@ -1,4 +1,4 @@
-"""The parser of the command line, and what all commands have in common: errors, warnings and exit codes."""
+"""The command-line parser, and the errors, warnings and exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: Without the program's name; by default those of the process.
+        arguments: The arguments, without the program's name; None for the process's own.
 
     Returns:
-        The exit code: 0 if all is well, 1 if not, 130 after Ctrl-C. Wrong usage ends the process with 2.
+        The exit code: 0 for success, 1 for failure, 130 after Ctrl-C. Wrong usage exits the process with 2.
     """
     tolerate_any_terminal()
     given = _parser().parse_args(arguments)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code: int = given.run(given)
         except KeyboardInterrupt:
             return _INTERRUPTED
-        except Exception as error:  # a user of the command line can do nothing with a traceback
+        except Exception as error:  # a traceback is of no use on the command line
             kind = "" if isinstance(error, _EXPECTED) else f"{type(error).__name__}: "
             complain(f"error: {kind}{error}")
             return FAILED
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ort-trainer",
-        description="Looks into the files of ort_trainer, checks and converts them, and describes the installation.",
-        epilog="Exit codes: 0 all is well, 1 it is not, 2 wrong usage.",
+        description="Inspects, verifies and converts the files of ort_trainer, and describes the installation.",
+        epilog="Exit codes: 0 success, 1 failure, 2 wrong usage.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

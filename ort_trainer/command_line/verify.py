@@ -1,4 +1,4 @@
-"""The command ``verify``: whether files are as they were written."""
+"""The ``verify`` command: checks files against their checksums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def add(commands: Any) -> None:
     """Adds the command to a parser."""
     parser = commands.add_parser(
         "verify",
-        help="whether checkpoints are as they were written",
-        description="Compares files with the checksums in them, and says which tensors are damaged. Of files without "
-        "checksums it reads what can be read; they count as good unless --require-checksums is given.",
-        epilog="Exit codes: 0 all are good, 1 one is damaged or of no known kind, 2 wrong usage, one is missing, or "
-        "there is none in the folders.",
+        help="check checkpoints against their checksums",
+        description="Checks files against their checksums, and lists damaged tensors. In files without checksums it "
+        "checks the structure; they pass unless --require-checksums is given.",
+        epilog="Exit codes: 0 all files pass, 1 a file is damaged or of unknown kind, 2 wrong usage, a file is "
+        "missing, or a folder has no files to verify.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a file, or a folder for all that are in it")
-    parser.add_argument("--require-checksums", action="store_true", help="a file without checksums is not good")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a file, or a folder for all files in it")
+    parser.add_argument("--require-checksums", action="store_true", help="fail for files without checksums")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -30,11 +30,11 @@ def add(commands: Any) -> None:
 def _run(given: argparse.Namespace) -> int:
     missing = [name for name in given.files if not Path(name).exists()]
     if missing:
-        complain(f"error: there is no file {missing[0]!r}")
+        complain(f"error: file {missing[0]!r} does not exist")
         return WRONG_USAGE
     paths = _files(given.files)
     if not paths:
-        complain(f"error: there is nothing to verify in {', '.join(map(repr, given.files))}")
+        complain(f"error: no files to verify in {', '.join(map(repr, given.files))}")
         return WRONG_USAGE
     found = []
     for path in paths:
@@ -54,17 +54,17 @@ def _files(names: list[str]) -> list[Path]:
 
 
 def _verified(path: Path, needs_checksums: bool) -> dict[str, Any]:
-    """Returns what there is to say about a file."""
+    """Returns the result for a file."""
     from .describe import check, describe
 
     try:
         state, damaged = check(path)
         if state == "none":
-            describe(path)  # which reads all that such a file says about itself
+            describe(path)  # reads the whole structure of the file
     except (ValueError, ImportError, OSError) as error:
         return {"file": str(path), "good": False, "state": "damaged", "damaged": [], "details": str(error)}
     details = ", ".join(damaged)
     if state == "none":
-        state, details = "no checksums", "so that damage to tensors can't be seen"
+        state, details = "no checksums", "so damage to tensors can't be detected"
     good = state == "ok" or (state == "no checksums" and not needs_checksums)
     return {"file": str(path), "good": good, "state": state, "damaged": damaged, "details": details}

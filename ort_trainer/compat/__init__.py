@@ -1,6 +1,6 @@
-"""Lets scripts of the legacy trainer run unchanged: :func:`install` puts the old import paths in place.
+"""Runs scripts of the legacy trainer unchanged: :func:`install` provides the old import paths.
 
-Nothing outside of this package depends on it.
+No other part of ``ort_trainer`` depends on this package.
 """
 
 import importlib.util
@@ -10,14 +10,15 @@ __all__ = ["install", "uninstall"]
 
 
 def install() -> None:
-    """Makes the legacy import paths work, for scripts written for ``onnxruntime.training``.
+    """Provides the legacy import paths, for scripts written for ``onnxruntime.training``.
 
     Registers ``onnxruntime.training`` with its submodules ``amp``, ``optim``, ``checkpoint``, ``orttrainer``,
     ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``,
-    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, ``onnxruntime.training.artifacts``, and as
-    ``onnxruntime.training.api`` the classes of ``ort_trainer.api``; where torch is not installed, the last alone. An
-    installed onnxruntime-training keeps whatever else it has in these modules (ORTModule, ``FusedAdam``, ...). Call it
-    before the first of the old imports; a second call does nothing.
+    ``onnxruntime.TrainingSession`` with ``TrainingParameters``, ``onnxruntime.training.artifacts``, and
+    ``onnxruntime.training.api`` with the classes of ``ort_trainer.api``. Without torch, it registers only the last. An
+    installed onnxruntime-training keeps its other names in these modules (``FusedAdam``, ``onnxblock``, ...). Importing
+    a part that is missing or broken raises an error that says what to use instead. Call it before the first of the old
+    imports; a second call does nothing.
 
     Example:
         >>> import ort_trainer.compat
@@ -35,7 +36,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: modules that it made are gone, names that it set are what they were."""
+    """Undoes :func:`install`: removes the modules that it made, and restores the names that it set."""
     if f"{__name__}.registry" in sys.modules:
         from .registry import uninstall_all
 

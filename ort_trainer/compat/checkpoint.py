@@ -28,18 +28,18 @@ Folder = str | os.PathLike[str]
 
 
 def aggregate_checkpoints(paths: Sequence[Folder], pytorch_format: bool = True) -> dict[str, Any]:
-    """Puts the legacy HDF5 files of a ZeRO run together.
+    """Combines the legacy HDF5 files of a ZeRO run.
 
     Args:
         paths: The files of all ranks, in any order.
-        pytorch_format: True for the weights alone, name -> tensor; False for the nested state dict.
+        pytorch_format: True for only the weights, name -> tensor; False for the nested state dict.
 
     Returns:
-        A state dict for ``ORTTrainer.load_state_dict``, or for that of a PyTorch model.
+        A state dict for ``load_state_dict`` of ``ORTTrainer``, or of a PyTorch model.
 
     Raises:
-        CheckpointError: If a file is no checkpoint, a rank is missing, the parts do not fit together, or it is a
-            Megatron run.
+        CheckpointError: If a file is not a checkpoint, a rank is missing, the parts do not match, or the run used
+            Megatron.
     """
     if isinstance(paths, (str, os.PathLike)) or not paths:
         raise TypeError(f"paths must be a list of at least one path, but {paths!r} was given")
@@ -55,7 +55,7 @@ def experimental_state_dict(ort_trainer: ORTTrainer, include_optimizer_state: bo
 
     Args:
         ort_trainer: The trainer.
-        include_optimizer_state: Whether to put in ``Moment_1_<weight>`` and the like.
+        include_optimizer_state: Whether to include ``Moment_1_<weight>`` and the like.
     """
     _deprecated("experimental_state_dict", "ORTTrainer.state_dict")
     return flat_state_dict(ort_trainer, include_optimizer_state)
@@ -80,16 +80,16 @@ def experimental_save_checkpoint(
     checkpoint_state_dict: Mapping[str, Any] | None = None,
     include_optimizer_state: bool = True,
 ) -> None:
-    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; a file that is there is replaced, with a warning.
+    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; replaces an existing file, with a warning.
 
-    The file has the format of ``ORTTrainer.save_checkpoint``, whatever its name says: it is no pickle.
+    Despite its name the file is not a pickle: it has the format of ``ORTTrainer.save_checkpoint``.
 
     Args:
         ort_trainer: The trainer.
         checkpoint_dir: The folder; it must exist.
-        checkpoint_prefix: How the file's name begins.
-        checkpoint_state_dict: Values of your own that loading gives back. It is not changed.
-        include_optimizer_state: Whether to write moments too.
+        checkpoint_prefix: The beginning of the file's name.
+        checkpoint_state_dict: Your own values, which loading returns. It is not changed.
+        include_optimizer_state: Whether to write moments, too.
     """
     _deprecated("experimental_save_checkpoint", "ORTTrainer.save_checkpoint")
     save_in_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
@@ -103,15 +103,15 @@ def experimental_load_checkpoint(
     Args:
         ort_trainer: The trainer.
         checkpoint_dir: The folder.
-        checkpoint_prefix: How the file's name begins.
+        checkpoint_prefix: The beginning of the file's name.
         strict: Whether names must match exactly.
 
     Returns:
-        The values of your own.
+        Your own values.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If it is a pickle that the legacy functions wrote, or damaged.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged, or a pickle that the legacy functions wrote.
     """
     _deprecated("experimental_load_checkpoint", "ORTTrainer.load_checkpoint")
     return load_from_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, strict)
@@ -133,4 +133,4 @@ def load_from_folder(trainer: ORTTrainer, folder: Folder, prefix: str, strict: b
 
 
 def _deprecated(name: str, instead: str) -> None:
-    warnings.warn(f"{name}() is there for old scripts: use {instead}()", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{name}() is only for old scripts: use {instead}()", DeprecationWarning, stacklevel=3)

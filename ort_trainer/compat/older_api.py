@@ -1,7 +1,7 @@
 """``onnxruntime.capi.ort_trainer``: the API before ``ORTTrainerOptions``, on top of :class:`ort_trainer.ORTTrainer`.
 
-What differs from today's trainer: everything is an argument of the constructor, the learning rate and the loss scale
-are inputs of each step unless the constructor says where to get them, and the state dict is flat.
+Differences from the current trainer: all settings are arguments of the constructor; the learning rate and the loss
+scale are inputs of each step unless the constructor gets a function or an object for them; the state dict is flat.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import onnx
 import torch
 
+from .. import amp
 from ..interrupts import uninterrupted
 from ..runtime import Plan
 from ..sources.onnx import load_onnx_model
 from ..training.batch import Batch
-from ..training.precision import FedScale
 from ..training_session import TrainerSession
 from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
 from .older_arguments import check_arguments, check_callable, one_number, optimizer_config, parameter_names, returning
@@ -43,35 +43,35 @@ _LOSS_SCALE = "default_loss_scale_input_name"
 
 
 class ORTTrainer:
-    """Trains a model on ONNX Runtime; the constructor and calls are those of ``onnxruntime.capi.ort_trainer``.
+    """Trains a model on ONNX Runtime, with the constructor and methods of ``onnxruntime.capi.ort_trainer``.
 
     Args:
         model: As for :class:`ort_trainer.ORTTrainer`.
-        loss_fn: A function (prediction, label) -> loss; None where the model returns the loss first.
-        model_desc: A :class:`ModelDescription`. The first output is the loss. Where an input is called otherwise than
-            every argument of the model, and there are as many, they are the arguments in order; files of
+        loss_fn: A function (prediction, label) -> loss; None if the first output of the model is the loss.
+        model_desc: A :class:`ModelDescription`. The first output is the loss. If inputs have other names than the
+            arguments of the model, but their number is the same, they are matched by position; files of
             ``save_as_onnx`` have the names of the arguments.
         training_optimizer_name: ``SGDOptimizer``, ``AdamOptimizer`` or ``LambOptimizer``.
         map_optimizer_attributes: A function: name of a weight -> its hyper-parameters, any of ``alpha``, ``beta``,
             ``lambda``, ``epsilon``, ``max_norm_clip``, ``do_bias_correction``, ``weight_decay_mode``, ``ratio_min``,
             ``ratio_max``. None for the defaults of ``ort_trainer.optim``.
-        learning_rate_description: An :class:`IODescription` that names the learning rate among the inputs of a step.
+        learning_rate_description: An :class:`IODescription` with the name of the learning rate as an input of a step.
         device: Where training runs.
         gradient_accumulation_steps: Micro-batches per update.
         world_rank: Option ``distributed.world_rank``.
         world_size: Option ``distributed.world_size``.
         use_mixed_precision: fp16, with a loss scale from ``loss_scaler`` or as an input of every step.
         allreduce_post_accumulation: Option ``distributed.allreduce_post_accumulation``.
-        global_step: What ``global_step_`` starts from.
-        get_lr_this_step: A function ``global_step_`` -> learning rate; without it the rate is an input of every step.
+        global_step: The initial ``global_step_``.
+        get_lr_this_step: A function ``global_step_`` -> learning rate; without it, the rate is an input of each step.
         loss_scaler: A :class:`LossScaler`, or an object with its ``loss_scale_`` and ``update_loss_scale``, used and
             updated in place.
         deepspeed_zero_stage: Option ``distributed.deepspeed_zero_optimization.stage``.
         enable_grad_norm_clip: Whether gradients are clipped to a global norm of 1.
         frozen_weights: Names of parameters that are not trained.
-        _opset_version: ONNX operator set; the default, 14, stands for the trainer's own.
+        _opset_version: ONNX operator set; the default, 14, means the trainer's own default.
         _enable_internal_postprocess: Option ``_internal_use.enable_internal_postprocess``.
-        _extra_postprocess: A function that changes an exported ONNX model in place; what it returns is not used.
+        _extra_postprocess: A function that changes an exported ONNX model in place; its result is ignored.
         _use_deterministic_compute: Option ``debug.deterministic_compute``.
         use_memory_efficient_gradient: Option ``utils.memory_efficient_gradient``.
         run_symbolic_shape_infer: Option ``utils.run_symbolic_shape_infer``.
@@ -79,7 +79,8 @@ class ORTTrainer:
         optimized_model_filepath: Option ``debug.graph_save_paths.model_with_training_graph_after_optimization_path``.
 
     Raises:
-        TypeError, ValueError: If an argument is wrong; what is not supported is named as in ``ORTTrainerOptions``.
+        TypeError, ValueError: If an argument is invalid. Messages about unsupported settings name them as in
+            ``ORTTrainerOptions``.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ORTTrainer:
         optimized_model_filepath: str = "",
     ) -> None:
         warnings.warn(
-            "onnxruntime.capi.ort_trainer.ORTTrainer is there for old scripts: use ort_trainer.ORTTrainer",
+            "onnxruntime.capi.ort_trainer.ORTTrainer is only for old scripts: use ort_trainer.ORTTrainer",
             FutureWarning,
             stacklevel=2,
         )
@@ -121,13 +122,13 @@ class ORTTrainer:
         check_callable("_extra_postprocess", _extra_postprocess)
         check_arguments(learning_rate_description, frozen_weights, global_step, loss_scaler, use_mixed_precision)
         if loss_fn is not None and not isinstance(model, torch.nn.Module):
-            warnings.warn("loss_fn is not used: an ONNX model holds its loss already", UserWarning, stacklevel=2)
+            warnings.warn("loss_fn is ignored: an ONNX model contains its loss", UserWarning, stacklevel=2)
             loss_fn = None
         options: dict[str, Any] = {
             "batch": {"gradient_accumulation_steps": gradient_accumulation_steps},
             "device": {"id": str(device)},
             "distributed": {
-                # At their defaults they are not given: processes may have been launched all the same.
+                # Left out at their defaults: a launcher may have started several processes without them.
                 **({"world_rank": world_rank} if world_rank else {}),
                 **({"world_size": world_size} if world_size != 1 else {}),
                 "allreduce_post_accumulation": allreduce_post_accumulation,
@@ -136,7 +137,7 @@ class ORTTrainer:
             },
             "mixed_precision": {
                 "enabled": use_mixed_precision,
-                "loss_scaler": FedScale(1.0) if use_mixed_precision else None,
+                "loss_scaler": amp.LossScaler(1.0) if use_mixed_precision else None,
             },
             "utils": {
                 "grad_norm_clip": enable_grad_norm_clip,
@@ -177,7 +178,7 @@ class ORTTrainer:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that does the work."""
+        """The current trainer, which does the work."""
         return self._trainer
 
     @property
@@ -187,12 +188,12 @@ class ORTTrainer:
 
     @property
     def onnx_model_(self) -> onnx.ModelProto | None:
-        """The model that :meth:`save_as_onnx` writes, as a new object; None where there is no session."""
+        """The model that :meth:`save_as_onnx` writes, as a new object; None if there is no session."""
         return self._trainer._onnx_model
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update; can be assigned between two windows, as that of the trainer."""
+        """Micro-batches per update; can be assigned between two windows, like the trainer's."""
         return self._trainer.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -206,20 +207,20 @@ class ORTTrainer:
 
     @property
     def loss_scale_input_name(self) -> str:
-        """The keyword by which a step takes the loss scale; ``default_loss_scale_input_name`` always works."""
+        """The keyword for the loss scale of a step; ``default_loss_scale_input_name`` always works."""
         scaler = self._trainer.loss_scaler
         return _LOSS_SCALE if scaler is None or scaler.input_name is None else scaler.input_name
 
     def train(self) -> None:
-        """Makes a call of the trainer a :meth:`train_step`."""
+        """Makes calls of this object run :meth:`train_step`."""
         self.is_train = True
 
     def eval(self) -> None:
-        """Makes a call of the trainer an :meth:`eval_step`."""
+        """Makes calls of this object run :meth:`eval_step`."""
         self.is_train = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs :meth:`train_step` or :meth:`eval_step`, whichever :meth:`train` or :meth:`eval` chose last."""
+        """Runs :meth:`train_step` or :meth:`eval_step`, as the last call of :meth:`train` or :meth:`eval` chose."""
         return self.train_step(*args, **kwargs) if self.is_train else self.eval_step(*args, **kwargs)
 
     def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -232,11 +233,11 @@ class ORTTrainer:
             **kwargs: Any of them by name, the loss scale by :attr:`loss_scale_input_name`.
 
         Returns:
-            A list of the outputs, a bare tensor where it is one. In mixed precision without a ``loss_scaler`` an
-            update adds a bool tensor: whether all gradients were finite.
+            A list of the outputs, or the tensor itself if there is only one. In mixed precision without a
+            ``loss_scaler``, an update adds a bool tensor: whether all gradients were finite.
 
         Raises:
-            TypeError: If an input is missing, unknown, or given twice. Nothing has changed then.
+            TypeError: If an input is missing, unknown, or given twice. The trainer is unchanged.
         """
         rate = self.learning_rate_description_.name_
         external_rate = self.get_lr_this_step_ is None
@@ -256,7 +257,7 @@ class ORTTrainer:
             scale = one_number("the loss scale", given)
         loop = self._trainer.loop
         bound = loop.graphs.bind((self._renamed(batch),), {})
-        plan = loop.plan(bound, True, loop.graphs.fetches(fetches or ()))  # may be interrupted, the step not
+        plan = loop.plan(bound, True, loop.graphs.fetches(fetches or ()))  # interruptible, unlike the step
         with uninterrupted():
             outputs = self._step(plan, bound, learning_rate, scale)
         if external_scale and not fetches and not loop.window.micro_batches:
@@ -278,13 +279,13 @@ class ORTTrainer:
         """Runs the model in evaluation mode; changes nothing.
 
         Args:
-            *args: The inputs of the description in order, or a list of them. With ``fetches`` those at the end that the
-                outputs do not need (the label, for a prediction) may be left out.
+            *args: The inputs of the description in order, or a list of them. With ``fetches``, inputs at the end that
+                the outputs do not need (the label, for a prediction) may be left out.
             fetches: Names of outputs to return, in this order; None for all.
             **kwargs: Inputs by name.
 
         Returns:
-            A list of the outputs, a bare tensor where it is one.
+            A list of the outputs, or the tensor itself if there is only one.
         """
         batch = self._renamed(self._named(args, kwargs, []))
         outputs = self._trainer.loop.evaluate((batch,), {}, fetches or ())
@@ -298,12 +299,12 @@ class ORTTrainer:
         """Returns weights and buffers by name, and ``Moment_1_<weight>`` and the like, as one flat dict of tensors.
 
         Args:
-            include_optimizer_state: Whether to put in the optimizer's state.
+            include_optimizer_state: Whether to include the optimizer's state.
         """
         return flat_state_dict(self._trainer, include_optimizer_state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
-        """Restores what :meth:`state_dict` returned; also before the first step.
+        """Restores what :meth:`state_dict` returned, even before the first step.
 
         Args:
             state_dict: The flat dict.
@@ -324,12 +325,12 @@ class ORTTrainer:
         batch = dict(zip(names, args, strict=False))
         unknown = [name for name in kwargs if name not in names]
         if unknown:
-            raise TypeError(f"inputs {unknown} are not known: a step takes {names}")
+            raise TypeError(f"inputs {unknown} are unknown: a step takes {names}")
         twice = [name for name in kwargs if name in batch]
         if twice:
             raise TypeError(f"inputs {twice} were given twice, by position and by name")
         return {**batch, **kwargs}
 
     def _renamed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a batch by the names of the model's own arguments."""
+        """Returns a batch with the names of the model's arguments."""
         return {self._arguments.get(name, name): value for name, value in batch.items()}

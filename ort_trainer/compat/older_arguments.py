@@ -1,4 +1,4 @@
-"""What the arguments of the older trainer mean in the words of today's: the optimizer config and the options."""
+"""Translates arguments of the older trainer into an optimizer config and options of the current one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["check_arguments", "check_callable", "one_number", "optimizer_config"
 def check_arguments(
     learning_rate_description: Any, frozen_weights: Any, global_step: Any, loss_scaler: Any, use_mixed_precision: bool
 ) -> None:
-    """Checks arguments of the constructor that no option stands for.
+    """Checks the constructor's arguments that do not become options.
 
     Raises:
-        TypeError, ValueError: If one is wrong.
+        TypeError, ValueError: If one is invalid.
     """
     if not isinstance(learning_rate_description, IODescription):
         raise TypeError(
@@ -35,29 +35,25 @@ def check_arguments(
     scales = hasattr(loss_scaler, "loss_scale_") and callable(getattr(loss_scaler, "update_loss_scale", None))
     if loss_scaler is not None and not scales:
         raise TypeError(
-            "loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, or have its loss_scale_ and "
-            f"update_loss_scale(), but {shown(loss_scaler)} was given"
+            "loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, or have loss_scale_ and "
+            f"update_loss_scale() like it, but {shown(loss_scaler)} was given"
         )
     if loss_scaler is not None and not use_mixed_precision:
         warnings.warn(
-            "loss_scaler has no effect without use_mixed_precision: there is no loss to scale",
+            "loss_scaler has no effect without use_mixed_precision=True: the loss is not scaled",
             UserWarning,
             stacklevel=3,
         )
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Checks that an argument is a function, or None.
-
-    Raises:
-        TypeError: If not.
-    """
+    """Raises a TypeError if an argument is neither a function nor None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function or None, but {shown(value)} was given")
 
 
 def returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of the old kind changes the model in place; today's returns it."""
+    """Makes a function that changes the model in place return it, as the option expects."""
 
     def postprocess(model: Any) -> Any:
         change(model)
@@ -69,7 +65,7 @@ def returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def optimizer_config(
     name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, parameters: Sequence[str]
 ) -> Any:
-    """Returns the config, with a parameter group for each set of attributes that weights have in common."""
+    """Returns the config, with one parameter group for each distinct set of attributes."""
     if name not in CONFIGS:
         raise ValueError(f"training_optimizer_name must be one of {list(CONFIGS)}, but {name!r} was given")
     groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
@@ -92,15 +88,15 @@ def parameter_names(model: Any) -> list[str]:
     """Returns the names of the parameters that can be trained."""
     if isinstance(model, torch.nn.Module):
         return [name for name, _ in model.named_parameters()]
-    # Anything else is no model, which the trainer will say.
+    # Anything else is not a model: the trainer raises the error.
     return [name for name in model.parameters if name not in model.frozen] if isinstance(model, OnnxModel) else []
 
 
 def one_number(what: str, value: Any) -> float:
-    """Returns what was fed as a float.
+    """Returns a value that was passed to a step as a float.
 
     Raises:
-        TypeError: If it is not one number.
+        TypeError: If it is not a single number.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]

@@ -1,4 +1,4 @@
-"""Files of ``onnxruntime.capi.ort_trainer``."""
+"""The checkpoint functions of ``onnxruntime.capi.ort_trainer``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
-# What is kept of a loss scaler -> its attribute, which a scaler of another class need not have.
+# Key of the saved state of a loss scaler -> its attribute, which scalers of other classes may lack.
 _OF_SCALER = {"loss_scale": "loss_scale_", "stable_steps": "stable_steps_"}
 
 
@@ -25,14 +25,14 @@ def save_checkpoint(
     checkpoint_state_dict: Mapping[str, Any] | None = None,
     include_optimizer_state: bool = True,
 ) -> None:
-    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; a file that is there is replaced, with a warning.
+    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; replaces an existing file, with a warning.
 
     Args:
         model: The trainer.
         checkpoint_dir: The folder; it must exist.
-        checkpoint_prefix: How the file's name begins.
-        checkpoint_state_dict: Values of your own that :func:`load_checkpoint` gives back. It is not changed.
-        include_optimizer_state: Whether to write moments too.
+        checkpoint_prefix: The beginning of the file's name.
+        checkpoint_state_dict: Your own values, which :func:`load_checkpoint` returns. It is not changed.
+        include_optimizer_state: Whether to write moments, too.
     """
     values = {} if checkpoint_state_dict is None else checkpoint_state_dict
     if not isinstance(values, Mapping):
@@ -44,22 +44,22 @@ def save_checkpoint(
 def load_checkpoint(
     model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
 ) -> dict[str, Any]:
-    """Restores what :func:`save_checkpoint` wrote, ``global_step_`` and the ``LossScaler`` too.
+    """Restores what :func:`save_checkpoint` wrote, including ``global_step_`` and the ``LossScaler``.
 
-    A file of today's ``save_checkpoint`` has neither: they stay as they are then, with a warning.
+    A file of the current ``ORTTrainer.save_checkpoint`` has neither: they stay unchanged, with a warning.
 
     Args:
         model: The trainer.
         checkpoint_dir: The folder.
-        checkpoint_prefix: How the file's name begins.
+        checkpoint_prefix: The beginning of the file's name.
         strict: Whether names must match exactly.
 
     Returns:
-        The values of your own.
+        Your own values.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If it is a pickle that the legacy function wrote, or damaged.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged, or a pickle that the legacy function wrote.
     """
     values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
     _restore_own_state(model, values.pop(_OWN_STATE, None))
@@ -67,7 +67,7 @@ def load_checkpoint(
 
 
 def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
-    """Returns what this class knows beyond today's trainer."""
+    """Returns the state of the older trainer that the current one does not have."""
     scaler = trainer.loss_scaler_
     known = {key: getattr(scaler, name, None) for key, name in _OF_SCALER.items()}
     state = None if scaler is None else {key: value for key, value in known.items() if value is not None}
@@ -75,7 +75,7 @@ def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
 
 
 def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
-    """Restores what :func:`_own_state` returned, and warns of what it does not have."""
+    """Restores what :func:`_own_state` returned, and warns about missing values."""
     state = state if isinstance(state, Mapping) else {}
     step, saved, scaler = state.get("global_step"), state.get("loss_scaler"), trainer.loss_scaler_
     kept = []
@@ -91,5 +91,5 @@ def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
         kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
     if kept:
         warnings.warn(
-            f"the checkpoint does not have all that this trainer does: {', '.join(kept)}", UserWarning, stacklevel=3
+            f"the checkpoint lacks part of this trainer's state: {', '.join(kept)}", UserWarning, stacklevel=3
         )

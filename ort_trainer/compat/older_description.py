@@ -1,4 +1,4 @@
-"""What the older API describes a model, its inputs and its loss scale with."""
+"""The older API's classes for the description of a model and for the loss scale."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class IODescription:
     Args:
         name: Its name.
         shape: Sizes; a str names a dimension whose size may change.
-        dtype: For :func:`generate_sample`. Outputs have the dtype that the model gives them.
-        num_classes: For :func:`generate_sample`: values are integers below it.
+        dtype: The dtype of :func:`generate_sample`. Outputs have the dtypes of the model.
+        num_classes: Makes :func:`generate_sample` return integers below it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LossScaler:
     """A loss scale that halves on overflow and doubles after a run of finite steps.
 
     Args:
-        loss_scale_input_name: Kept as ``loss_scale_input_name_``; the trainer that is given the scaler needs no name.
+        loss_scale_input_name: Stored as ``loss_scale_input_name_``; the trainer does not need it.
         is_dynamic_scale: False keeps the scale constant.
         loss_scale: The initial scale.
         up_scale_window: Finite steps before the scale doubles.
@@ -73,7 +73,7 @@ class LossScaler:
         self.stable_steps_ = 0
 
     def update_loss_scale(self, is_all_finite: bool) -> None:
-        """Chooses the next scale after an update.
+        """Sets the next scale after an update.
 
         Args:
             is_all_finite: Whether all gradients of the update were finite.
@@ -90,17 +90,17 @@ class LossScaler:
             self.stable_steps_ = 0
 
     def reset(self) -> None:
-        """Goes back to the initial scale."""
+        """Resets the scale to its initial value, and the count of finite steps to 0."""
         self.loss_scale_ = self.initial_loss_scale_
         self.stable_steps_ = 0
 
 
 def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
-    """Returns a random tensor that fits a description; dimensions with a name have the size 1.
+    """Returns a random tensor for a description; named dimensions have the size 1.
 
     Args:
-        desc: With ``num_classes``, values are integers below it; else they are sampled from a normal distribution.
-        device: Where it is to be.
+        desc: With ``num_classes``, values are integers below it; otherwise they are normally distributed.
+        device: The device of the tensor.
     """
     size = [entry if isinstance(entry, int) else 1 for entry in desc.shape_]
     if desc.num_classes_:
@@ -109,10 +109,11 @@ def generate_sample(desc: IODescription, device: str | torch.device | None = Non
 
 
 def to_model_desc(description: ModelDescription) -> dict[str, Any]:
-    """Returns the description in today's form.
+    """Returns the description in the form of the current trainer.
 
     Raises:
-        TypeError, ValueError: If it is none, or its first output is no loss.
+        TypeError: If it, or an entry of it, has the wrong class.
+        ValueError: If its first output is not a loss.
     """
     if not isinstance(description, ModelDescription):
         raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
@@ -121,7 +122,7 @@ def to_model_desc(description: ModelDescription) -> dict[str, Any]:
         if wrong:
             raise TypeError(f"the {kind} of a ModelDescription are IODescriptions, but {wrong[0]!r} was given")
     if not description.outputs_:
-        raise ValueError("model_desc needs outputs, of which the first is the loss")
+        raise ValueError("model_desc needs outputs: the first must be the loss")
     loss, *others = description.outputs_
     if list(loss.shape_) not in ([], [1]):
         raise ValueError(
@@ -134,7 +135,7 @@ def to_model_desc(description: ModelDescription) -> dict[str, Any]:
 
 
 def arguments_of(model: Any, description: ModelDescription, has_loss: bool) -> dict[str, str]:
-    """Returns described name -> argument of forward, where inputs are given by position; else nothing."""
+    """Returns described name -> argument of ``forward`` if inputs are matched by position, otherwise an empty dict."""
     if not isinstance(model, torch.nn.Module):
         return {}
     names = [entry.name_ for entry in description.inputs_]

@@ -1,28 +1,49 @@
-"""Options as old scripts read them."""
+"""``ORTTrainerOptions`` for old scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 import ort_trainer
 
 from ..errors import warn
-from ..runtime.engine import has_cuda
+from ..runtime.engine import engine, has_cuda
 
-__all__ = ["ORTTrainerOptions", "set_cuda_mem_limit"]
+__all__ = ["ORTTrainerOptions", "PropagateCastOpsStrategy", "set_cuda_mem_limit"]
 
+# Options that legacy did not have.
+_NEW = (
+    "batch.gradient_reduction",
+    *(f"distributed.{key}" for key in ("timeout", "bucket_cap_mb", "reduce_dtype")),
+    "mixed_precision.dtype",
+    "graph_transformer.allow_layer_norm_mod_precision",
+    *(f"utils.{key}" for key in ("max_grad_norm", "max_grad_value", "share_weights", "random_numbers", "kernels")),
+    "utils.cache_exports",
+    *(f"debug.{key}" for key in ("check_indices", "max_nonfinite_losses")),
+)
+_LEGACY_OPSET = 14
 _memory_limit = 0
 
 
+class PropagateCastOpsStrategy(IntEnum):
+    """Strategies of cast propagation, for an ONNX Runtime that has no such enum."""
+
+    NONE = 0
+    INSERT_AND_REDUCE = 1
+    FLOOD_FILL = 2
+
+
 def set_cuda_mem_limit(limit: int) -> None:
-    """Limits what ONNX Runtime may allocate on a CUDA device; options that are made later have it.
+    """Limits the memory of ONNX Runtime on a CUDA device: sets the default of ``device.mem_limit`` for later options.
 
     Args:
-        limit: Bytes; 0 is no limit. It is for ``device.mem_limit`` where options do not give one.
+        limit: Bytes; 0 means no limit.
 
     Raises:
-        TypeError, ValueError: If it is no int, or negative.
+        TypeError: If it is not an int.
+        ValueError: If it is negative.
     """
     global _memory_limit
     if isinstance(limit, bool) or not isinstance(limit, int):
@@ -36,22 +57,22 @@ def set_cuda_mem_limit(limit: int) -> None:
 
 
 def _with_legacy_defaults(options: Any) -> Any:
-    """Returns options that are as they were with legacy where nothing is given.
+    """Returns options with the defaults of legacy.
 
-    A trainer trained copies of the weights, so that several could begin with one model; and
-    :func:`set_cuda_mem_limit` set the limit of memory.
+    A legacy trainer trained copies of the weights, so several could start from one model, and
+    :func:`set_cuda_mem_limit` set the memory limit.
     """
     options = {} if options is None else options
     defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": {"mem_limit": _memory_limit}}
     if not isinstance(options, Mapping) or not all(isinstance(options.get(key, {}), Mapping) for key in defaults):
-        return options  # which is refused
+        return options  # the constructor raises the error
     return {**options, **{key: {**values, **options.get(key, {})} for key, values in defaults.items()}}
 
 
 class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     """:class:`ort_trainer.ORTTrainerOptions` for old scripts.
 
-    An option without effect is a warning here, and so is a shape in the model description that batches do not have.
+    An option without effect is only a warning, and so is a shape in the model description that batches do not match.
     The default of ``utils.share_weights`` is False.
 
     Args:
@@ -59,7 +80,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     Raises:
         TypeError: If ``options`` is not a mapping.
-        ValueError: If any setting is unknown, has a wrong value, or is not supported.
+        ValueError: If a setting is unknown, invalid, or unsupported.
     """
 
     __slots__ = ("_original_opts",)
@@ -72,5 +93,15 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     @property
     def _validated_opts(self) -> dict[str, Any]:
-        """All settings with their defaults, as a new nested dict."""
-        return self.to_dict()
+        """Legacy's settings with its defaults, and newer ones that were given, as a new nested dict."""
+        document = self.to_dict()
+        for path in _NEW:
+            section, _, key = path.partition(".")
+            if key not in self._original_opts.get(section, {}):
+                del document[section][key]
+        casts = document["graph_transformer"]["propagate_cast_ops_config"]
+        kinds = getattr(engine().capi._pybind_state, "PropagateCastOpsStrategy", PropagateCastOpsStrategy)
+        casts["strategy"] = None if casts["strategy"] is None else getattr(kinds, casts["strategy"])
+        if not self.is_given("_internal_use.onnx_opset_version"):
+            document["_internal_use"]["onnx_opset_version"] = _LEGACY_OPSET
+        return document

@@ -1,4 +1,4 @@
-"""``CheckpointState`` as old scripts know it, whose mappings yield pairs of name and value."""
+"""``CheckpointState`` for old scripts: its mappings yield pairs of name and value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CheckpointState", "Parameters", "Properties"]
 
 
 class _Pairs:
-    """What both mappings do differently from the classes that follow."""
+    """Iterates over pairs; for both mappings."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items())

@@ -1,71 +1,60 @@
-"""Which names the legacy modules get, and puts them in place."""
+"""Lists the names of the legacy modules, and sets them."""
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import ort_trainer
 
-from .. import amp, optim
+from .. import amp
 from ..optim import lr_scheduler
 from ..options import ModelDescription
 from ..runtime.engine import engine, training_bindings
-from . import checkpoint, older_api
+from . import checkpoint, older_api, optim
+from .legacy_errors import ASSERTED, raising
 from .modules import is_changed, module_named, put_in_place, restore, set_name
-from .options import ORTTrainerOptions, set_cuda_mem_limit
+from .options import ORTTrainerOptions, PropagateCastOpsStrategy, set_cuda_mem_limit
 from .session import TrainingSession
 from .trainer import ORTTrainer
 from .training_api import training_api_names
 
-__all__ = ["PropagateCastOpsStrategy", "install_all", "uninstall_all"]
-
-
-class PropagateCastOpsStrategy(IntEnum):
-    """Strategies of cast propagation, for an ONNX Runtime that has no such enum."""
-
-    NONE = 0
-    INSERT_AND_REDUCE = 1
-    FLOOD_FILL = 2
+__all__ = ["install_all", "uninstall_all"]
 
 
 def _is_ortmodule_available() -> bool:
     return False
 
 
-class _RefusedSession:
-    """Stands where ONNX Runtime had the C class of a training session."""
+def _refused_class(name: str, instead: str) -> type:
+    """Returns a substitute for a C class of ONNX Runtime, whose constructor raises an error."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "onnxruntime.capi._pybind_state.TrainingSession was a C class behind onnxruntime.TrainingSession; there is "
-            "none here: use ort_trainer.TrainingSession, whose constructor reads the model (load_model, read_bytes)"
+            f"onnxruntime.capi._pybind_state.{name}, a C class behind onnxruntime.TrainingSession, is not supported: "
+            f"use ort_trainer.TrainingSession, {instead}"
         )
+
+    return type(name, (), {"__init__": refuse})
 
 
 class GradientGraphBuilder:
-    """Stands where onnxruntime-training has the class that differentiates ONNX graphs, and a stock engine has none."""
+    """Replaces onnxruntime-training's class for differentiating ONNX graphs, which the stock engine lacks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        training_bindings()  # which says what to install
+        training_bindings()  # raises an error that says what to install
 
 
-# Module -> names that it gets, replacing what a newer onnxruntime-training has under them.
+# Module -> names to set, which replace those of onnxruntime-training.
 _SCALERS = {"LossScaler": amp.LossScaler, "DynamicLossScaler": amp.DynamicLossScaler}
-_CONFIGS = {
-    "SGDConfig": optim.SGDConfig,
-    "AdamConfig": optim.AdamConfig,
-    "LambConfig": optim.LambConfig,
-    "_OptimizerConfig": optim._OptimizerConfig,
-}
+_CONFIGS = {name: getattr(optim, name) for name in optim.__all__}
 _SCHEDULES = {
-    "ConstantWarmupLRScheduler": optim.ConstantWarmupLRScheduler,
-    "CosineWarmupLRScheduler": optim.CosineWarmupLRScheduler,
-    "LinearWarmupLRScheduler": optim.LinearWarmupLRScheduler,
-    "PolyWarmupLRScheduler": optim.PolyWarmupLRScheduler,
+    "ConstantWarmupLRScheduler": lr_scheduler.ConstantWarmupLRScheduler,
+    "CosineWarmupLRScheduler": lr_scheduler.CosineWarmupLRScheduler,
+    "LinearWarmupLRScheduler": lr_scheduler.LinearWarmupLRScheduler,
+    "PolyWarmupLRScheduler": lr_scheduler.PolyWarmupLRScheduler,
     "_LRScheduler": lr_scheduler.LRScheduler,
 }
-_TRAINER = {
+_TRAINER: dict[str, Any] = {
     "ORTTrainer": ORTTrainer,
     "ORTTrainerOptions": ORTTrainerOptions,
     "TrainStepInfo": ort_trainer.TrainStepInfo,
@@ -73,7 +62,7 @@ _TRAINER = {
 _SESSION = {"TrainingSession": TrainingSession, "TrainingParameters": ort_trainer.TrainingParameters}
 _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime": _SESSION,
-    "onnxruntime.training": {**_TRAINER, **_SESSION},
+    "onnxruntime.training": {**_TRAINER, **_SESSION, "is_ortmodule_available": _is_ortmodule_available},
     "onnxruntime.training.amp": _SCALERS,
     "onnxruntime.training.amp.loss_scaler": _SCALERS,
     "onnxruntime.training.optim": {**_CONFIGS, **_SCHEDULES},
@@ -84,30 +73,35 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.orttrainer_options": {"ORTTrainerOptions": ORTTrainerOptions},
     "onnxruntime.training.model_desc_validation": {"_ORTTrainerModelDesc": ModelDescription},
     "onnxruntime.capi._pybind_state": {
-        "TrainingSession": _RefusedSession,
+        "TrainingSession": _refused_class(
+            "TrainingSession", "whose constructor reads the model (load_model, read_bytes)"
+        ),
+        "TrainingConfigurationResult": _refused_class(
+            "TrainingConfigurationResult", "which has the result's loss_scale_input_name"
+        ),
         "TrainingParameters": ort_trainer.TrainingParameters,
         "set_cuda_mem_limit": set_cuda_mem_limit,
     },
     "onnxruntime.capi.ort_trainer": {name: getattr(older_api, name) for name in older_api.__all__},
 }
-# Names that onnxruntime-training has itself, and that belong to it then.
+# Names that are set only if the engine does not have them.
 _MISSING: dict[str, dict[str, Any]] = {
-    "onnxruntime.training": {
-        "PropagateCastOpsStrategy": PropagateCastOpsStrategy,
-        "is_ortmodule_available": _is_ortmodule_available,
-    },
+    "onnxruntime.training": {"PropagateCastOpsStrategy": PropagateCastOpsStrategy},
     "onnxruntime.capi._pybind_state": {"GradientGraphBuilder": GradientGraphBuilder},
 }
 
 
 def install_all() -> None:
-    """Puts everything in place; see ``ort_trainer.compat.install``."""
+    """Sets all names; see ``ort_trainer.compat.install``."""
     if is_changed():
         return
-    engine()  # the first to import ONNX Runtime, which the others do without care
+    engine()  # the imports below do not take its precautions when importing ONNX Runtime
     try:
         put_in_place({**_NAMES, **training_api_names(), **_artifacts_names()}, _MISSING)
         set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))
+        kinds: tuple[Any, ...] = (*_SCALERS.values(), *_SCHEDULES.values(), ort_trainer.TrainStepInfo)
+        for kind in kinds:
+            set_name(kind, "__init__", raising(*ASSERTED)(kind.__init__))
     except BaseException:
         uninstall_all()
         raise
@@ -120,7 +114,7 @@ def uninstall_all() -> None:
 
 
 def _artifacts_names() -> dict[str, dict[str, Any]]:
-    from .. import artifacts  # with ort_trainer.api, and so with ONNX Runtime
+    from .. import artifacts  # imports ort_trainer.api, and with it ONNX Runtime
 
     names = ("LossType", "OptimType", "generate_artifacts")
     return {"onnxruntime.training.artifacts": {name: getattr(artifacts, name) for name in names}}

@@ -10,6 +10,6 @@ __all__ = ["TrainingSession"]
 
 
 class TrainingSession(ort_trainer.TrainingSession):
-    """:class:`ort_trainer.TrainingSession` for old scripts: a parameter without effect is a warning here."""
+    """:class:`ort_trainer.TrainingSession` for old scripts: a parameter without effect is only a warning."""
 
     _options = ORTTrainerOptions

@@ -1,4 +1,4 @@
-"""``onnxruntime.training.ORTTrainer`` for old scripts: today's trainer, with the private names that they reach for."""
+"""``onnxruntime.training.ORTTrainer`` for old scripts: the current trainer, with the private names that they use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ..sources.onnx import OnnxModel
 from ..training.inference_mode import outside_inference_mode
 from ..training.onnx_file import onnx_model
 from ..training_session import TrainerSession
+from .legacy_errors import ASSERTED, raising
 from .options import ORTTrainerOptions
 
 __all__ = ["ORTTrainer"]
 
 
 class _Input(NamedTuple):
-    """An input as legacy described it when it knew the dtype."""
+    """An input, as legacy described it once it knew the dtype."""
 
     name: str
     shape: list[int | str]
@@ -33,7 +34,7 @@ class _Input(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """An output, likewise."""
+    """An output, as legacy described it once it knew the dtype."""
 
     name: str
     shape: list[int | str]
@@ -45,18 +46,19 @@ class _Output(NamedTuple):
 class ORTTrainer(ort_trainer.ORTTrainer):
     """:class:`ort_trainer.ORTTrainer` for old scripts.
 
-    A batch that does not have the fixed sizes of the model description, or not its number of dimensions, corrects that
-    of the trainer, with a warning.
+    If a batch has other fixed sizes or another number of dimensions than the model description, the trainer corrects
+    its copy of the description, with a warning.
 
     Args:
-        model: As for :class:`ort_trainer.ORTTrainer`, as all arguments.
+        model: The model; all arguments are those of :class:`ort_trainer.ORTTrainer`.
         model_desc: The description.
         optim_config: The optimizer config.
         loss_fn: The loss function.
-        options: Settings; None for the defaults. Of :class:`ort_trainer.compat.options.ORTTrainerOptions`: with those
-            of ``ort_trainer`` itself, what is only a warning here is an error.
+        options: Settings, as :class:`ort_trainer.compat.options.ORTTrainerOptions`; None for the defaults. With
+            ``ort_trainer.ORTTrainerOptions``, the warnings of this class are errors.
     """
 
+    @raising(*ASSERTED)
     def __init__(
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
@@ -67,9 +69,15 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     ) -> None:
         super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions() if options is None else options)
 
+    # The exceptions that legacy's documentation lists.
+    @raising((RuntimeError, RuntimeWarning), ((TypeError, OSError), ValueError))
+    def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Writes the evaluation graph with the current weights; see :meth:`ort_trainer.ORTTrainer.save_as_onnx`."""
+        super().save_as_onnx(path)
+
     @property
     def model_desc(self) -> ModelDescription:
-        """The model description; when training or evaluation has begun, its entries have dtypes as well."""
+        """The model description; once training or evaluation has begun, its entries also have dtypes."""
         known, session = super().model_desc, self.session
         graphs = [] if session is None else [*session.graphs(True), *session.graphs(False)]
         if not graphs:
@@ -88,10 +96,10 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     @property
     @outside_inference_mode
     def _onnx_model(self) -> onnx.ModelProto | None:
-        """The model that ``save_as_onnx`` writes, as a new object; None where there is no session."""
+        """The model that ``save_as_onnx`` writes, as a new object; None if there is no session."""
         return None if self.session is None else onnx_model(self.loop, self.model_desc.output_names)
 
     @property
     def _load_state_dict(self) -> functools.partial[None] | None:
-        """What loads the state that waits for the first step, with that as its argument; None where none does."""
+        """A partial of ``load_state_dict`` with the state that waits for the first step; None if no state waits."""
         return functools.partial(self.load_state_dict, self.loop.pending_dict) if self.loop.pending_dict else None

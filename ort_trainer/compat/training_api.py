@@ -19,8 +19,8 @@ _SUBMODULES = {
 
 
 def training_api_names() -> dict[str, dict[str, Any]]:
-    """Returns modules of ``onnxruntime.training``, with the names that they get."""
-    from .. import api  # with ONNX Runtime, which should be imported by then
+    """Returns modules of ``onnxruntime.training``, with the names to set in them."""
+    from .. import api  # imports ONNX Runtime, unless it was imported before
     from . import pairs
 
     modules = {_PACKAGE: _PUBLIC, **{f"{_PACKAGE}.{name}": names for name, names in _SUBMODULES.items()}}
@@ -31,7 +31,7 @@ def training_api_names() -> dict[str, dict[str, Any]]:
 
 
 def install_alone() -> None:
-    """Puts the training API in place, and nothing that needs PyTorch."""
+    """Sets the names of the training API, and nothing that needs PyTorch."""
     if is_changed():
         return
     module_named("onnxruntime")

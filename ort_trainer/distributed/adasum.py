@@ -1,4 +1,4 @@
-"""Adasum: gradients of processes are added up as far as they say different things, and averaged where they agree.
+"""Adasum: sums the gradients of processes where they are orthogonal, and averages them where they agree.
 
 Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021 (arXiv 2006.02924).
 """
@@ -16,21 +16,21 @@ from .reduction import WHAT, Reduction
 
 __all__ = ["Adasum"]
 
-# Elements that are converted to float64 at a time.
+# The number of elements converted to float64 at a time.
 _CHUNK = 2**20
 
 
 class Adasum(Reduction):
-    """Combines the gradients of two processes, tensor by tensor, and then those of two pairs, and so on.
+    """Combines the gradients of pairs of processes, tensor by tensor, then those of pairs of pairs, and so on.
 
-    Of gradients a and b it makes (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b: their sum where they are
-    orthogonal, and their mean where they are equal. A gradient of zeros changes nothing.
+    Gradients a and b become (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b: their sum if they are orthogonal, and
+    their mean if they are equal. A gradient of zeros changes nothing.
 
-    Each process sends and receives all gradients log2(N) times; the sum sends them 2 (N - 1) / N times. What is
-    received needs as much memory as the gradients.
+    Each process sends and receives all gradients log2(N) times; the sum sends them 2 (N - 1) / N times. The received
+    gradients need as much memory as the own ones.
 
     Args:
-        processes: Who trains: a power of two of them.
+        processes: The processes that train; their number is a power of two.
     """
 
     of_means = True
@@ -39,7 +39,7 @@ class Adasum(Reduction):
         self._processes = processes
 
     def reduce(self, buckets: Sequence[Bucket], scatter: bool = False) -> None:
-        """Combines buckets; every process has all of them then, bit for bit the same."""
+        """Combines buckets; afterwards every process has all of them, bit for bit the same."""
         processes, distance = self._processes, 1
         received = [torch.empty_like(bucket.flat) for bucket in buckets]
         while buckets and distance < processes.size:
@@ -49,8 +49,8 @@ class Adasum(Reduction):
             for bucket, other in zip(buckets, received, strict=True):
                 own, others = _tensors(bucket, bucket.flat), _tensors(bucket, other)
                 pairs += zip(own, others, strict=True) if is_first else zip(others, own, strict=True)
-            # Sums of products depend on how many threads add them up, so the lowest of the ranks that combine the
-            # same says what they are.
+            # Sums of products depend on the number of threads, so all ranks that combine the same gradients use the
+            # results of the lowest of them.
             products = torch.stack([product for pair in pairs for product in _products(*pair)]).tolist()
             products = processes.exchange(WHAT, products)[processes.rank & -2 * distance]
             for place, pair in enumerate(pairs):
@@ -61,22 +61,22 @@ class Adasum(Reduction):
             distance *= 2
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int) -> None:
-        """Sends tensors to another process, and receives as many of it."""
+        """Exchanges tensors with another process."""
         processes, group = self._processes, self._processes.group_of(sent[0])
         operations = [dist.P2POp(dist.irecv, tensor, rank, group) for tensor in received]
         operations += [dist.P2POp(dist.isend, tensor, rank, group) for tensor in sent]
-        # Not in slices of time, as gloo breaks the connection of two processes where a wait is over.
+        # Not in slices of time, because gloo breaks the connection of two processes when a wait times out.
         for work in processes.run(WHAT, lambda: dist.batch_isend_irecv(operations)):
             processes.run(WHAT, work.wait)
 
 
 def _tensors(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the gradients that lie in a flat tensor as they do in the bucket."""
+    """Returns the gradients in a flat tensor with the bucket's layout."""
     return [bucket.view_in(flat, name).view(-1) for name in bucket.offsets]
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a.a, a.b and b.b in float64, in which squares of float32 don't overflow."""
+    """Returns a.a, a.b and b.b in float64, where squares of float32 don't overflow."""
     sums = torch.zeros(3, dtype=torch.float64, device=a.device)
     for one, other in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
         one, other = one.double(), other.double()
@@ -85,7 +85,7 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, of_a: float, of_both: float, of_b: float) -> None:
-    """Writes the Adasum of two gradients into the first; it is not finite where one of them is not."""
+    """Writes the Adasum of two gradients into the first; non-finite elements of either stay non-finite."""
     a.mul_(1.0 - of_both / (2.0 * of_a) if of_a else 1.0)
     b.mul_(1.0 - of_both / (2.0 * of_b) if of_b else 1.0)
     a.add_(b)

@@ -1,4 +1,4 @@
-"""Finds out whether all processes train the same: by checksums, and by what differs where one does."""
+"""Checks that all processes train the same model: compares checksums, and reports the differences if they differ."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .processes import Processes
 
 __all__ = ["check_traits", "checksum", "raise_difference"]
 
-# Of what differs, so many things are said.
+# The number of differences that a message lists.
 _MOST = 3
 _MISSING = "missing"
 
 
 def checksum(value: Any) -> float:
-    """Returns a checksum of a JSON value, the same in all processes; 0 of None."""
+    """Returns a checksum of a JSON value, the same in all processes; 0 for None."""
     return 0.0 if value is None else 1.0 + zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
-    """Compares what must be equal.
+    """Compares settings that must be equal in all processes.
 
     Args:
-        processes: Who trains.
-        traits: What it is, by what messages call it: JSON values, in every process of the same names. None where this
-            process has nothing to compare.
+        processes: The processes that train.
+        traits: The settings: JSON values by their names in messages, with the same names in every process. None if
+            this process has nothing to compare.
 
     Raises:
         DistributedError: In all processes, if something differs; it says what, and in which ranks.
@@ -41,10 +41,10 @@ def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
 
 
 def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoReturn:
-    """Raises a DistributedError that says what differs; all processes call it.
+    """Raises a DistributedError that describes the differences; all processes call it.
 
     Args:
-        processes: Who trains.
+        processes: The processes that train.
         traits: As for :func:`check_traits`.
     """
     found = [json.loads(data) for data in processes.gather("what differs", json.dumps(traits).encode())]
@@ -58,11 +58,11 @@ def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoRetur
         parts = [f"{path} is {text}" if path else text for path, text in texts.items() if text]
         more = f"; and {len(parts) - _MOST} more" if len(parts) > _MOST else ""
         messages.append(f"{name}: {'; '.join(parts[:_MOST])}{more}")
-    raise DistributedError(f"the processes do not train the same. They differ in {'. In '.join(messages)}")
+    raise DistributedError(f"the processes must train the same model, but they differ in {'. In '.join(messages)}")
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields what is in nested dicts, by where it is."""
+    """Yields the leaves of nested dicts with their paths."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path[:-1]}.{key}'" if path else f"'{key}'")
@@ -71,7 +71,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _difference(values: Mapping[int, str]) -> str:
-    """Returns what each rank has, or nothing where all have the same."""
+    """Describes the values of all ranks; empty if all are equal."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

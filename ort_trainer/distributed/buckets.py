@@ -1,4 +1,4 @@
-"""Flat buckets: tensors one behind the other in a few large ones, each of which takes one call to send."""
+"""Flat buckets: a few large tensors that hold many small ones, so that each bucket is sent with one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..optim.parts import Named
 
 __all__ = ["Bucket", "Buckets", "grouped"]
 
-# Where gradients begin, in bytes: kernels that read several numbers at once want addresses of that kind.
+# The alignment of gradients in bytes, for vectorized kernels.
 _ALIGNMENT = 64
 
 
@@ -20,8 +20,8 @@ class Bucket:
     """A flat tensor.
 
     Attributes:
-        flat: The tensor; its size can be divided by the number of processes. What no gradient covers is zero.
-        offsets: Parameter name -> where its gradient begins.
+        flat: The tensor; its size is divisible by the number of processes. Elements outside all gradients are zero.
+        offsets: Parameter name -> offset of its gradient, in elements.
         views: Parameter name -> its gradient, a view.
     """
 
@@ -30,12 +30,12 @@ class Bucket:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def view_in(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns where the gradient of a parameter would lie in another tensor of this size."""
+        """Returns the view of a parameter's gradient in another tensor of this size."""
         view = self.views[name]
         return flat[self.offsets[name] : self.offsets[name] + view.numel()].view(view.shape)
 
     def slice_of(self, name: str, begin: int, end: int) -> tuple[int, int]:
-        """Returns which elements of a gradient lie in a range of the bucket; maybe none: then both are equal."""
+        """Returns the range of a gradient's elements in a range of the bucket; start and end are equal if empty."""
         offset, size = self.offsets[name], self.views[name].numel()
         first = min(max(begin - offset, 0), size)
         return first, max(first, min(end - offset, size))
@@ -46,11 +46,11 @@ class Buckets:
 
     Args:
         parameters: The trained parameters by name.
-        processes: What the size of each bucket is divided by.
-        limit: Bytes of a bucket; a larger gradient has a bucket of its own.
+        processes: The number of processes, by which the size of each bucket must be divisible.
+        limit: The maximum bytes of a bucket; a larger gradient gets its own bucket.
 
     Attributes:
-        views: Parameter name -> where its gradient lies.
+        views: Parameter name -> its gradient, a view.
     """
 
     def __init__(self, parameters: Named, processes: int, limit: int) -> None:
@@ -64,7 +64,7 @@ class Buckets:
 
 
 def grouped(tensors: Named, limit: int) -> Iterator[list[str]]:
-    """Yields the names of tensors of one dtype and device, in their order, as many as have a number of bytes."""
+    """Yields groups of names, in order: tensors of one dtype and device, up to a limit in bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault((tensor.dtype, tensor.device), []).append(name)

@@ -1,4 +1,4 @@
-"""Data parallel training: every process has the whole model and a part of each batch."""
+"""Data parallel training: every process has the complete model and a part of each batch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(Strategy):
-    """Adds up the gradients of all processes, so that all make the same update.
+    """Combines the gradients of all processes, so that all make the same update.
 
     Args:
-        processes: Who trains.
-        bucket_bytes: Size of the buckets that gradients are put together in.
-        reduction: How.
+        processes: The processes that train.
+        bucket_bytes: The size of the buckets in which gradients are sent.
+        reduction: How gradients are combined.
     """
 
     def __init__(self, processes: Processes, bucket_bytes: int, reduction: Reduction) -> None:
@@ -45,11 +45,11 @@ class DataParallel(Strategy):
         self._joining: Joining | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
-        """Compares the traits by checksums, sends tensors and seed, and makes a seed of the rank's own of it."""
+        """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
         check_traits(self.processes, traits)
         self._names = list(tensors)
         self._broadcast("the weights of rank 0", tensors, 0)
-        # Of the 64 bits of a seed a float64 keeps 53.
+        # A float64 holds only 53 of a seed's 64 bits.
         halves = self.processes.exchange("the seed", [seed >> 32, seed & 0xFFFFFFFF])[0]
         seed = int(halves[0]) << 32 | int(halves[1])
         if not self.world_rank:
@@ -63,7 +63,7 @@ class DataParallel(Strategy):
         return self.buckets.views, Parts()
 
     def started(self, dtypes: Mapping[str, str]) -> None:
-        """Keeps them."""
+        """Keeps the dtypes."""
         self._dtypes = dtypes
 
     def meet(
@@ -75,7 +75,7 @@ class DataParallel(Strategy):
         changed: Collection[str] = (),
         step: int = 0,
     ) -> Meeting:
-        """Exchanges one row of numbers; more where something is not the same in all processes."""
+        """Exchanges one row of numbers, and more if the processes differ."""
         if kind != FOLLOW and self._joining is not None:
             self._joining.notify()
         names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
@@ -103,11 +103,11 @@ class DataParallel(Strategy):
         return Meeting(kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
 
     def reduce(self, meeting: Meeting, gradients: Named) -> tuple[dict[str, torch.Tensor], Share]:
-        """Adds up the buckets."""
+        """Reduces the buckets."""
         return self._reduce(meeting, gradients)
 
     def average(self, meeting: Meeting, gradients: Named) -> dict[str, torch.Tensor]:
-        """Adds up copies in the buckets, which hold nothing else where the user has a loop of their own."""
+        """Averages copies in the buckets, which are free in the user's own loops."""
         views = self.buckets.views
         for name, gradient in gradients.items():
             views[name].copy_(gradient)
@@ -115,12 +115,12 @@ class DataParallel(Strategy):
         return {name: gradient / share.weight for name, gradient in reduced.items()}
 
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:
-        """Sends the leader's buffers; weights are equal everywhere."""
+        """Sends the leader's buffers; the weights are equal everywhere."""
         changed = {name: value for name, value in buffers.items() if name in meeting.changed}
         self._broadcast("the buffers that training changes", changed, meeting.leader)
 
     def total(self, meeting: Meeting, gradients: Named, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Adds up copies of the buckets, one by one, whatever the reduction of an update is."""
+        """Sums copies of the buckets, one at a time, independently of the reduction for updates."""
         share, unit = meeting.shares[self.world_rank], meeting.shares[meeting.leader].unit
         found: dict[str, torch.Tensor] = {}
         for bucket in self.buckets if meeting.weight else ():
@@ -135,7 +135,7 @@ class DataParallel(Strategy):
         return found
 
     def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Returns them: each process has everything."""
+        """Returns the parts, because each process has complete tensors."""
         return dict(parts) if keep else {}
 
     @property
@@ -144,14 +144,14 @@ class DataParallel(Strategy):
         return self._joining is not None
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of all processes."""
-        return self.processes.gather("what the others give", data)
+        """Returns the data of all processes, by rank."""
+        return self.processes.gather("the data of the others", data)
 
     @contextlib.contextmanager
     def join(self, follow: Callable[[], Any]) -> Iterator[None]:
-        """Returns ``torch.distributed.algorithms.Join`` around the trainer."""
+        """Wraps the trainer in ``torch.distributed.algorithms.Join``."""
         if self._joining is not None:
-            raise RuntimeError("trainer.join() was entered inside another trainer.join(): one is enough")
+            raise RuntimeError("trainer.join() was entered inside another trainer.join(): remove one of them")
         self._joining = Joining(self.processes, follow)
         try:
             yield
@@ -175,7 +175,7 @@ class DataParallel(Strategy):
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
     def _compare_start(self) -> None:
-        """Compares what training begins with."""
+        """Compares the first batch's dtypes and the weights."""
         self._compared = True
         sums = {name: f"{zlib.crc32(_bytes(value)):08x}" for name, value in self._trainable.items()}
         check_traits(
@@ -183,7 +183,7 @@ class DataParallel(Strategy):
         )
 
     def _gather(self, meeting: Meeting, gradients: Named) -> Share:
-        """Makes the buckets ready to be reduced; returns what their sum will count."""
+        """Prepares the buckets for the reduction; returns the share that the result represents."""
         share, leading = meeting.shares[self.world_rank], meeting.shares[meeting.leader]
         absent = [view for name, view in self.buckets.views.items() if name not in gradients]
         if absent:
@@ -197,18 +197,18 @@ class DataParallel(Strategy):
         return counts
 
     def _united(self, what: str, names: Collection[str]) -> set[str]:
-        """Returns the names that any process has, of parameters and buffers."""
+        """Returns the union of the names of all processes, of parameters and buffers."""
         own = set(names)
         mask = torch.tensor([name in own for name in self._names], dtype=torch.uint8)
         self.processes.all_reduce(what, mask, dist.ReduceOp.MAX)
         return {name for name, found in zip(self._names, mask.tolist(), strict=True) if found}
 
     def _broadcast(self, what: str, tensors: Named, source: int) -> None:
-        """Gives all processes the tensors of one, many at a time."""
+        """Sends the tensors of one process to all, many at a time."""
         for names in grouped(tensors, self._bucket_bytes):
             chosen = [tensors[name].detach() for name in names]
             flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-            self.processes.broadcast(what, flat.view(torch.uint8), source)  # bytes, as not all dtypes can be sent
+            self.processes.broadcast(what, flat.view(torch.uint8), source)  # as bytes: some dtypes can't be sent
             if self.world_rank != source:
                 parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in chosen])
                 for tensor, values in zip(chosen, parts, strict=True):
@@ -216,5 +216,5 @@ class DataParallel(Strategy):
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """Returns the memory of a tensor."""
+    """Returns the bytes of a tensor as an array."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()

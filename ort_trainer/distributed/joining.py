@@ -1,4 +1,4 @@
-"""A process that runs out of data early: PyTorch's own ``Join``, with the trainer as what joins."""
+"""Processes that run out of data early: PyTorch's ``Join``, with the trainer as its ``Joinable``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Joining"]
 
 
 class _Raised(Exception):
-    """An error of what a process without data does, which is none of Join's own messages."""
+    """Wraps a RuntimeError of a following process, to tell it from Join's own errors."""
 
 
 class _Hook(JoinHook):
@@ -24,7 +24,7 @@ class _Hook(JoinHook):
         self._follow = follow
 
     def main_hook(self) -> None:
-        """Does what the processes that still have data do next."""
+        """Takes part in the next operation of the processes that still have data."""
         try:
             self._follow()
         except RuntimeError as error:
@@ -32,11 +32,11 @@ class _Hook(JoinHook):
 
 
 class Joining(Joinable):
-    """The trainer in one context.
+    """The trainer in one ``trainer.join()`` context.
 
     Args:
-        processes: Who trains.
-        follow: Does once what the processes that still have data do next.
+        processes: The processes that train.
+        follow: Takes part in the next operation of the processes that still have data.
     """
 
     def __init__(self, processes: Processes, follow: Callable[[], Any]) -> None:
@@ -45,31 +45,31 @@ class Joining(Joinable):
         self._context = Join([self])
 
     def notify(self) -> None:
-        """Tells the processes without data that something is to be done."""
+        """Notifies the processes without data of a coming operation."""
         work = Join.notify_join_context(self)
         if work is not None:
             self._processes.finish("the processes in trainer.join()", self._processes.control, lambda: work)
 
     def finish(self) -> None:
-        """Does what the others do, until none has data left."""
+        """Follows the other processes until none has data left."""
         try:
-            with warnings.catch_warnings():  # whose filters it changes
+            with warnings.catch_warnings():  # Join changes the warning filters
                 self._processes.run("the processes with data left", lambda: self._context.__exit__(None, None, None))
         except _Raised as raised:
             assert raised.__cause__ is not None
             raise raised.__cause__ from None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns what a process without data does."""
+        """Returns the hook that a process without data runs."""
         return _Hook(self._follow)
 
     @property
     def join_device(self) -> torch.device:
-        """The device of messages."""
+        """The device of Join's messages."""
         return torch.device("cpu")
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group for messages."""
+        """The group for Join's messages."""
         group: dist.ProcessGroup = self._processes.control
         return group

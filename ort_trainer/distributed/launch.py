@@ -1,12 +1,12 @@
-"""Which processes train together: what the options, the process group and the launcher's environment say."""
+"""Determines which processes train together, from the options, the process group and the launcher's environment."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "choose_strategy", "find_place"]
 
-# What has no effect where nobody else takes part, with the value that asks for nothing.
+
+class _Variables(NamedTuple):
+    """A launcher's environment variables, and how the user sets the address where the processes meet."""
+
+    rank: str
+    size: str
+    local_rank: str
+    address: str
+
+
+_TORCHRUN = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "or use torchrun, which does")
+_MPIRUN = _Variables(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "with `mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500`",
+)
+# srun starts a step. SLURM_NTASKS belongs to the allocation, where a shell may run a single process.
+_SRUN = _Variables(
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    'before srun, with `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+    "MASTER_PORT=29500`",
+)
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+# Options without effect in a single process -> their defaults.
 _FOR_SEVERAL = {
-    "allreduce_post_accumulation": False,
     "deepspeed_zero_optimization.stage": 0,
     "enable_adasum": False,
     "timeout": 600,
@@ -34,30 +59,32 @@ _LAUNCH = (
     "start the script with `torchrun --nproc-per-node {} script.py`, or call torch.distributed.init_process_group "
     "before the trainer is made"
 )
-# The default groups that were joined here. All use one store, which keeps the addresses of those before.
+# The default groups joined here. All use one store, which keeps the addresses of previous groups.
 _joined: list[Any] = []
-# Groups of the processes by the default group, the type of device and the timeout.
+# (default group, device type, timeout) -> the process groups that trainers share.
 _shared: dict[tuple[Any, str, float], Processes] = {}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the processes this one is.
+    """The rank of this process.
 
     Attributes:
-        rank: Its number.
-        size: How many there are.
-        local_rank: Its number on its machine; None where nobody says it.
-        source: Who says so; empty where nobody does, and there is one process.
+        rank: The rank.
+        size: The number of processes.
+        local_rank: The rank on its machine; None if unknown.
+        source: Where the rank comes from; empty for a process without a launcher or process group.
+        variables: The launcher's environment variables.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
     source: str = ""
+    variables: _Variables = _TORCHRUN
 
     def shown_in(self, options: ORTTrainerOptions) -> ORTTrainerOptions:
-        """Returns options that show the place; in one process they are what they are."""
+        """Returns options that show the place; for a single process, the options unchanged."""
         if self.size == 1:
             return options
         found = {"world_rank": self.rank, "world_size": self.size, "data_parallel_size": self.size}
@@ -65,13 +92,13 @@ class Place:
 
 
 def find_place(options: ORTTrainerOptions) -> Place:
-    """Returns the place that the process group gives, or else the environment; joins nothing yet.
+    """Returns the place, from the process group or else from the environment; does not join a group.
 
     Args:
-        options: All settings; ranks and sizes in them must agree with what is found.
+        options: All settings; ranks and sizes in them must match the place.
 
     Raises:
-        ValueError: If they do not, or if the environment is not what a launcher leaves.
+        ValueError: If they do not match, or if a launcher's environment variables are incomplete or invalid.
     """
     place, given = _found(), options.distributed
     for key, value, found in (
@@ -90,11 +117,11 @@ def find_place(options: ORTTrainerOptions) -> Place:
             "distributed.enable_adasum: Adasum combines processes in pairs, so their number must be a power of two, "
             f"but it is {place.size}"
         )
-    return Place(place.rank, place.size, local_rank, place.source)
+    return replace(place, local_rank=local_rank)
 
 
 def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Place) -> Strategy:
-    """Returns how the processes work together; joins the group that a launcher began, if that was not done yet.
+    """Returns the strategy for the processes; joins the launcher's process group, unless the script has joined it.
 
     Args:
         options: All settings.
@@ -102,8 +129,8 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
         place: From :func:`find_place`.
 
     Raises:
-        DistributedError: If the other processes do not come in time.
-        ValueError: If an option has no effect in one process; if several were launched, but can't find each other.
+        DistributedError: If the other processes do not join in time.
+        ValueError: If an option has no effect in one process, or if the processes can't find each other.
     """
     distributed = options.distributed
     if not place.source:
@@ -111,14 +138,14 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
             section, _, key = path.rpartition(".")
             if getattr(getattr(distributed, section) if section else distributed, key) != nothing:
                 options.without_effect(
-                    f"distributed.{path}: has no effect in one process: leave it out, or {_LAUNCH.format('N')}"
+                    f"distributed.{path}: has no effect in one process; leave it out, or {_LAUNCH.format('N')}"
                 )
         return SingleProcess()
     if place.source == _ENVIRONMENT:
         _join(place, device, distributed.timeout)
     if place.size == 1:
         return SingleProcess()
-    # Only here: a PyTorch that was built without torch.distributed can't import these.
+    # A PyTorch built without torch.distributed can't import these.
     from .adasum import Adasum
     from .data_parallel import DataParallel
     from .reduction import Reduction, Sum
@@ -133,36 +160,47 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
 
 
 def _found() -> Place:
-    """Returns the place without regard to the options."""
+    """Returns the place, ignoring the options."""
+    names = _launcher()
     if dist.is_available() and dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK"), _GROUP)
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    if rank is None and size is None:
+        return Place(dist.get_rank(), dist.get_world_size(), _number(names.local_rank), _GROUP, names)
+    rank, size = _number(names.rank), _number(names.size, 1)
+    if (rank is None and size is None) or (names is not _TORCHRUN and size == 1):
         return Place()
     if rank is None or size is None:
-        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        there, missing = (names.size, names.rank) if rank is None else (names.rank, names.size)
         raise ValueError(
             f"the environment variable {there} is set, but {missing} is not: a launcher sets both; set {missing}, or "
             f"unset {there} to train in one process"
         )
     if rank >= size:
-        raise ValueError(f"the environment variable RANK is {rank}, but it must be below WORLD_SIZE, {size}")
-    return Place(rank, size, _number("LOCAL_RANK"), _ENVIRONMENT)
+        raise ValueError(f"the environment variable {names.rank} is {rank}, but it must be below {names.size}, {size}")
+    return Place(rank, size, _number(names.local_rank), _ENVIRONMENT, names)
 
 
-def _number(name: str) -> int | None:
-    """Returns the number in an environment variable; None where it is not set."""
+def _launcher() -> _Variables:
+    """Returns the variables of the launcher: torchrun first, because other launchers may start it, then mpirun."""
+    for names in (_TORCHRUN, _MPIRUN, _SRUN):
+        if names.size in os.environ or (names is _TORCHRUN and names.rank in os.environ):
+            return names
+    step = _SRUN._replace(size="SLURM_NTASKS")
+    # A single process has rank 0, and no address.
+    is_alone = os.environ.get(step.rank, "0") == "0" and not all(name in os.environ for name in (step.rank, *_MASTER))
+    return _TORCHRUN if is_alone or step.size not in os.environ else step
+
+
+def _number(name: str, least: int = 0) -> int | None:
+    """Returns the number in an environment variable; None if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or (name == "WORLD_SIZE" and not int(text)):
-        least = 1 if name == "WORLD_SIZE" else 0
+    if not text.isdecimal() or int(text) < least:
         raise ValueError(f"the environment variable {name} must be a whole number from {least}, but it is {text!r}")
     return int(text)
 
 
 def _disagree(key: str, value: int, found: int, place: Place) -> NoReturn:
-    """Raises a ValueError that says what the options say, and what is so."""
+    """Raises a ValueError that shows the value of the option and the actual value."""
     if not place.source:
         count = value if key in ("world_size", "data_parallel_size") else "N"
         raise ValueError(
@@ -172,54 +210,59 @@ def _disagree(key: str, value: int, found: int, place: Place) -> NoReturn:
     if place.source == _GROUP and key != "local_rank":
         where = "the rank in the process group" if key == "world_rank" else "the size of the process group"
     else:
-        variable = {"world_rank": "RANK", "local_rank": "LOCAL_RANK"}.get(key, "WORLD_SIZE")
+        names = place.variables
+        variable = {"world_rank": names.rank, "local_rank": names.local_rank}.get(key, names.size)
         where = f"the environment variable {variable}"
     raise ValueError(
-        f"distributed.{key} is {value}, but {where} is {found}: leave the option out, or launch the processes so"
+        f"distributed.{key} is {value}, but {where} is {found}: leave the option out, or launch the processes to match"
     )
 
 
 def _join(place: Place, device: torch.device, timeout: float) -> None:
-    """Joins the default group of the launched processes; it is left when Python ends."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    """Joins the default group of the launched processes, and leaves it when Python exits."""
+    names, missing = place.variables, [name for name in _MASTER if name not in os.environ]
     if place.size == 1 and (missing or not dist.is_available()):
         return
     if missing:
         raise ValueError(
-            f"WORLD_SIZE is {place.size}, but {' and '.join(missing)} of the environment, where the processes find "
-            "each other, are not set: set the address of rank 0 and a free port of it, or use torchrun, which does"
+            f"{names.size} is {place.size}, but {' and '.join(missing)} of the environment, by which the processes "
+            f"find each other, are not set: set the address of rank 0 and a free port on it, {names.address}"
         )
     if not dist.is_available():
         raise ValueError(
-            f"WORLD_SIZE is {place.size}, but PyTorch {torch.__version__} was built without torch.distributed: install "
-            "another build, or unset RANK and WORLD_SIZE to train in one process"
+            f"{names.size} is {place.size}, but PyTorch {torch.__version__} was built without torch.distributed: "
+            f"install another build, or unset {names.rank} and {names.size} to train in one process"
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         limit = timedelta(seconds=timeout)
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-        # torchrun keeps the store when it starts processes again, with the addresses of those that have died.
+        found = dist.rendezvous("env://", place.rank, place.size, timeout=limit)  # type: ignore[attr-defined]
+        store, rank, size = next(found)
+        # When torchrun restarts processes, it keeps the store, with the addresses of processes that have exited.
         start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{len(_joined)}"
         store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedError(
-            f"rank {place.rank} of {place.size} waited in vain for the start of the others at {address}: {error}"
+            f"rank {place.rank} of {place.size} could not join the other processes at {address}: {error}"
         ) from error
     _joined.append(dist.group.WORLD)
     atexit.register(_leave, dist.group.WORLD)
 
 
 def _leave(group: Any) -> None:
-    """Leaves a group that was joined here, of which PyTorch warns otherwise."""
+    """Leaves a group that was joined here; otherwise PyTorch warns at exit."""
     if dist.is_initialized() and dist.group.WORLD is group:
         _shared.clear()
         dist.destroy_process_group()
 
 
 def _processes(device: torch.device, timeout: float) -> Processes:
-    """Returns the groups that all trainers share which need the same: each group has threads and connections."""
+    """Returns the process groups, shared by trainers with the same device type and timeout.
+
+    Each group has its own threads and connections.
+    """
     from .processes import Processes
 
     world = dist.group.WORLD

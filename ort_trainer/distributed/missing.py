@@ -1,4 +1,4 @@
-"""Finds out which processes are missing when an operation of all has failed."""
+"""Finds out which processes are missing when a collective operation has failed."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from .notes import Notes
 
 __all__ = ["ADVICE", "find_missing"]
 
-# The usual reasons why processes do not meet.
+# The usual remedy when processes do not meet.
 ADVICE = (
-    "All processes must call the same methods, in the same order; where they have different numbers of batches, in "
-    "trainer.join()"
+    "All processes must call the same methods in the same order; if their numbers of batches differ, in trainer.join()"
 )
 
-# Seconds that the process of rank 0, which may hold the store, stays for the others to read their notes.
+# Seconds that rank 0, which may hold the store, waits for the others to read the notes.
 _STAY = 2.0
-# Seconds by which clocks of machines may differ.
+# Seconds by which the clocks of machines may differ.
 _SKEW = 0.5
 
 
 def find_missing(notes: Notes, what: str, seconds: float, patience: float, error: str) -> str:
-    """Returns why an operation has failed, for a message.
+    """Returns why an operation failed, for a message.
 
-    Each process in which it has failed leaves a note; those that leave none are missing.
+    Each process in which it failed leaves a note; processes without one are missing.
 
     Args:
         notes: The notes of the processes.
-        what: For what this process has waited.
-        seconds: How long this process has waited.
+        what: What this process waited for.
+        seconds: How long this process waited.
         patience: Seconds for the others to leave their notes.
-        error: What PyTorch says.
+        error: PyTorch's error message.
     """
     notes.leave("waited", {"for": what, "from": time.time() - seconds, "to": time.time()})
     notes.end()
@@ -45,8 +44,8 @@ def find_missing(notes: Notes, what: str, seconds: float, patience: float, error
         time.sleep(0.05)
     if notes.lost:
         return (
-            "the store by which the processes found each other does not answer either, so rank 0, or the "
-            f"launcher, has ended or hangs: see its output. {ADVICE}"
+            "the rendezvous store does not answer either, so rank 0 or the launcher has ended or hangs: see its "
+            f"output. {ADVICE}"
         )
     notes.leave("seen", {})
     _stay(notes, waited)
@@ -54,7 +53,7 @@ def find_missing(notes: Notes, what: str, seconds: float, patience: float, error
 
 
 def _stay(notes: Notes, waited: Collection[int]) -> None:
-    """Keeps the process of rank 0, with which the notes may go, until the others have read them."""
+    """Keeps rank 0 alive until the others have read the notes, which may be lost with it."""
     end = time.monotonic() + _STAY
     while notes.rank == 0 and time.monotonic() < end and not set(waited) <= set(notes.read("seen")):
         time.sleep(0.05)
@@ -66,14 +65,14 @@ def _reason(
     given_up = min(note["to"] for note in waited.values())
     late = {rank: note["from"] - given_up for rank, note in waited.items() if note["from"] - given_up > _SKEW}
     if notes.rank in late:
-        return f"it came {late[notes.rank]:.1f} s after the others had given up"
+        return f"it arrived {late[notes.rank]:.1f} s after the others had given up"
     silent = [rank for rank in range(notes.size) if rank not in waited and rank not in raised]
     parts = [f"rank {rank} raised {note['error']}" for rank, note in sorted(raised.items())]
-    parts += [f"rank {rank} came {delay:.1f} s too late" for rank, delay in sorted(late.items())]
+    parts += [f"rank {rank} arrived {delay:.1f} s too late" for rank, delay in sorted(late.items())]
     if silent:
         ranks = f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {silent} have"
-        parts.append(f"{ranks} ended, or hangs, or does something else: see the output of that process. {ADVICE}")
+        parts.append(f"{ranks} ended, or hangs, or does something else: see its output. {ADVICE}")
     if not parts and len({note["for"] for note in waited.values()}) > 1:
         does = ", ".join(f"rank {rank} waited for {note['for']}" for rank, note in sorted(waited.items()))
         parts.append(f"the processes do different things at the same time: {does}. {ADVICE}")
-    return "; ".join(parts) or f"no rank is missing, but PyTorch says: {error}"
+    return "; ".join(parts) or f"no rank is missing, but PyTorch reports: {error}"

@@ -1,7 +1,7 @@
-"""Notes that processes leave for each other where they can't meet any more: in the store that they found each other by.
+"""Notes that processes leave for each other in the rendezvous store when they can no longer meet.
 
-The process that holds the store (rank 0, or the launcher) may be gone or hang as well, and a store that hangs does not
-keep to its time limits. So everything is asked in another thread, which is given up after a while.
+The process that holds the store (rank 0, or the launcher) may be gone or hang too, and a store that hangs ignores its
+time limits. So every request runs in another thread, which is abandoned after a while.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 __all__ = ["Notes"]
 
 Result = TypeVar("Result")
-# Seconds that the store has to answer.
+# Seconds to wait for the store's answer.
 _PATIENCE = 3.0
 
 
@@ -25,10 +25,10 @@ class Notes:
 
     Args:
         group: The group.
-        prefix: Of the keys; another one than notes have that may be in the store from before a restart.
+        prefix: The prefix of the keys, which must differ from that of notes left in the store before a restart.
 
     Attributes:
-        rank, size: Of the group.
+        rank, size: The rank in the group, and its size.
         lost: Whether the store does not answer.
     """
 
@@ -38,11 +38,11 @@ class Notes:
         self.lost = False
 
     def leave(self, kind: str, note: Mapping[str, Any]) -> None:
-        """Leaves a note of this process, over one of that kind that it has left before."""
+        """Leaves a note of this process; replaces an earlier one of the same kind."""
         self._ask(lambda: self._store.set(f"{kind}/{self.rank}", json.dumps(note)), None)
 
     def end(self) -> None:
-        """Says that this process has given up, so that no other waits for it."""
+        """Records that this process has given up, so that no other waits for it."""
         self._ask(lambda: self._store.set("end", ""), None)
 
     def ended(self) -> bool:
@@ -59,13 +59,13 @@ class Notes:
         return self._ask(found, {})
 
     def _ask(self, call: Callable[[], Result], otherwise: Result) -> Result:
-        """Returns what a call to the store does; something else once the store does not answer."""
+        """Returns the result of a call to the store; ``otherwise`` if the store does not answer."""
         answers: list[Result] = []
 
         def ask() -> None:
             try:
                 answers.append(call())
-            except RuntimeError:  # of a broken connection
+            except RuntimeError:  # the connection is broken
                 self.lost = True
 
         if not self.lost:

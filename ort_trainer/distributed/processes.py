@@ -1,4 +1,4 @@
-"""The processes that train together: PyTorch's process groups, and errors that say which rank is missing."""
+"""The processes that train together: PyTorch's process groups, with errors that name the missing rank."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .notes import Notes
 __all__ = ["Processes"]
 
 Result = TypeVar("Result")
-# Signals that come within one such time are one; after so many, a look at the notes of the others.
+# The interval of a wait after which signals are handled, and the number of intervals between checks of the notes.
 _SLICE, _SLICES = timedelta(seconds=0.2), 5
 
 
 class Processes:
-    """Two groups of all processes: one for small messages, on the CPU, and one for tensors.
+    """Two groups of all processes: one for small messages on the CPU, and one for tensors.
 
-    Once an operation has failed the groups can't be used any more, as gloo closes connections then: every operation
-    after it fails at once. In one of NCCL that takes too long, PyTorch ends the process itself; but the processes meet
-    on gloo before, where one that is missing is missed.
+    After a failed operation the groups are unusable, because gloo closes its connections: every later operation fails
+    at once. PyTorch itself ends a process whose NCCL operation times out; but the processes meet on gloo before each
+    one, which detects a missing process.
 
     Args:
         device: Where training runs.
         timeout: Seconds that a process waits for the others.
 
     Attributes:
-        size: Number of processes.
-        rank: The number of this one.
+        size: The number of processes.
+        rank: The rank of this process.
         control: The group for messages.
         group: The group for tensors.
     """
@@ -48,7 +48,7 @@ class Processes:
         limit = timedelta(seconds=timeout)
         try:
             self.control = dist.new_group(backend="gloo", timeout=limit)
-            # Messages on the CPU need not wait for what a GPU has to do first.
+            # Messages on the CPU need not wait for queued work of a GPU.
             self.group = self.control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=limit)
         except RuntimeError as error:
             raise DistributedError(
@@ -61,7 +61,7 @@ class Processes:
         self._notes = Notes(self.control, str(begin))
 
     def exchange(self, what: str, values: Sequence[float]) -> list[list[float]]:
-        """Returns the numbers of all processes, by rank; each must give as many."""
+        """Returns the numbers of all processes, by rank; each must pass the same count."""
         own = torch.tensor(values, dtype=torch.float64)
         found = torch.empty(self.size * len(values), dtype=torch.float64)
         self.all_gather(what, found, own)
@@ -69,7 +69,7 @@ class Processes:
         return rows
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
-        """Returns the bytes of all processes, by rank."""
+        """Returns the data of all processes, by rank."""
         sizes = [int(size) for (size,) in self.exchange(what, [len(data)])]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
         if data:
@@ -80,55 +80,55 @@ class Processes:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_reduce(self, what: str, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """Adds up a tensor over the processes, in place; or its largest elements, or whatever the operation says."""
+        """Reduces a tensor over the processes, in place; by default, sums it."""
         group = self.group_of(tensor)
         self.finish(what, group, lambda: dist.all_reduce(tensor, operation, group=group, async_op=True))
 
     def broadcast(self, what: str, tensor: torch.Tensor, source: int = 0) -> None:
-        """Gives all processes the tensor of one, in place."""
+        """Sends the tensor of one process to all, in place."""
         group = self.group_of(tensor)
         self.finish(what, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
 
     def all_gather(self, what: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Puts the parts of all processes, of one size, behind each other; the own one may lie there already."""
+        """Concatenates the equally sized parts of all processes; ``part`` may already lie in ``whole``."""
         group = self.group_of(part)
         self.finish(what, group, lambda: dist.all_gather_single(whole, part, group=group, async_op=True))
 
     def finish(self, what: str, group: dist.ProcessGroup, start: Callable[[], Any]) -> None:
-        """Runs a collective operation to its end.
+        """Runs a collective operation to completion.
 
         Args:
-            what: What it is for, for the message.
-            group: Whose operation.
-            start: Starts it and returns the work of it, or work that was started before.
+            what: What this process waits for, for the message.
+            group: The group of the operation.
+            start: Starts the operation and returns its work; or returns work that was started before.
 
         Raises:
-            DistributedError: As :meth:`run`.
+            DistributedError: As for :meth:`run`.
         """
         self.run(what, lambda: self._wait(start(), in_slices=group is self.control))
 
     def run(self, what: str, call: Callable[[], Result]) -> Result:
-        """Runs, or starts, a collective operation.
+        """Runs or starts a collective operation.
 
         Args:
-            what: What it is for, for the message.
-            call: Does that.
+            what: What this process waits for, for the message.
+            call: Runs or starts the operation.
 
         Raises:
-            DistributedError: If another process does not take part in time; it names that one.
+            DistributedError: If another process does not take part in time; the message names it.
         """
         if self._failure:
-            raise DistributedError(f"{self._failure}. Since then the processes are apart: start them again")
-        if self._has_raised:  # and went on
+            raise DistributedError(f"{self._failure}. The process groups are unusable now: restart all processes")
+        if self._has_raised:  # the script handled the error and went on
             self._notes.leave("raised", {})
             self._has_raised = False
         begin = time.monotonic()
         try:
             return call()
-        except DistributedError:  # of an operation within
+        except DistributedError:  # from a nested operation
             raise
         except RuntimeError as error:
-            # A group's destructor waits for what is under way, and would keep the process from ending.
+            # A group's destructor waits for pending operations, and would keep the process from exiting.
             for group in (self.control, self.group):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             self._failure = f"rank {self.rank} of {self.size} waited in vain for {what}"
@@ -143,19 +143,19 @@ class Processes:
             raise DistributedError(self._failure) from error
 
     def leave_note(self, error: BaseException) -> None:
-        """Leaves a note that a step of this process has raised, for the messages of the others."""
+        """Leaves a note that a step of this process raised, for the error messages of the others."""
         if not self._failure and not isinstance(error, DistributedError):
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self._notes.leave("raised", {"error": text if len(text) < 1000 else f"{text[:1000]}..."})
             self._has_raised = True
 
     def group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        """Returns the group that a tensor is sent in."""
+        """Returns the group in which a tensor is sent."""
         group: dist.ProcessGroup = self.control if tensor.device.type == "cpu" else self.group
         return group
 
     def _wait(self, work: Any, in_slices: bool) -> None:
-        """Waits, and sees in between whether that is still of use: gloo can't be interrupted, nor does it tell."""
+        """Waits in slices, and gives up early on an interrupt or a failure elsewhere, which gloo does not notice."""
         for count in itertools.count(1):
             if not in_slices:
                 break
@@ -167,4 +167,4 @@ class Processes:
                     break
                 if insisted() or (count % _SLICES == 0 and self._notes.ended()):
                     raise
-        work.wait()  # which does not wait for a GPU: what comes after does
+        work.wait()  # for a GPU this does not block: later work on the GPU waits

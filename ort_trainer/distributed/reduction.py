@@ -1,4 +1,4 @@
-"""How the gradients of all processes become one: their sum."""
+"""How the gradients of all processes are combined: the interface, and the sum."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ WHAT = "the gradients of the other processes"
 
 
 class Reduction(ABC):
-    """Puts the buckets of all processes together.
+    """Combines the buckets of all processes.
 
     Attributes:
-        of_means: Whether each process brings the mean of its micro-batches, and not their sum.
+        of_means: Whether each process contributes the mean of its micro-batches instead of their sum.
     """
 
     of_means = False
 
     @abstractmethod
     def reduce(self, buckets: Sequence[Bucket], scatter: bool = False) -> None:
-        """Reduces buckets, in place.
+        """Reduces buckets in place.
 
         Args:
             buckets: The buckets.
-            scatter: Whether each process needs its part of each only: of N equal parts the one of its rank. What is in
-                the others means nothing then.
+            scatter: Whether each process needs only its part of each bucket: of N equal parts, the one of its rank. The
+                contents of the other parts are undefined then.
         """
 
 
 class Sum(Reduction):
-    """The sum.
+    """The sum of the gradients.
 
     Args:
-        processes: Who trains.
-        dtype: In which gradients are sent; None for their own. They are divided by the number of processes before, as
-            PyTorch's ``fp16_compress_hook`` does, so that no sum overflows where no gradient does.
+        processes: The processes that train.
+        dtype: The dtype in which gradients are sent; None for their own. For a narrower dtype they are divided by the
+            number of processes first, as in PyTorch's ``fp16_compress_hook``, so that sums of finite gradients do not
+            overflow.
     """
 
     def __init__(self, processes: Processes, dtype: torch.dtype | None = None) -> None:
         self._processes, self._dtype = processes, dtype
 
     def reduce(self, buckets: Sequence[Bucket], scatter: bool = False) -> None:
-        """Adds up buckets, all at the same time."""
+        """Sums all buckets concurrently."""
         sent = [self._sent(bucket.flat) for bucket in buckets]
         started = [self._processes.run(WHAT, functools.partial(self._start, tensor, scatter)) for tensor in sent]
         for tensor, work in zip(sent, started, strict=True):
@@ -66,7 +67,7 @@ class Sum(Reduction):
 
     def _start(self, tensor: torch.Tensor, scatter: bool) -> dist.Work:
         group = self._processes.group_of(tensor)
-        # gloo's reduce_scatter takes six times as long as its all_reduce, which brings the own part as well.
+        # gloo's reduce_scatter takes six times as long as its all_reduce, whose result includes this process's part.
         if not scatter or tensor.device.type == "cpu":
             work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
         else:

@@ -1,4 +1,4 @@
-"""What the processes tell each other before they do something together, and whether it fits."""
+"""The data that processes exchange before a joint operation, and its checks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ KINDS = {
     "state": "in state_dict(), save_checkpoint() or export_artifacts()",
     "model": "in save_checkpoint(include_optimizer_states=False)",
     "gather": "in gather()",
-    "save": "at the end of what one process writes",
+    "save": "at the end of a write by one process",
     "load": "in load_state_dict() or load_checkpoint()",
 }
-"""What a process can do, with the methods that do it."""
+"""The kinds of operations, with the methods that perform them."""
 _NAMES = list(KINDS)
 
 
 class Row(NamedTuple):
-    """The numbers of a process.
+    """The numbers that a process sends.
 
     Attributes:
-        number: Of what it does.
-        stop: Whether it wants all to stop.
-        compared: Whether it has compared what training begins with.
+        number: The number of its operation.
+        stop: Whether it asks all to stop.
+        compared: Whether it has compared the start of training.
         step: Its steps so far.
-        rates: Checksum of the learning rates.
-        rate_count: How many there are.
-        names: Checksum of the names of gradients and changed buffers.
+        rates: The checksum of its learning rates.
+        rate_count: The number of learning rates.
+        names: The checksum of the names of its gradients and changed buffers.
         weight, unit, scale: As in ``Share``.
     """
 
@@ -55,27 +55,27 @@ class Row(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it does."""
+        """The kind of its operation."""
         return _NAMES[int(self.number)]
 
 
 def number_of(kind: str) -> float:
-    """Returns what stands for a kind in a row."""
+    """Returns the number of a kind in a row."""
     return float(_NAMES.index(kind))
 
 
 def check_rows(processes: Processes, rows: Sequence[Row], own: Row, rates: Sequence[float], names: list[str]) -> None:
-    """Checks that all processes that do something do the same, with the same settings.
+    """Checks that all processes that do not follow perform the same operation with the same settings.
 
     Args:
-        processes: Who trains.
-        rows: Of all processes.
-        own: That of this one.
-        rates: Its learning rates.
-        names: Of its gradients.
+        processes: The processes that train.
+        rows: The rows of all processes.
+        own: The row of this process.
+        rates: The learning rates of this process.
+        names: The names of its gradients and changed buffers.
 
     Raises:
-        DistributedError: In all processes, if they do not.
+        DistributedError: In all processes, if something differs.
     """
     doing = {rank: row for rank, row in enumerate(rows) if row.kind != FOLLOW}
     if len({row.kind for row in doing.values()}) > 1:
@@ -85,6 +85,6 @@ def check_rows(processes: Processes, rows: Sequence[Row], own: Row, rates: Seque
         raise_difference(processes, {"the learning rates": None if own.kind == FOLLOW else list(rates)})
     scales = {rank: row.scale for rank, row in enumerate(rows) if row.weight}
     if len(set(scales.values())) > 1:
-        raise DistributedError(f"the processes have different loss scales, by rank: {scales}")
+        raise DistributedError(f"the processes have different loss scales: {scales}, by rank")
     if own.kind == "step" and len({row.names for row in doing.values()}) > 1:
         raise_difference(processes, {"the parameters that have p.grad": dict.fromkeys(names, "there")})

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each process keeps the optimizer's state of its part of the weights, and updates that.
+"""ZeRO stage 1: each process keeps the optimizer's state for its part of the weights, and updates that part.
 
 (S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
 """
@@ -21,10 +21,10 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(DataParallel):
-    """Divides the elements of each bucket among the processes: of N equal parts, each has the one of its rank.
+    """Divides each bucket into one equal part per process, by rank.
 
-    Gradients are reduced to where their part is; the weights of the parts are updated there, and gathered through the
-    memory of the gradients, which are used up by then.
+    Each process gets the reduced gradients of its part and updates the weights of that part. The weights are then
+    gathered through the memory of the gradients, which are no longer needed.
     """
 
     zero_stage = 1
@@ -33,21 +33,20 @@ class ShardedOptimizer(DataParallel):
         """Makes the buckets.
 
         Raises:
-            ValueError: If parameters have memory in common, of which two processes would update the same elements.
+            ValueError: If parameters share memory, because two processes would update the same elements.
         """
         shared = shared_groups(trainable, trainable)
         if shared:
             raise ValueError(
-                f"{shared[0]} are different parameters in the same memory, which can't be divided among processes: set "
-                "distributed.deepspeed_zero_optimization.stage to 0, or make them one Parameter and compute with a "
-                "view of it in forward()"
+                f"{shared[0]} are different parameters that share memory, which can't be divided among processes: set "
+                "distributed.deepspeed_zero_optimization.stage to 0, or use one Parameter and views of it in forward()"
             )
         memory, _ = super().lay_out(trainable)
         self._parts = _OwnParts(self.buckets, self.processes)
         return memory, self._parts
 
     def reduce(self, meeting: Meeting, gradients: Named) -> tuple[dict[str, torch.Tensor], Share]:
-        """Adds up the buckets; returns the parts of this process."""
+        """Sums the buckets over the processes; returns the parts of this process."""
         reduced, share = self._reduce(meeting, gradients, scatter=True)
         return self._parts.of(reduced), share
 
@@ -62,7 +61,7 @@ class ShardedOptimizer(DataParallel):
         super().spread(meeting, parameters, buffers)
 
     def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Gathers bucket by bucket, into memory of the size of one; what is kept goes to the CPU."""
+        """Gathers one bucket at a time, in memory of its size; copies the results to the CPU."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             names = [name for name in bucket.views if name in parts]
@@ -74,7 +73,7 @@ class ShardedOptimizer(DataParallel):
         return {name: found[name] for name in parts} if keep else {}
 
     def _gather_parts(self, bucket: Bucket, flat: torch.Tensor, own: Named) -> None:
-        """Fills memory of the size of a bucket with the parts of all processes."""
+        """Fills a tensor of the size of a bucket with the parts of all processes."""
         for name, part in own.items():
             first, last = self._parts.ranges[name]
             flat[bucket.offsets[name] + first : bucket.offsets[name] + last] = part
@@ -84,14 +83,14 @@ class ShardedOptimizer(DataParallel):
 
 
 class _OwnParts(Parts):
-    """The elements of each parameter that lie in this process's part of a bucket, in one dimension.
+    """The elements of each parameter, flattened, that lie in this process's part of a bucket.
 
     Args:
         buckets: The buckets.
-        processes: Who shares them.
+        processes: The processes that share them.
 
     Attributes:
-        ranges: Parameter name -> where its part begins and ends; both are equal where it is empty.
+        ranges: Parameter name -> start and end of its part; equal if the part is empty.
     """
 
     are_shared = True
@@ -105,15 +104,15 @@ class _OwnParts(Parts):
             self.ranges |= {name: bucket.slice_of(name, begin, begin + size) for name in bucket.views}
 
     def of(self, tensors: Named) -> dict[str, torch.Tensor]:
-        """Returns the elements; of contiguous tensors they are views."""
+        """Returns this process's elements of each tensor; views if the tensor is contiguous."""
         return {name: tensor.reshape(-1)[slice(*self.ranges[name])] for name, tensor in tensors.items()}
 
     def total_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns the norm of what all processes have."""
+        """Returns the norm over the parts of all processes."""
         return self._together(global_norm(gradients).view(1))[0]
 
     def norms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the norm of each tensor, with one message for all."""
+        """Returns the norm of each tensor over all processes, with one message for all tensors."""
         own = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
         together = self._together(own).unbind()
         return [norm.to(tensor.dtype) for norm, tensor in zip(together, tensors, strict=True)]
@@ -121,6 +120,6 @@ class _OwnParts(Parts):
     def _together(self, norms: torch.Tensor) -> torch.Tensor:
         found = norms.new_empty(self._processes.size * norms.numel())
         self._processes.all_gather("the norms of the other processes", found, norms)
-        # In the same order everywhere, so that all processes get the same number.
+        # All processes add in the same order, so their results are equal bit for bit.
         together: torch.Tensor = torch.linalg.vector_norm(found.view(self._processes.size, -1), dim=0)
         return together

@@ -1,6 +1,6 @@
-"""A training loop for those who want none of their own: what ``ORTTrainer.fit`` runs, and its callbacks.
+"""A ready-made training loop: ``ORTTrainer.fit`` and its callbacks.
 
-It stands on the trainer's public methods alone, so whatever it does can be done in a loop of one's own.
+It uses only the trainer's public methods, so a loop of your own can do the same.
 """
 
 from .callbacks import Callback, Checkpoints, EarlyStopping, ManagedCheckpoints

@@ -1,4 +1,4 @@
-"""What a fit has to know of loaders and batches, of whatever kind they are."""
+"""Helpers for batches of any kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def samples(batch: Any) -> int:
-    """Returns the first dimension of the first tensor."""
+    """Returns the number of samples: the first dimension of the first tensor."""
     entries = [batch]
     while entries:
         entry = entries.pop(0)

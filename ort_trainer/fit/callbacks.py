@@ -1,4 +1,4 @@
-"""What is called at the moments of a fit: the base class, early stopping and checkpoints."""
+"""Callbacks of a fit: the base class, early stopping and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints", "ch
 
 
 class Callback:
-    """Does nothing at any moment; the moments have the names of PyTorch Lightning.
+    """The base class of callbacks; its methods do nothing and are named as in PyTorch Lightning.
 
-    Each gets the state of the fit and the trainer. They come in the order in which they are below; callbacks are called
-    in the order in which they were given, then the progress, then the checkpoints.
+    Each method gets the state of the fit and the trainer, and they are called in the order below. The user's callbacks
+    come first, in the order given, then the progress, then the checkpoints.
 
     Attributes:
-        in_every_process: Whether each of several processes calls it, or only that of rank 0, as for what writes or
-            shows something. Such a callback may not do what processes do together, such as saving a checkpoint.
+        in_every_process: Whether every process calls it, or only rank 0, for callbacks that write or show something. A
+            callback of rank 0 only must not perform joint operations such as saving a checkpoint.
     """
 
     in_every_process = True
@@ -36,46 +36,46 @@ class Callback:
         moments = [name for name in vars(Callback) if name.startswith("on_")]
         unknown = [name for name in vars(cls) if name.startswith("on_") and name not in moments]
         if unknown:
-            raise TypeError(f"{cls.__name__} has {unknown}, which would never be called: the moments are {moments}")
+            raise TypeError(f"{cls.__name__} has {unknown}, which are never called: the valid names are {moments}")
 
     def setup(self, state: FitState, trainer: ORTTrainer) -> None:
-        """Before anything else, a checkpoint to resume from included: the place for checks."""
+        """Called first, even before a checkpoint is loaded: the place for checks."""
 
     def on_load_checkpoint(self, state: FitState, trainer: ORTTrainer, checkpoint: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded; ``checkpoint`` is its user dict."""
+        """Called after a checkpoint was loaded; ``checkpoint`` is its user dict."""
 
     def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
-        """The fit begins."""
+        """Called when the fit begins."""
 
     def on_train_epoch_start(self, state: FitState, trainer: ORTTrainer) -> None:
-        """An epoch begins, or goes on in the middle (``state.batch``)."""
+        """Called when an epoch begins, or is resumed in the middle (see ``state.batch``)."""
 
     def on_train_batch_start(self, state: FitState, trainer: ORTTrainer) -> None:
-        """A batch is there."""
+        """Called before the training step of a batch."""
 
     def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        """A batch was trained on."""
+        """Called after the training step of a batch."""
 
     def on_validation_start(self, state: FitState, trainer: ORTTrainer) -> None:
-        """All batches of the epoch were trained on; an evaluation begins."""
+        """Called after the last batch of an epoch, before the evaluation."""
 
     def on_validation_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        """The evaluation is done; ``state.metrics`` has its numbers, and may be given more."""
+        """Called after the evaluation; ``state.metrics`` has its results, and more can be added."""
 
     def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        """The epoch is complete; ``state.history[-1]`` has its figures."""
+        """Called when an epoch is complete; ``state.history[-1]`` has its figures."""
 
     def on_save_checkpoint(self, state: FitState, trainer: ORTTrainer, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be saved; ``checkpoint`` is its user dict, and may be given more."""
+        """Called before a checkpoint is saved; ``checkpoint`` is its user dict, and entries can be added."""
 
     def on_exception(self, state: FitState, trainer: ORTTrainer, exception: BaseException) -> None:
-        """Something was raised, a KeyboardInterrupt perhaps."""
+        """Called when an exception was raised, including KeyboardInterrupt."""
 
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
-        """The fit ends, however it does (``state.status``)."""
+        """Called when the fit ends, in whatever way (see ``state.status``)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what checkpoints keep of this callback."""
+        """Returns the callback's state for checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,10 +83,10 @@ class Callback:
 
 
 def check_interval(name: str, value: Any, optional: bool = False) -> None:
-    """Checks a count that a user gave.
+    """Checks a count given by the user.
 
     Raises:
-        TypeError, ValueError: If it is no int of at least 1 (or None, if it is optional).
+        TypeError, ValueError: If it is not an int of at least 1 (or None, if ``optional``).
     """
     if value is None and optional:
         return
@@ -99,13 +99,13 @@ def check_interval(name: str, value: Any, optional: bool = False) -> None:
 def _check_name(who: str, name: str, names: set[str]) -> None:
     if name not in names:
         raise ValueError(
-            f"{who} monitors {name!r}, which the epochs do not give: they have {sorted(names)}. Names of an evaluation "
-            "begin with 'eval_', and need an eval_loader"
+            f"{who} monitors {name!r}, which is not in the history: it has {sorted(names)}. Names of evaluation "
+            "results start with 'eval_' and need an eval_loader"
         )
 
 
 class _Monitor(Callback):
-    """Watches a number of the history for its best value."""
+    """Tracks the best value of a number in the history."""
 
     def __init__(self, monitor: str | None, mode: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
@@ -122,12 +122,12 @@ class _Monitor(Callback):
             self._check(state.expected)
 
     def improved(self, state: FitState) -> bool:
-        """Reads the last row of the history, and says whether it has the best value so far."""
+        """Returns whether the last row of the history has the best value so far."""
         row = state.history[-1]
         self._check({name for name, value in row.items() if value is not None})
         sign = -1 if self.mode == "max" else 1
         value = row[self._name]
-        # Not a number is never better than what there is.
+        # NaN is never better than another value.
         better = not math.isnan(value) if self.best is None else sign * value < sign * self.best - self.min_delta
         if better:
             self.best = value
@@ -140,7 +140,7 @@ class _Monitor(Callback):
         return {"monitor": self._name, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["monitor"] == self._name:  # the best of another number says nothing
+        if state["monitor"] == self._name:  # the best value of another number is meaningless
             self.best = state["best"]
 
 
@@ -148,13 +148,13 @@ class EarlyStopping(_Monitor):
     """Stops when a number has not improved for some epochs, or is not finite.
 
     Args:
-        monitor: A name of the history; None for ``eval_loss``, or ``loss`` without an eval_loader.
-        patience: After how many epochs without an improvement.
+        monitor: A name in the history; None for ``eval_loss``, or ``loss`` without an eval_loader.
+        patience: The number of epochs without improvement after which to stop.
         mode: ``min`` or ``max``: which values are better.
-        min_delta: By how much a value must be better.
+        min_delta: The minimum change that counts as an improvement.
 
     Raises:
-        TypeError, ValueError: If an argument is none that can be.
+        TypeError, ValueError: If an argument is invalid.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class EarlyStopping(_Monitor):
         self.patience, self.waited = patience, 0
 
     def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
-        self._stop_if_due(state)  # resumed where it was stopped
+        self._stop_if_due(state)  # a fit resumed where this callback had stopped it
 
     def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
         self.waited = 0 if self.improved(state) else self.waited + 1
@@ -188,10 +188,10 @@ class EarlyStopping(_Monitor):
 
 
 class _Saving(Callback):
-    """Saves inside epochs, and at the end what was not saved yet.
+    """Saves checkpoints within epochs, and at the end if there are unsaved steps.
 
     Attributes:
-        every_n_batches: Save inside epochs too, each time so many of their batches are done; None for not.
+        every_n_batches: The interval, in batches of an epoch, of checkpoints within epochs; None for no such ones.
     """
 
     def __init__(self, every_n_batches: int | None) -> None:
@@ -215,7 +215,7 @@ class _Saving(Callback):
         self._saved = (state.steps, len(state.history))
 
     def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
-        """Writes a checkpoint, with the metrics of an epoch that is complete; returns its path."""
+        """Writes a checkpoint, with the metrics of a complete epoch; returns its path."""
         raise NotImplementedError
 
 
@@ -223,15 +223,16 @@ class Checkpoints(_Saving, _Monitor):
     """Saves ``last.ortckpt`` after each epoch and at the end, and ``best.ortckpt`` when a number is at its best.
 
     Args:
-        folder: A folder that exists.
-        monitor: What decides which is the best: as for :class:`EarlyStopping`.
+        folder: An existing folder.
+        monitor: The number that decides which is best: as for :class:`EarlyStopping`.
         mode: ``min`` or ``max``.
-        every_n_batches: Save the last one inside epochs too, each time so many of its batches are done.
-        overwrite: Whether a fit that does not resume may replace the checkpoints of another.
+        every_n_batches: The interval, in batches of an epoch, at which to save ``last.ortckpt`` within epochs; None to
+            save only after epochs.
+        overwrite: Whether a fit that does not resume may replace another fit's checkpoints.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
-        TypeError, ValueError: If an argument is none that can be.
+        TypeError, ValueError: If an argument is invalid.
     """
 
     def __init__(
@@ -246,15 +247,15 @@ class Checkpoints(_Saving, _Monitor):
         _Saving.__init__(self, every_n_batches)
         self.folder, self.overwrite = Path(folder), overwrite
         if not self.folder.is_dir():
-            raise FileNotFoundError(f"the folder {str(self.folder)!r} for checkpoints does not exist: make it first")
+            raise FileNotFoundError(f"the checkpoint folder {str(self.folder)!r} does not exist: create it first")
         self.last, self.best_path = self.folder / "last.ortckpt", self.folder / "best.ortckpt"
 
     def check_overwrite(self) -> None:
-        """Raises a FileExistsError if checkpoints of another fit are there and may not be replaced."""
+        """Raises a FileExistsError if there are checkpoints of another fit that must not be replaced."""
         found = [str(path) for path in (self.last, self.best_path) if path.exists()]
         if found and not self.overwrite:
             raise FileExistsError(
-                f"{found} exist already: go on with them (resume=True), choose another folder, or pass "
+                f"{found} exist already: resume from them (resume=True), choose another folder, or pass "
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
@@ -268,19 +269,19 @@ class Checkpoints(_Saving, _Monitor):
 
 
 def _written(path: Path, state: FitState, trainer: ORTTrainer) -> Path:
-    trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes, of which one writes
+    trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes call it; one writes
     return path
 
 
 class ManagedCheckpoints(_Saving):
-    """Saves with a ``CheckpointManager`` after each epoch, whose figures are the metrics, and at the end.
+    """Saves with a ``CheckpointManager`` at the end and after each epoch, with the epoch's figures as metrics.
 
     Args:
-        manager: Says where, and what is kept; ``keep_best`` names a number of the history.
-        every_n_batches: Save inside epochs too, each time so many of its batches are done.
+        manager: The manager; its ``keep_best`` names a number in the history.
+        every_n_batches: The interval, in batches of an epoch, of checkpoints within epochs; None for no such ones.
 
     Raises:
-        TypeError, ValueError: If an argument is none that can be.
+        TypeError, ValueError: If an argument is invalid.
     """
 
     def __init__(self, manager: CheckpointManager, every_n_batches: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that write the figures of a fit: into a CSV file, and for TensorBoard."""
+"""Callbacks that log the figures of a fit to a CSV file or TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["CSVLogger", "TensorBoardLogger"]
 
 
 class CSVLogger(Callback):
-    """Writes a row for each epoch, and if asked for, rows for batches, which have a number in the column ``batch``.
+    """Writes a row for each epoch, and optionally rows for batches, which have a number in the column ``batch``.
 
-    A file that is there is replaced; a fit that resumes keeps its rows up to where it resumes.
+    Replaces an existing file; a resumed fit keeps its rows up to the point where it resumes.
 
     Args:
-        path: The file, in a folder that exists.
-        every_n_batches: How many batches of an epoch lie between rows for batches; None for no such rows.
+        path: The file, in an existing folder.
+        every_n_batches: The interval, in batches of an epoch, of the rows for batches; None for no such rows.
 
     Raises:
-        TypeError, ValueError: If ``every_n_batches`` is no int of at least 1.
+        TypeError, ValueError: If ``every_n_batches`` is not an int of at least 1.
     """
 
     in_every_process = False
@@ -43,7 +43,8 @@ class CSVLogger(Callback):
     def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
         known = self._read() if state.resumed and self.path.exists() else []
         step, epochs = trainer.train_step_info.step, len(state.history)
-        # The row of an epoch has the step of its last batch, so a fit that resumes before the evaluation has none yet.
+        # An epoch's row has the step of its last batch, so the step alone would keep the row of an epoch whose
+        # evaluation is repeated.
         kept = [row for row in known if int(row["step"]) <= step and (row["batch"] or int(row["epoch"]) <= epochs)]
         self._columns = ["epoch", "batch", *EPOCH_COLUMNS[1:]]
         self._columns += [name for row in kept[-1:] for name in row if name not in self._columns]
@@ -80,11 +81,11 @@ class TensorBoardLogger(Callback):
     """Writes the figures of batches (under ``train/``) and of epochs (under ``epoch/``) for TensorBoard.
 
     Args:
-        folder: Where to; it is made.
-        every_n_batches: How many batches of an epoch lie between figures of batches.
+        folder: The log folder, which is created if needed.
+        every_n_batches: The interval, in batches of an epoch, of the figures of batches.
 
     Raises:
-        TypeError, ValueError: If ``every_n_batches`` is no int of at least 1.
+        TypeError, ValueError: If ``every_n_batches`` is not an int of at least 1.
     """
 
     in_every_process = False
@@ -104,7 +105,7 @@ class TensorBoardLogger(Callback):
         from torch.utils import tensorboard
 
         writer: Any = tensorboard.SummaryWriter
-        # What an interrupted fit wrote beyond its last checkpoint is hidden.
+        # Hides what an interrupted fit logged after its last checkpoint.
         purged = trainer.train_step_info.step + 1 if state.resumed else None
         self._writer = writer(os.fspath(self.folder), purge_step=purged)
 

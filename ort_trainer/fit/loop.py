@@ -1,4 +1,4 @@
-"""The loop: epochs of training steps, evaluations, and going on where a checkpoint was saved."""
+"""The loop: epochs of training steps, evaluations, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["fit"]
 
 Load = Callable[["ORTTrainer"], dict[str, Any] | None]
 _KEY = "fit"
-_ONCE = "give a list of batches or a DataLoader, which is not empty and can be gone through again"
+_ONCE = "pass a list of batches or a DataLoader, not empty and iterable more than once"
 
 
 def fit(
@@ -53,9 +53,9 @@ def fit(
             _check_loader(name, loader, epochs)
     measured = Metrics(metrics)
     if eval_loader is None and len(measured):
-        raise ValueError("metrics are computed on an eval_loader, but none was given")
+        raise ValueError("metrics need an eval_loader, but none was given")
     if labels is not None and not len(measured):
-        raise ValueError(f"labels={labels!r} says what metrics compare with, but no metrics were given")
+        raise ValueError(f"labels={labels!r} is only used by metrics, but no metrics were given")
     callbacks = list(callbacks)
     if isinstance(checkpoints, CheckpointManager):
         checkpoints = ManagedCheckpoints(checkpoints)
@@ -78,7 +78,7 @@ def fit(
             "number of metrics": len(measured),
             "checkpoints (whether there are any)": checkpoints is not None,
             "every_n_batches of the checkpoints": getattr(checkpoints, "every_n_batches", None),
-            "checkpoint to go on from (whether one is found)": load is not None,
+            "checkpoint to resume from (whether one is found)": load is not None,
         }
     )
     with together.interruptible():
@@ -89,7 +89,7 @@ class _Fit:
     """One call of ``fit``.
 
     Attributes:
-        position: The place in the data; ``state`` shows it to callbacks.
+        position: The position in the data; callbacks see it in ``state``.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _Fit:
         state.checkpoint = self.checkpoint
 
     def run(self, load: Load | None) -> FitState:
-        """Runs all that is left, from a checkpoint if there is one to load."""
+        """Runs the remaining epochs, after loading a checkpoint if there is one."""
         state = self.state
         self.call("setup")
         if load is not None:
@@ -126,7 +126,7 @@ class _Fit:
                 state.status = "interrupted"
                 self.call("on_exception", KeyboardInterrupt())
         except BaseException as error:
-            # Of several processes, one that is torn out of what they do together can't end well with the others.
+            # With several processes, one that is interrupted in a joint operation can't end in step with the others.
             alone = isinstance(error, KeyboardInterrupt) and not self.together.several
             state.status = "interrupted" if alone else "failed"
             self.call("on_exception", error)
@@ -141,12 +141,12 @@ class _Fit:
         return state
 
     def done(self) -> bool:
-        """Whether nothing is left to do, in any process."""
+        """Whether the fit is done, in all processes."""
         self.together.share({})
         return self.state.done or self.together.interrupted
 
     def epoch(self) -> None:
-        """Trains for an epoch, or what is left of it, and evaluates."""
+        """Trains for an epoch, or the rest of one, and evaluates."""
         state, together = self.state, self.together
         with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
             self.position.begin_epoch()
@@ -164,8 +164,8 @@ class _Fit:
         if state.reason or together.interrupted:
             return
         if not any(share["batch"] for share in shares):
-            raise ValueError(f"train_loader gave no batch in epoch {state.epoch}: {_ONCE}")
-        self.trainer.optimizer_step()  # of the last window, which may be a partial one
+            raise ValueError(f"train_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
+        self.trainer.optimizer_step()  # the last window may be incomplete
         state.metrics = {}
         if self.eval_loader is not None:
             self.evaluate()
@@ -181,7 +181,7 @@ class _Fit:
         trainer, state = self.trainer, self.state
         batch = moved(batch, self.device)
         self.call("on_train_batch_start")
-        trainer.prepare(_inputs(batch, trainer))  # an export takes long and can be interrupted; a step is counted
+        trainer.prepare(_inputs(batch, trainer))  # outside uninterrupted(), because an export may take long
         _loss_place(trainer)
         if len(self.metrics):
             self.label_name()
@@ -213,7 +213,7 @@ class _Fit:
         if self.together.interrupted:
             return
         if not any(counts):
-            raise ValueError(f"eval_loader gave no batch in epoch {state.epoch}: {_ONCE}")
+            raise ValueError(f"eval_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
         found = {"eval_loss": total / max(count, 1), **self.metrics.compute()}
         known = mean(self.trainer.gather(found), counts)
         state.metrics = dict(known)
@@ -226,21 +226,21 @@ class _Fit:
         """Returns the name of the input that metrics compare outputs with."""
         names = self.trainer.model_desc.input_names
         if self.labels is not None and self.labels not in names:
-            raise ValueError(f"labels={self.labels!r} is no input: the model description has {names}")
+            raise ValueError(f"labels={self.labels!r} is not an input: the model description has {names}")
         usual = [name for name in ("labels", "label") if name in names]
         return self.labels or (usual or names[-1:])[0]
 
     def label(self, batch: Any) -> Any:
-        """Returns what metrics compare outputs with."""
+        """Returns the labels that metrics compare outputs with."""
         return self.trainer.loop.graphs.bind((batch,), {})[self.label_name()]
 
     def call(self, moment: str, *more: Any) -> None:
-        """Tells all callbacks."""
+        """Calls a method of all callbacks."""
         for callback in self.callbacks:
             getattr(callback, moment)(self.state, self.trainer, *more)
 
     def checkpoint(self) -> dict[str, Any]:
-        """Returns the user dict of a checkpoint of now."""
+        """Returns the user dict for a checkpoint of the current state."""
         places = [row[_KEY] for row in self.trainer.gather({_KEY: self.place()})]
         found: dict[str, Any] = {
             _KEY: {
@@ -254,19 +254,19 @@ class _Fit:
         return found
 
     def place(self) -> dict[str, Any]:
-        """Returns where this process stands in its data."""
+        """Returns the position of this process in its data."""
         return {"state": self.state.place(), **self.position.state_dict()}
 
     def load(self, load: Load) -> None:
-        """Restores trainer, callbacks and random state, if there is something to restore."""
+        """Restores the trainer, callbacks and random state, if there is a checkpoint."""
         found = load(self.trainer)
         if found is None:
             return
         kept = found.get(_KEY)
         if not isinstance(kept, Mapping):
             raise CheckpointError(
-                "the checkpoint was not saved by fit(), so it does not say where to go on: to begin with its weights, "
-                "call trainer.load_checkpoint(path), then fit() without resume"
+                "the checkpoint was not saved by fit(), so it has no position to resume from: to start with its "
+                "weights, call trainer.load_checkpoint(path), then fit() without resume"
             )
         self.take_place(kept)
         for name, callback in self.named():
@@ -275,7 +275,7 @@ class _Fit:
         self.call("on_load_checkpoint", found)
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
-        """Goes to where this process stood in its data; one that was not there begins where its script has it."""
+        """Restores the position of this process; an additional process starts with its own random states."""
         entries, rank = [kept, *kept.get("others", [])], self.trainer.world_rank
         own = own_place([_position(kept, entry) for entry in entries], rank, self.trainer.world_size)
         counted = entries[rank]["state"] if rank < len(entries) else {}
@@ -283,7 +283,7 @@ class _Fit:
         self.position.load_state_dict(own)
 
     def named(self) -> Iterator[tuple[str, Callback]]:
-        """Yields the callbacks, each with a name of its own."""
+        """Yields the callbacks with unique names."""
         count: Counter[str] = Counter()
         for callback in self.callbacks:
             kind = type(callback).__name__
@@ -292,16 +292,16 @@ class _Fit:
 
 
 def _position(kept: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the position that a checkpoint has of a process; those of the first versions had only a part of it."""
+    """Returns a process's position from a checkpoint, completed for early versions, which stored only part of it."""
     state, epoch = place["state"], len(kept["state"]["history"]) + 1
     return {"epoch": epoch, "batch": state["batch"], "batches": state["batches"], **place}
 
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:
     if isinstance(loader, (str, bytes, Mapping, torch.Tensor)) or not isinstance(loader, Iterable):
-        raise TypeError(f"{name} must give batches, as a DataLoader or a list does, but {shown(loader)} was given")
+        raise TypeError(f"{name} must yield batches, as a DataLoader or a list does, but {shown(loader)} was given")
     if isinstance(loader, Iterator) and epochs > 1:
-        raise TypeError(f"{name} is an iterator, which gives its batches once, but epochs is {epochs}: {_ONCE}")
+        raise TypeError(f"{name} is an iterator, usable for one epoch only, but epochs is {epochs}: {_ONCE}")
 
 
 def _new_state(
@@ -322,7 +322,7 @@ def _new_state(
 
 
 def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None) -> Load | None:
-    """Returns what loads the checkpoint to go on from, or None to begin."""
+    """Returns a function that loads the checkpoint to resume from, or None to start a new fit."""
     manager = checkpoints.manager if isinstance(checkpoints, ManagedCheckpoints) else None
     if isinstance(resume, (str, os.PathLike)):
         if manager is not None:
@@ -332,7 +332,7 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
         raise TypeError(f"resume must be True, False or the path of a checkpoint, but {shown(resume)} was given")
     if checkpoints is None:
         if resume:
-            raise ValueError("resume=True goes on from the last checkpoint, but no folder for checkpoints was given")
+            raise ValueError("resume=True resumes from the last checkpoint, but checkpoints was not given")
         return None
     if isinstance(checkpoints, Checkpoints):
         last = checkpoints.last
@@ -347,22 +347,22 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
 
 
 def _inputs(batch: Any, trainer: ORTTrainer) -> Any:
-    """Returns a batch without what the window takes for itself."""
+    """Returns a batch without the weight of the micro-batch."""
     if isinstance(batch, Mapping) and trainer.options.batch.gradient_reduction == "weighted":
         return {name: value for name, value in batch.items() if name != "gradient_weight"}
     return batch
 
 
 def _loss_place(trainer: ORTTrainer) -> int:
-    """Returns where the loss is among the outputs of a step."""
+    """Returns the index of the loss among the outputs of a step."""
     names, loss = trainer.train_step_info.fetches, trainer.model_desc.loss.name
     names = names or trainer.model_desc.output_names
     if loss not in names:
-        raise ValueError(f"train_step_info.fetches leaves out the loss, {loss!r}, which fit() needs: put it in")
+        raise ValueError(f"train_step_info.fetches lacks the loss, {loss!r}, which fit() needs: add it")
     return names.index(loss)
 
 
 def _split(trainer: ORTTrainer, outputs: Any) -> tuple[float, list[Any]]:
-    """Returns the loss among the outputs of a step, and the others."""
+    """Splits the outputs of a step into the loss and the others."""
     found, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
     return float(found[place]), found[:place] + found[place + 1 :]

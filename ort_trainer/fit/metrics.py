@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, of three kinds, behind one interface."""
+"""One interface for three kinds of evaluation metrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """Feeds metrics with the outputs of an evaluation.
+    """Updates metrics with the outputs of an evaluation.
 
     Args:
-        metrics: One metric, a list of them, or a dict of them by name. A metric is a function (outputs, labels) ->
-            number, an object with ``update(outputs, labels)``, ``compute()`` and ``reset()``, as those of torchmetrics,
-            or one with ``add_batch(predictions=, references=)`` and ``compute()``, as those of ``evaluate``. Or a tuple
-            of one of these and a function that makes the metric's first argument of the outputs.
+        metrics: One metric, a list of metrics, or a dict of metrics by name. A metric is a function (outputs, labels)
+            -> number; an object with ``update(outputs, labels)``, ``compute()`` and ``reset()``, as in torchmetrics; an
+            object with ``add_batch(predictions=, references=)`` and ``compute()``, as in ``evaluate``; or a tuple of
+            one of these and a function that converts the outputs to the metric's first argument.
 
     Raises:
-        TypeError: If something else is among them.
+        TypeError: If a metric is of no such kind.
         ValueError: If two have the same name.
     """
 
@@ -36,21 +36,21 @@ class Metrics:
 
     @property
     def names(self) -> set[str] | None:
-        """The names of what they will give; None if some may give more than a number."""
+        """The names of their results; None if unknown because a metric may return several numbers."""
         return {m.name for m in self._metrics} if all(m.kind == "function" for m in self._metrics) else None
 
     def reset(self) -> None:
-        """Begins an evaluation."""
+        """Starts an evaluation."""
         for metric in self._metrics:
             metric.reset()
 
     def update(self, outputs: Any, labels: Any, samples: int) -> None:
-        """Takes the outputs and labels of a batch."""
+        """Adds the outputs and labels of a batch."""
         for metric in self._metrics:
             metric.update(outputs, labels, samples)
 
     def compute(self) -> dict[str, float]:
-        """Returns the numbers by name, each name beginning with ``eval_``."""
+        """Returns the numbers by name; each name starts with ``eval_``."""
         found = [pair for metric in self._metrics for pair in metric.compute()]
         _check_unique([name for name, _ in found])
         return {f"eval_{name}": value for name, value in found}
@@ -96,11 +96,11 @@ class _Metric:
 
     def compute(self) -> list[tuple[str, float]]:
         if self.kind == "function":
-            return [(self.name, self._sum / max(self._samples, 1))]  # of several processes, some may have no batch
+            return [(self.name, self._sum / max(self._samples, 1))]  # a process may have no batch
         found = self._metric.compute()
         if not isinstance(found, Mapping):
             return [(self.name, self._number(found))]
-        # A name that was given stands before the names of several numbers, and for that of a single one.
+        # A name from the user prefixes the names of several numbers, and replaces the name of a single one.
         alone, prefix = self._named and len(found) == 1, f"{self.name}_" if self._named else ""
         return [(self.name if alone else f"{prefix}{key}", self._number(value)) for key, value in found.items()]
 
@@ -108,10 +108,10 @@ class _Metric:
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"metric {self.name!r} must give a number, but it gave {shown(value)}") from error
+            raise TypeError(f"metric {self.name!r} must return a number, but it returned {shown(value)}") from error
 
 
 def _check_unique(names: Sequence[str]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1 or name == "loss"})
     if repeated:
-        raise ValueError(f"metrics need unique names, and none is 'loss': name {repeated} by a dict, name -> metric")
+        raise ValueError(f"metrics need unique names other than 'loss': rename {repeated} with a dict, name -> metric")

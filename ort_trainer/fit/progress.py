@@ -1,4 +1,4 @@
-"""Shows how a fit goes on: a bar of tqdm on a terminal, plain lines elsewhere."""
+"""Shows the progress of a fit: a tqdm bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Progress"]
 
 
 class Progress(Callback):
-    """Writes to the standard error stream; the time left is that of all epochs, evaluations left out.
+    """Writes progress to stderr; the time left covers all epochs, without evaluations.
 
     Args:
-        seconds: How often plain lines come within an epoch.
+        seconds: The interval of plain lines within an epoch.
     """
 
     in_every_process = False
@@ -32,7 +32,7 @@ class Progress(Callback):
 
     def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
         if state.resumed:
-            self._write(f"resumed with {len(state.history)} epochs and {state.batch} batches done")
+            self._write(f"resumed after {len(state.history)} epochs and {state.batch} batches")
 
     def on_train_epoch_start(self, state: FitState, trainer: ORTTrainer) -> None:
         self._shown = time.perf_counter()
@@ -45,7 +45,7 @@ class Progress(Callback):
     def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
         now = time.perf_counter()
         if self._bar is not None:
-            # Asking for the norm may compute it, so not at every step.
+            # Reading the norm may compute it, so do not read it at every step.
             if now - self._shown >= 0.2 or state.batch == state.batches:
                 self._shown = now
                 self._bar.set_postfix_str(_figures(state, trainer), refresh=False)
@@ -90,7 +90,7 @@ def _figures(state: FitState, trainer: ORTTrainer) -> str:
 
 
 def _speed(state: FitState, row: Mapping[str, Any] | None = None) -> str:
-    """Returns the speed, in a row of the history that of all processes, and the time that is left."""
+    """Returns the speed (of all processes, for a row of the history) and the time left."""
     speed, left = state.samples_per_second if row is None else row["samples_per_second"], state.seconds_left
     text = "" if speed is None else f"{speed:.0f} samples/s"
     if left is None:

@@ -1,4 +1,4 @@
-"""Where a fit stands, what it has seen so far, and the summary of it."""
+"""The state, history and summary of a fit."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ EPOCH_COLUMNS = ("epoch", "step", "update", "loss", "learning_rate", "grad_norm"
 
 
 class FitState:
-    """What callbacks see of a fit, and what ``fit`` returns.
+    """The state of a fit, which callbacks get and ``fit`` returns.
 
     Args:
         epochs: As given to ``fit``.
-        batches: Batches of an epoch, as far as the loader says.
-        expected: Names that each row of the history will have; None where that can't be known before.
-        default_monitor: What is monitored where nothing else is asked for.
+        batches: The number of batches in an epoch; None if the loader has no length.
+        expected: The names that each row of the history will have; None if unknown in advance.
+        default_monitor: The number to monitor by default.
 
     Attributes:
         epochs, batches, expected, default_monitor: As given.
         status: ``running``, ``completed``, ``stopped``, ``interrupted`` or ``failed``.
         reason: Why it was stopped.
-        epoch: The epoch that runs, from 1.
-        batch: How many of its batches were trained on.
+        epoch: The current epoch, from 1.
+        batch: The number of batches of this epoch trained on so far.
         loss: The loss of the last batch.
-        outputs: What its step returned, the loss included.
-        metrics: What the last evaluation gave; a callback's ``on_validation_end`` may put in numbers of its own.
-        history: A dict for each completed epoch: its number, steps and updates so far, the mean loss, rate and gradient
-            norm of the last update, samples per second, and the numbers of the evaluation.
-        steps: Steps that this call has made.
-        resumed: Whether it began with a checkpoint.
-        seconds: What this call has taken; at its end.
-        position: The place in the data, for ``CheckpointManager.save(trainer, it)``.
-        checkpoint: Returns the user dict of a checkpoint of now, for ``trainer.save_checkpoint(path, it)``.
-        files: The checkpoints that it has written: ``last`` and ``best``.
+        outputs: The outputs of its step, including the loss.
+        metrics: The results of the last evaluation; a callback's ``on_validation_end`` may add its own numbers.
+        history: A dict for each completed epoch: its number, steps and updates so far, the mean loss, learning rate and
+            gradient norm of the last update, samples per second, and the results of the evaluation.
+        steps: The number of steps in this call.
+        resumed: Whether it resumed from a checkpoint.
+        seconds: The duration of this call, set at its end.
+        position: The position in the data, for ``CheckpointManager.save(trainer, state.position)``.
+        checkpoint: Returns the user dict for a checkpoint, for ``trainer.save_checkpoint(path, state.checkpoint())``.
+        files: The paths of the checkpoints written: ``last`` and ``best``.
     """
 
     def __init__(self, epochs: int, batches: int | None, expected: set[str] | None, default_monitor: str) -> None:
@@ -63,34 +63,34 @@ class FitState:
         self.checkpoint: Callable[[], dict[str, Any]] = dict
 
     def stop(self, reason: str) -> None:
-        """Ends the fit after this batch, or this epoch if it is at its end."""
+        """Ends the fit after the current batch, or after the epoch if it is at its end."""
         self.reason = reason
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the fit was stopped or all epochs are complete."""
         return bool(self.reason) or len(self.history) >= self.epochs
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of this process in this epoch; the first step, which exports, counts only until there is another."""
+        """The speed of this process in this epoch, without the first step (which exports) once there is a second."""
         _, samples, seconds = self._timed
         return samples / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """What the batches to come will take, evaluations left out; None where it can't be known."""
+        """The expected duration of the remaining batches, without evaluations; None if unknown."""
         batches, _, seconds = self._timed
         if not batches or self.batches is None:
             return None
         return max(0, self.batches * (self.epochs - self.epoch + 1) - self.batch) * seconds / batches
 
     def begin_clock(self) -> None:
-        """Begins to take the time of an epoch."""
+        """Starts timing an epoch."""
         self._clock, self._timed = time.perf_counter(), (0, 0, 0.0)
 
     def count(self, loss: float, samples: int, outputs: Any) -> None:
-        """Counts a batch that was trained on."""
+        """Counts a batch after its training step."""
         now = time.perf_counter()
         batches, counted, seconds = (0, 0, 0.0) if self.steps == 1 else self._timed
         self._timed = batches + 1, counted + samples, seconds + now - self._clock
@@ -100,24 +100,24 @@ class FitState:
         self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
 
     def record(self, trainer: ORTTrainer) -> dict[str, Any]:
-        """Returns the figures of now, with the loss of the last batch."""
+        """Returns the current figures, with the loss of the last batch."""
         info = trainer.train_step_info
         used: tuple[float | None, ...] = (info.learning_rate, info.grad_norm)
-        if info.learning_rate is None:  # there was no update since a checkpoint was loaded
+        if info.learning_rate is None:  # no update since a checkpoint was loaded
             used = self._used
         values = (self.epoch, info.step, info.optimization_step, self.loss, *used)
         return dict(zip(EPOCH_COLUMNS, (*values, self.samples_per_second), strict=True))
 
     def share(self) -> dict[str, Any]:
-        """Returns what the figures of an epoch are made of, as far as this process knows."""
+        """Returns this process's contribution to the figures of an epoch."""
         return {**self.place(), "speed": self.samples_per_second}
 
     def end_epoch(self, trainer: ORTTrainer, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the epoch into the history.
+        """Adds the epoch to the history.
 
         Args:
             trainer: The trainer.
-            shares: What all processes have returned from :meth:`share`.
+            shares: The results of :meth:`share` of all processes.
         """
         loss = sum(share["loss_sum"] for share in shares) / sum(share["loss_samples"] for share in shares)
         speeds = [share["speed"] for share in shares if share["speed"] is not None]
@@ -126,16 +126,16 @@ class FitState:
         self._loss_sum, self._loss_samples = 0.0, 0
 
     def next_epoch(self) -> None:
-        """Goes on to the epoch after those in the history."""
+        """Moves to the epoch after those in the history."""
         self.epoch, self.batch = len(self.history) + 1, 0
 
     def state_dict(self, trainer: ORTTrainer) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         now = self.record(trainer)
         return {**self.place(), "history": self.history, "used": [now["learning_rate"], now["grad_norm"]]}
 
     def place(self) -> dict[str, Any]:
-        """Returns what each of several processes has for itself."""
+        """Returns the part of the state that differs between processes."""
         return {
             "batch": self.batch if self.epoch > len(self.history) else 0,
             "batches": self.batches,
@@ -147,10 +147,12 @@ class FitState:
         """Restores what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: If it does not fit the arguments of ``fit``.
+            ValueError: If it has more epochs than ``fit`` was called with.
         """
         if len(state["history"]) > self.epochs:
-            raise ValueError(f"the checkpoint has {len(state['history'])} epochs done, but epochs is {self.epochs}")
+            raise ValueError(
+                f"the checkpoint has {len(state['history'])} completed epochs, but epochs is only {self.epochs}"
+            )
         self.history, self.resumed = list(state["history"]), True
         self.next_epoch()
         self.batch = state["batch"]
@@ -158,7 +160,7 @@ class FitState:
         self._used = tuple(state["used"])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the losses and metrics of the epochs into a picture, whose format the ending of the path says.
+        """Plots the losses and metrics of the epochs into an image file; the file extension selects the format.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
@@ -169,7 +171,7 @@ class FitState:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
         if not self.history:
-            raise ValueError("there are no curves to draw: no epoch was completed")
+            raise ValueError("there is nothing to plot: no epoch was completed")
         metrics = [name for name in self.history[-1] if name not in (*EPOCH_COLUMNS, "eval_loss")]
         figure = Figure(figsize=(5 * (1 + len(metrics)), 4), layout="constrained")
         axes = figure.subplots(1, 1 + len(metrics), squeeze=False)[0]
@@ -194,5 +196,5 @@ class FitState:
 
 
 def shown_number(value: Any) -> str:
-    """Returns a number as a table or a line shows it."""
+    """Formats a number for a table or line."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

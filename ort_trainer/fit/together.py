@@ -1,4 +1,4 @@
-"""What the processes of a fit tell each other, so that all come to the same decisions."""
+"""What the processes of a fit exchange to reach the same decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Together", "mean"]
 
 
 class Together:
-    """The processes of a fit; one is together with itself.
+    """The processes of a fit; works for a single process, too.
 
     Args:
         trainer: The trainer.
@@ -26,7 +26,7 @@ class Together:
 
     Attributes:
         several: Whether there are several processes.
-        interrupted: Whether a signal had come, to any process, when they last shared something.
+        interrupted: Whether any process had received a signal at the last :meth:`share`.
     """
 
     def __init__(self, trainer: ORTTrainer, state: FitState, signals: Iterable[str]) -> None:
@@ -39,14 +39,14 @@ class Together:
 
     @property
     def pressed(self) -> bool:
-        """Whether a signal to stop has come to this process."""
+        """Whether this process received a signal to stop."""
         return bool(self._stop)
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Compares what must be equal in all processes.
+        """Compares settings that must be equal in all processes.
 
         Raises:
-            ValueError: If something is not, in all processes.
+            ValueError: If a setting differs; it is raised in all processes.
         """
         rows = self._trainer.gather(settings)
         for name, value in rows[0].items():
@@ -55,11 +55,11 @@ class Together:
                 found = ", ".join(f"{other} in rank {rank}" for rank, other in different.items())
                 raise ValueError(
                     f"fit() was called with another {name} in rank {', '.join(map(str, different))}: it is {value} in "
-                    f"rank 0, and {found}; give all processes the same arguments"
+                    f"rank 0, but {found}; pass the same arguments in all processes"
                 )
 
     def share(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the values of all processes, and learns whether any wants to stop."""
+        """Returns the values of all processes, and records whether any asks to stop."""
         state = self._state
         rows = self._trainer.gather({**values, "reason": state.reason, "interrupted": self.pressed})
         state.reason = next((row["reason"] for row in rows if row["reason"]), "")
@@ -67,7 +67,7 @@ class Together:
         return rows
 
     def stopped(self) -> bool:
-        """Whether training is to end here; of several processes all learn that when they meet, and end alike."""
+        """Whether training ends here; with several processes all learn it when they meet, and end at the same step."""
         asked = bool(self._state.reason) or self.pressed
         if not self.several:
             return asked
@@ -75,34 +75,34 @@ class Together:
         return self._strategy.stop_heard
 
     def has_taken_workers(self, error: RuntimeError) -> bool:
-        """Whether a signal to stop, perhaps sent to a whole group of processes, has ended workers of the loader."""
+        """Whether a signal to stop, sent to the whole process group, also ended workers of the loader."""
         return self.pressed and "DataLoader worker" in str(error)
 
     def interruptible(self) -> StopSignals:
-        """Returns a context in which the signals that end the fit are wishes, which :meth:`stopped` passes on."""
+        """Returns a context that turns the signals that end the fit into requests, reported by :meth:`stopped`."""
         return self._stop
 
     def _takes_ctrl_c(self) -> bool:
-        """Whether Ctrl-C is a wish, as there are others who would wait for a process that just ends."""
+        """Whether Ctrl-C is only a request, because other processes would wait for one that ends at once."""
         in_main = threading.current_thread() is threading.main_thread()
         return self.several and in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def end(self) -> None:
-        """Forgets the wish to stop."""
+        """Clears the request to stop."""
         self._strategy.stop_asked = False
 
 
 def mean(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Returns the weighted mean of the numbers of all processes, by name; of equal ones that very number.
+    """Returns the weighted mean of the numbers of all processes, by name; equal numbers are returned unchanged.
 
     Raises:
-        ValueError: If the processes have other names.
+        ValueError: If the processes have different names.
     """
     for rank, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(
-                f"rank {rank} has the numbers {sorted(row)}, but rank 0 {sorted(rows[0])}: metrics and callbacks must "
-                "give the same names in all processes"
+                f"rank {rank} has the numbers {sorted(row)}, but rank 0 has {sorted(rows[0])}: metrics and callbacks "
+                "must return the same names in all processes"
             )
     total = sum(weights)
     found = {}

@@ -1,4 +1,4 @@
-"""Writing nodes of a graph; their results have types and shapes at once."""
+"""Writes nodes of a graph; their results have types and shapes immediately."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .names import Names
 __all__ = ["FINAL", "Emitter", "infer_missing", "infer_node"]
 
 FINAL = "ort_trainer.final"
-"""Key in the ``meta`` of a node that no rule is to rewrite again."""
+"""Key in the ``meta`` of nodes that no rule may rewrite."""
 
-# What is larger is no shape, and shape inference asks for no other constants.
+# Shape inference needs only constants that are shapes; larger constants are not.
 _LARGEST_SHAPE = 64
 
 
 def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
-    """Gives the outputs of a node types and shapes, as far as ONNX can tell them from its inputs."""
+    """Sets types and shapes of a node's outputs, as far as ONNX can infer them from its inputs."""
     types, data = {}, {}
     for value in node.inputs:
         if value is None or value.type is None:
@@ -46,7 +46,7 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
         onnx.shape_inference.InferenceError,
         onnx.checker.ValidationError,
     ):
-        return  # an operator that is not ONNX's, inputs of which not enough is known, or a type that it does not take
+        return  # not an ONNX operator, not enough known about its inputs, or an unsupported type
     for value in node.outputs:
         if value.name in found:
             value.type = ir.serde.deserialize_type_proto_for_type(found[value.name])
@@ -54,20 +54,20 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
 
 
 def infer_missing(model: ir.Model) -> None:
-    """Gives types and shapes to values that rewriting rules or functions made without."""
+    """Sets types and shapes of values that rewrite rules or functions created without."""
     for node in model.graph.all_nodes():
         if any(value.name and value.dtype is None for value in node.outputs):
             infer_node(node, model.opset_imports)
 
 
 class Emitter:
-    """Collects the nodes that take the place of another one, with names that are not taken.
+    """Collects nodes that replace another one, with unique names.
 
     Args:
-        opset_imports: Those of the model.
+        opset_imports: The model's opset imports.
         names: Names in use.
-        prefix: What names of new values begin with.
-        dtype: Element type of the constants that :meth:`scalar` makes.
+        prefix: Prefix of the names of new values.
+        dtype: Element type of the constants from :meth:`scalar`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Emitter:
         return self._tape.nodes
 
     def name(self, hint: str) -> str:
-        """Returns a name that is not taken yet."""
+        """Returns an unused name."""
         return self._names.unique(f"{self._prefix}.{hint}")
 
     def __call__(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
@@ -92,7 +92,7 @@ class Emitter:
         return self.several(op_type, *inputs, outputs=1, domain=domain, **attributes)[0]
 
     def final(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Adds a node that is not rewritten any more, and returns its output."""
+        """Adds a node that no rule may rewrite, and returns its output."""
         value = self(op_type, *inputs, **attributes)
         self.nodes[-1].meta[FINAL] = True
         return value
@@ -107,7 +107,7 @@ class Emitter:
         return values
 
     def constant(self, value: Any, dtype: Any = np.int64) -> ir.Value:
-        """Adds a constant tensor, of int64 if nothing else is asked for; equal ones are one."""
+        """Adds a constant tensor, by default of int64; equal constants share one node."""
         array = np.asarray(value, dtype=dtype)
         key = (array.dtype, array.shape, array.tobytes())
         if key not in self._constants:

@@ -1,4 +1,4 @@
-"""Names of values that are not taken yet."""
+"""Unique names for values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Names"]
 
 
 class Names:
-    """Hands out names that are not taken yet."""
+    """Hands out unused names."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
 
     def unique(self, name: str) -> str:
-        """Returns the name, with a number behind it if it is taken."""
+        """Returns the name, with a number appended if it is taken."""
         candidate, number = name, 1
         while candidate in self._taken:
             candidate, number = f"{name}_{number}", number + 1

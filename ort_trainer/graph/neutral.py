@@ -1,7 +1,7 @@
-"""Rewriting rules that drop arithmetic with a neutral element: ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1``.
+"""Rewrite rules that drop arithmetic with a neutral element: ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1``.
 
-onnxscript has the same, but takes for 0 whatever is at most 1e-8, and for 1 whatever is within 1e-5 of it: the ``eps``
-of ``log(x + 1e-8)`` would be gone, and with it what it is there for.
+onnxscript's own rules also match constants up to 1e-8 from 0 and up to 1e-5 from 1, so they would drop the ``eps`` in
+``log(x + 1e-8)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a training graph as a standalone ONNX file, with the weights in it."""
+"""Writes a graph as a standalone ONNX file that includes the weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .training_graph import TrainingGraph
 __all__ = ["WEIGHTS", "save_model", "with_weights"]
 
 WEIGHTS = "ort_trainer.weights"
-"""Key of the metadata of a file: which of its initializers are trained weights, and which are frozen ones."""
+"""Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
 
-# protobuf ends at 2 GiB; the rest of the model needs some of it.
+# protobuf's limit is 2 GiB; the rest of the model needs some of it.
 _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
 
 
@@ -32,15 +32,15 @@ def save_model(
 ) -> None:
     """Writes a graph with its parameters and buffers as initializers.
 
-    The model's metadata say which initializers are weights, so that the file can be trained further.
+    The model's metadata lists which initializers are weights, so that the file can be trained further.
 
     Args:
         graph: An evaluation graph; it is not changed.
         parameters: Parameters by name.
         buffers: Buffers by name.
         trained: Names of the parameters that are trained.
-        path: The file; it is replaced if it exists.
-        limit: Bytes of weights beyond which they go into a second file, ``<path>.data``.
+        path: The file; an existing one is replaced.
+        limit: Size in bytes above which the weights are written to a second file, ``<path>.data``.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -52,9 +52,9 @@ def save_model(
         with atomic_path(path) as temporary:
             ir.save(model, temporary)
         return
-    check_target(path)  # what is wrong would show only when the data is in place
-    # The model names its data file, so both are written under their final names in a folder beside them. The data
-    # comes into place first: a crash in between leaves the old model, or none, and never one without its data.
+    check_target(path)  # otherwise an error would show only after the data has been moved
+    # The model names its data file, so both are written under their final names in a temporary folder. The data is
+    # moved first, so a crash in between never leaves the new model without its data.
     data = f"{path.name}.data"
     with explained(path), temporary_folder(path.parent, path.name) as folder:
         ir.save(model, folder / path.name, external_data=data)
@@ -72,7 +72,7 @@ def with_weights(
     buffers: Mapping[str, torch.Tensor],
     trained: Collection[str],
 ) -> ir.Model:
-    """Returns the model of a graph with parameters and buffers as its initializers, and nothing else as one.
+    """Returns the model of a graph with exactly its parameters and buffers as initializers.
 
     Args:
         graph: An evaluation graph; it is not changed.
@@ -83,25 +83,35 @@ def with_weights(
     model = graph.model.clone()
     state = {**parameters, **buffers}
     frozen = [name for name in parameters if name not in trained]
-    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen})
-    _constants_as_nodes(model.graph)
+    # Buffers of a loaded file, which are constants in its graph.
+    held = [name for name in _buffers(model) if name in model.graph.initializers]
+    known = {"trained": list(trained), "frozen": frozen, "buffers": [*buffers, *held]}
+    model.metadata_props[WEIGHTS] = json.dumps(known)
+    _constants_as_nodes(model.graph, held)
     names = {value: name for name, value in graph.state.items()}
     weights = [value for value in model.graph.inputs if value.name in names]
     for value in weights:
         assert value.name is not None
         value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
         model.graph.register_initializer(value)
+    for name in held:  # after the parameters, as other buffers
+        model.graph.initializers[name] = model.graph.initializers.pop(name)
     kept = [value for value in model.graph.inputs if value.name not in names]
     model.graph.inputs.clear()
     model.graph.inputs.extend(kept)
     return model
 
 
-def _constants_as_nodes(graph: ir.Graph) -> None:
-    """Turns the initializers that a graph has of itself, which are constants of the code, into nodes."""
+def _buffers(model: ir.Model) -> Collection[str]:
+    known: Collection[str] = json.loads(model.metadata_props.get(WEIGHTS, "{}")).get("buffers", ())
+    return known
+
+
+def _constants_as_nodes(graph: ir.Graph, held: Collection[str]) -> None:
+    """Turns a graph's existing initializers, which are constants in the code, into nodes, except those of ``held``."""
     for value in list(graph.initializers.values()):
         assert value.name is not None
-        if value.is_graph_input() or value.is_graph_output() or value.const_value is None:
+        if value.name in held or value.is_graph_input() or value.is_graph_output() or value.const_value is None:
             continue
         del graph.initializers[value.name]
         node = ir.node(

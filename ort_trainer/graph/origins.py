@@ -1,6 +1,6 @@
-"""``Origins``: which module of the user's model each node of a training graph belongs to, and to which pass.
+"""``Origins``: the module of the user's model and the pass that each node of a training graph belongs to.
 
-A profile is all that asks for it. So a graph keeps it as text, which is read when somebody looks.
+Only profiles use it, so graphs store it as text, which is parsed on demand.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 __all__ = ["LOSS", "Origins", "Place", "parent_of"]
 
 LOSS = "(loss)"
-"""Stands for a path where something belongs to the loss function, or to no module of the model."""
+"""Stands for the path of the loss function, and of code outside the model's modules."""
 
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is computed.
+    """The place in the model where something is computed.
 
     Attributes:
-        module: Path of a module, as in ``model.named_modules()``; the model's own is empty.
-        backward: Whether in the backward pass.
+        module: Path of a module, as in ``model.named_modules()``; empty for the model itself.
+        backward: Whether it belongs to the backward pass.
     """
 
     module: str
@@ -35,9 +35,9 @@ class Origins:
     """The places of the nodes of one graph.
 
     Args:
-        modules: Path and name of the class of every module that occurs, and of those around it, in the model's order.
-        nodes: Name of a node -> twice the index of its module, plus 1 in the backward pass; -1 where it is not known.
-            A node that is a program has one number for each of its steps, any other node has one.
+        modules: Path and class name of every module that occurs and of its parents, in the model's order.
+        nodes: Name of a node -> twice the index of its module, plus 1 in the backward pass; -1 if unknown. A node that
+            calls a program has one number for each step of the program, any other node has one.
     """
 
     def __init__(self, modules: Sequence[tuple[str, str]], nodes: Mapping[str, Sequence[int]]) -> None:
@@ -50,8 +50,8 @@ class Origins:
         """Returns the origins of nodes.
 
         Args:
-            places: Name of a node -> the places of what it does.
-            modules: All that may occur in them, in the model's order, with the names of their classes.
+            places: Name of a node -> the places of its steps.
+            modules: Path and class name of all modules that may occur, in the model's order.
         """
         found = {place.module for several in places.values() for place in several if place is not None}
         for path in list(found):
@@ -68,19 +68,19 @@ class Origins:
 
     @classmethod
     def from_text(cls, text: str) -> Origins:
-        """Returns what :meth:`to_text` wrote; nothing is known where the text is empty."""
+        """Returns the origins from :meth:`to_text`; for empty text, all are unknown."""
         return cls(**json.loads(text)) if text else cls((), {})
 
     def to_text(self) -> str:
-        """Returns all of it as text."""
+        """Returns the origins as text."""
         return json.dumps({"modules": self.modules, "nodes": self._nodes}, separators=(",", ":"))
 
     def place(self, node: str, step: int = 0) -> Place | None:
-        """Returns the place of a node, or of one step of it; None if it is not known.
+        """Returns the place of a node, or of one of its steps; None if unknown.
 
         Args:
-            node: Its name. ONNX Runtime gives nodes that it fuses a new name, which often has the name of one of them
-                in it: that one counts.
+            node: Name of the node. ONNX Runtime renames nodes that it fuses; if the new name contains the name of one
+                of them, the result is that node's place.
             step: Number of the step in a program.
         """
         name = node if node in self._nodes else self._known_within(node)
@@ -94,5 +94,5 @@ class Origins:
 
 
 def parent_of(path: str) -> str | None:
-    """Returns the path of the module around another; None for the model itself, and for the loss function."""
+    """Returns the path of a module's parent; None for the model itself, and for the loss function."""
     return None if path in ("", LOSS) else path.rpartition(".")[0]

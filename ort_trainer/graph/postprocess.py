@@ -1,4 +1,4 @@
-"""The user's own pass over a graph: the option ``_internal_use.extra_postprocess``."""
+"""The user's own graph pass: the option ``_internal_use.extra_postprocess``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Postprocess = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 
 
 class PostprocessPass(ir.passes.FunctionalPass):
-    """Puts the model that the user's function returns, or that it changed, into the place of a model.
+    """Replaces a model with the one that the user's function returns or has changed in place.
 
     Args:
         postprocess: The user's function.
 
     Raises:
-        TypeError: If it returns something else.
-        ValueError: If inputs or outputs are not what they were.
+        TypeError: If the function returns anything else.
+        ValueError: If the inputs or outputs differ afterwards.
     """
 
     def __init__(self, postprocess: Postprocess) -> None:
@@ -44,8 +44,8 @@ class PostprocessPass(ir.passes.FunctionalPass):
             after = [value.name for value in getattr(result.graph, kind)]
             if before != after:
                 raise ValueError(
-                    f"_internal_use.extra_postprocess must keep the {kind} of the model, in order; they were {before} "
-                    f"and are {after}"
+                    f"_internal_use.extra_postprocess must keep the {kind} of the model, in order: they were {before} "
+                    f"and are now {after}"
                 )
         return ir.passes.PassResult(result, modified=True)
 

@@ -1,4 +1,4 @@
-"""Cuts a model down to some of its outputs."""
+"""Prunes a model to some of its outputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["KeepOutputsPass", "RemoveUnusedPass", "prune"]
 
 
 class KeepOutputsPass(ir.passes.InPlacePass):
-    """Leaves a model only some of its outputs, in the given order.
+    """Keeps only some of a model's outputs, in the given order.
 
     Args:
-        outputs: Their names; others than the model's are left out.
+        outputs: Names of the outputs; unknown names are ignored.
     """
 
     def __init__(self, outputs: Sequence[str]) -> None:
@@ -31,10 +31,10 @@ class KeepOutputsPass(ir.passes.InPlacePass):
 
 
 class RemoveUnusedPass(ir.passes.InPlacePass):
-    """Removes what no output needs: nodes, initializers and inputs.
+    """Removes nodes, initializers and inputs that no output needs.
 
     Args:
-        inputs: Names of inputs that stay in any case.
+        inputs: Names of inputs that are always kept.
     """
 
     def __init__(self, inputs: Collection[str] = ()) -> None:
@@ -52,5 +52,5 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
 
 
 def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
-    """Returns a copy of a model that has some outputs only, in this order, and no inputs that they do not need."""
+    """Returns a copy of a model with only the given outputs, in this order, and the inputs that they need."""
     return ir.passes.Sequential(KeepOutputsPass(outputs), RemoveUnusedPass())(model.clone()).model

@@ -1,4 +1,4 @@
-"""Runs passes one after the other."""
+"""Runs passes in order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["run_passes"]
 
 
 def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
-    """Returns what passes make of a model, one after the other.
+    """Runs passes over a model in order and returns the result.
 
-    An error of a pass comes out as it is, without onnx_ir's own around it: callers look at its kind.
+    It raises errors of a pass without onnx_ir's wrapper, because callers check their type.
     """
     try:
         return ir.passes.Sequential(*passes)(model).model

@@ -1,4 +1,4 @@
-"""Folds constants, removes what nobody reads and computes what is there twice only once."""
+"""Folds constants, removes unused values, and merges common subexpressions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .neutral import NEUTRAL_RULES
 
 __all__ = ["SimplifyPass", "convert_opset"]
 
-# onnxscript's own choice also has a rule for pairs of slices, which looks through the whole graph at every node (half
-# of an export's time), rules that fuse clips, which leave unnamed constants behind, and rules that drop an addition of
-# almost nothing, as if it were nothing.
+# onnxscript's default also has a rule for pairs of slices, which searches the whole graph at every node (half of an
+# export's time), rules that fuse clips, which leave unnamed constants behind, and rules that drop additions of tiny
+# numbers as if they were 0.
 _RULES = (
     *NEUTRAL_RULES,
     rules.no_op_cast_rule,
@@ -38,13 +38,12 @@ _RULES = (
 
 
 class SimplifyPass(ir.passes.Sequential):
-    """Simplifies a freshly translated model; what it computes stays the same.
+    """Simplifies a newly translated model without changing its results.
 
-    The weights are inputs of the model, so none can be folded into a constant.
+    The weights are inputs of the model, so they are not folded into constants.
 
     Args:
-        thoroughly: False only brings it into the form that everything after this expects: no functions, and each value
-            with its own name.
+        thoroughly: False does only what later steps require: it inlines functions and makes names unique.
     """
 
     def __init__(self, thoroughly: bool = True) -> None:
@@ -71,9 +70,9 @@ class _FoldConstantsPass(ir.passes.InPlacePass):
 
 
 class _TellDropoutsApartPass(ir.passes.InPlacePass):
-    """Gives dropouts that stay on in evaluation separate seeds: two of one value would be merged.
+    """Gives dropouts that stay active in evaluation different seeds; otherwise two of the same value would be merged.
 
-    ONNX Runtime counts a node's seed up by 1 for each run, so the seeds are far apart.
+    ONNX Runtime increments a node's seed by 1 in each run, so the seeds are far apart.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -84,9 +83,10 @@ class _TellDropoutsApartPass(ir.passes.InPlacePass):
 
 
 class _RegisterLostConstantsPass(ir.passes.InPlacePass):
-    """Makes every constant an initializer: a rewriting rule names new ones after a value, so that two can share a name.
+    """Registers every constant as an initializer, under its own name.
 
-    Then only the last of them is one of the graph's (a value that is reshaped twice).
+    A rewrite rule names new constants after a value, so two can share a name (for a value that is reshaped twice), and
+    only the last of them is registered in the graph.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -104,7 +104,7 @@ class _RegisterLostConstantsPass(ir.passes.InPlacePass):
 
 
 def convert_opset(model: ir.Model, opset: int) -> None:
-    """Raises the operator set of a model in place."""
+    """Converts a model to a higher opset in place."""
     if model.opset_imports[""] < opset:
         import onnxscript.version_converter
 

@@ -1,11 +1,11 @@
-"""``TrainingGraph``: everything that the session needs to know about one exported graph."""
+"""``TrainingGraph``: an exported graph with everything that the session needs to know about it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import torch
 from ..dims import holds, symbols_of
 from ..indices import IndexRange
 
-if TYPE_CHECKING:  # onnx_ir takes half a second to import, which a start need not wait for
+if TYPE_CHECKING:  # onnx_ir takes half a second to import, which would delay every start
     import onnx_ir as ir
 
 __all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
@@ -31,8 +31,8 @@ class TensorSpec:
     Attributes:
         name: The name in the model description, which is also the name of the graph's value.
         dtype: Element type.
-        shape: Sizes; None where they depend on the values of a batch.
-        described: Sizes as the model description has them; they bind the symbols of all other shapes.
+        shape: Sizes; None if they depend on the values in a batch.
+        described: Sizes from the model description, which bind the symbols of all other shapes.
     """
 
     name: str
@@ -47,16 +47,16 @@ class RandomInput:
 
     Attributes:
         name: Name of the graph input.
-        kind: ``key`` (a whole number, that masks are drawn from within the graph), ``mask`` (1 with probability p, else
-            0, drawn from such a key), ``bernoulli`` (the same, drawn as PyTorch does), ``uniform`` ([0, 1)), ``normal``
-            (mean 0, deviation 1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to the one
-            size - 1).
+        kind: ``key`` (an integer from which the graph draws masks), ``mask`` (1 with probability p, otherwise 0, drawn
+            from such a key), ``bernoulli`` (the same, drawn as in PyTorch), ``uniform`` ([0, 1)), ``normal`` (mean 0,
+            standard deviation 1), ``exponential``, ``integers`` (low to high - 1) or ``permutation`` (of 0 to size - 1,
+            for the only size).
         dtype: Element type.
         shape: Sizes.
-        parameters: (p, number of the mask in the graph) of ``mask``, (p, factor on the result) of ``bernoulli``, (low,
-            high) of ``integers``, (rate,) of ``exponential``; empty otherwise.
-        order: The dimensions in the order of memory, the one with the largest stride first, where that is not their own
-            order: PyTorch fills a transposed tensor in another order than a contiguous one.
+        parameters: (p, number of the mask in the graph) for ``mask``, (p, factor on the result) for ``bernoulli``,
+            (low, high) for ``integers``, (rate,) for ``exponential``; empty otherwise.
+        order: The dimensions in memory order, largest stride first; empty for a contiguous tensor. PyTorch fills a
+            transposed tensor in a different order than a contiguous one.
     """
 
     name: str
@@ -69,31 +69,30 @@ class RandomInput:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """One exported step: forward and backward pass, or the forward pass alone for evaluation.
+    """One exported step: the forward and backward pass, or only the forward pass for evaluation.
 
-    The ONNX model is a function. Its inputs are the state (parameters and buffers), the batch, the loss scale and the
-    random tensors; its outputs are the described outputs, a gradient for each parameter that gets one, and the new
+    The ONNX model is a pure function. Its inputs are the state (parameters and buffers), the batch, the loss scale and
+    the random tensors; its outputs are the described outputs, a gradient for each parameter that has one, and the new
     value of each buffer that the step changes.
 
     Attributes:
-        stored: The ONNX model, or the bytes of its file, which are read when somebody looks at :attr:`model`.
+        stored: The ONNX model, or the bytes of its file, which :attr:`model` parses on first use.
         training: Whether this is the joint forward and backward graph.
         inputs: The batch.
-        outputs: The described outputs, the loss among them.
+        outputs: The described outputs, including the loss.
         loss: Name of the loss.
-        state: Parameter or buffer name -> graph input. What the graph does not use is not in here.
+        state: Parameter or buffer name -> graph input, for those that the graph uses.
         gradients: Parameter name -> graph output.
         buffer_updates: Buffer name -> graph output.
         loss_scale: Graph input by which the loss is multiplied before the backward pass; None for evaluation.
         random: Random inputs, in the order in which PyTorch would draw them.
-        guards: Conditions on the symbols under which the graph is the right one.
-        fixed: Symbol -> the only size that the graph has for it, where the model itself fixes the size.
-        programs: Key -> program of PyTorch's operators, where the graph's nodes call some; they name them by their
-            keys.
-        origins: Where in the user's model the nodes come from, as text of :class:`~ort_trainer.graph.origins.Origins`;
-            empty where that is not known.
+        guards: Conditions on the symbols under which the graph is valid.
+        fixed: Symbol -> its only valid size, for sizes that the model's code fixes.
+        programs: Key -> program of PyTorch's operators; the graph's nodes refer to programs by key.
+        origins: The modules that the nodes come from, as text of :class:`~ort_trainer.graph.origins.Origins`; empty if
+            unknown.
         index_ranges: What operators allow in the integer inputs that they index with.
-        kept: The file that it is kept in for later processes; empty if there is none. Not written into the bytes.
+        kept: The cache file for later processes; empty if there is none. It is not part of the bytes.
     """
 
     stored: ir.Model | bytes
@@ -119,7 +118,7 @@ class TrainingGraph:
 
     @functools.cached_property
     def model(self) -> ir.Model:
-        """The ONNX model. It takes half a second to import what reads one, which a start need not wait for."""
+        """The ONNX model, parsed on first use: the imports for that take half a second."""
         if not isinstance(self.stored, bytes):
             return self.stored
         import onnx
@@ -130,7 +129,7 @@ class TrainingGraph:
 
     def serialized(self) -> bytes:
         """Returns the ONNX model as bytes."""
-        if isinstance(self.stored, bytes) and "model" not in vars(self):  # which somebody may have changed
+        if isinstance(self.stored, bytes) and "model" not in vars(self):  # a parsed model may have been changed
             return self.stored
         import onnx_ir as ir
 
@@ -138,7 +137,7 @@ class TrainingGraph:
 
     @property
     def is_standard(self) -> bool:
-        """Whether it has ONNX's own operators only."""
+        """Whether the graph has only ONNX's own operators."""
         return not self.programs and all(not node.domain for node in self.model.graph.all_nodes())
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -150,34 +149,35 @@ class TrainingGraph:
             if isinstance(symbol, str)
         }
 
-    def accepts(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether the graph is right for these sizes of the symbolic dimensions, as far as they are known."""
-        if any(sizes.get(symbol, size) != size for symbol, size in self.fixed.items()):
-            return False
-        known = (guard for guard in self.guards if symbols_of(guard) <= sizes.keys())
-        return all(holds(guard, sizes) for guard in known)
-
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Returns whether the graph is right for a batch of these shapes (input name -> shape)."""
-        fixed = all(
-            described == size
-            for spec in self.inputs
-            for described, size in zip(spec.described, shapes.get(spec.name, ()), strict=False)
-            if isinstance(described, int)
-        )
-        return fixed and self.accepts(self.sizes(shapes))
+        """Returns whether the graph is valid for a batch of these shapes (input name -> shape)."""
+        return next(self.objections(shapes), None) is None
+
+    def objections(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        """Yields the reasons why the graph is not valid for a batch of these shapes; inputs may be missing."""
+        for spec in self.inputs:
+            for axis, (described, size) in enumerate(zip(spec.described, shapes.get(spec.name, ()), strict=False)):
+                if isinstance(described, int) and described != size:
+                    yield f"dimension {axis} of {spec.name!r} is {size}, and was {described}"
+        sizes = self.sizes(shapes)
+        for symbol, size in self.fixed.items():
+            if sizes.get(symbol, size) != size:
+                yield f"dimension {symbol!r} is {sizes[symbol]}, and the model fixed it at {size}"
+        for guard in self.guards:
+            if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
+                yield f"the model relies on {guard}, which is false"
 
     def to_bytes(self) -> bytes:
-        """Returns all of it as bytes: the ONNX model, and the rest as JSON before it."""
+        """Returns the graph as bytes: the other fields as JSON, followed by the ONNX model."""
         rest = json.dumps(_to_json(self)).encode()
         return len(rest).to_bytes(8, "little") + rest + self.serialized()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainingGraph:
-        """Returns the graph that :meth:`to_bytes` wrote.
+        """Returns the graph from :meth:`to_bytes`.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the data is not a training graph.
         """
         end = 8 + int.from_bytes(data[:8], "little")
         try:
@@ -190,12 +190,12 @@ class TrainingGraph:
             rest["index_ranges"] = tuple(map(IndexRange.from_json, rest["index_ranges"]))
             return cls(stored=data[end:], **rest)
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"this is no training graph: {error!r}") from error
+            raise ValueError(f"this is not a training graph: {error!r}") from error
 
     def pruned(self, names: Sequence[str]) -> TrainingGraph:
-        """Returns the part of a graph that some of its outputs and its buffers need, without the other inputs.
+        """Returns the part of the graph that computes the given outputs and the buffers, with the inputs it needs.
 
-        Of a training graph that is its forward pass.
+        For a training graph, this is its forward pass.
         """
         from .prune import prune
 
@@ -234,5 +234,5 @@ def _spec_from_json(kind: type[Any], spec: Mapping[str, Any]) -> Any:
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.items()}
     dtype = getattr(torch, values["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{values['dtype']!r} is no element type")
+        raise TypeError(f"{values['dtype']!r} is not a dtype")
     return kind(**{**values, "dtype": dtype})

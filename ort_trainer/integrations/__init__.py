@@ -1,1 +1,1 @@
-"""``ort_trainer`` inside other libraries' training loops. Each module needs its library, so none is imported here."""
+"""``ort_trainer`` in other libraries' training loops. Each module needs its library, so nothing is imported here."""

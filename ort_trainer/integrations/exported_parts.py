@@ -1,4 +1,4 @@
-"""What of a Hugging Face model's training and evaluation is exported, as modules over the model."""
+"""The exported parts of a Hugging Face model's training and evaluation, as modules that wrap the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["ITEMS", "PARTS", "Forward", "Loss"]
 
-# Inputs beside those of the model: what the loss is divided by, which changes from step to step.
+# Inputs beside the model's: the divisors of the loss, which change from step to step.
 ITEMS = "num_items_in_batch"
 PARTS = "ort_trainer_micro_batches"
 
@@ -30,7 +30,7 @@ class Loss(nn.Module):
         self.compute_loss = compute_loss
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the loss that a backward pass is for."""
+        """Returns the loss for the backward pass."""
         items, parts = inputs.pop(ITEMS, None), inputs.pop(PARTS, None)
         loss = self.compute_loss(self.model, inputs, num_items_in_batch=items)
         return loss if parts is None else loss / parts
@@ -41,7 +41,7 @@ class Forward(nn.Module):
 
     Args:
         model: The model.
-        example: What it returns, for the structure.
+        example: An example of its outputs, for their structure.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -51,12 +51,12 @@ class Forward(nn.Module):
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors among the outputs, behind a zero: a graph has a loss, also where the model has none."""
+        """Returns a zero, as the loss that every graph needs, followed by the tensors among the model's outputs."""
         tensors = [leaf for leaf in pytree.tree_leaves(self.model(**inputs)) if isinstance(leaf, torch.Tensor)]
         return torch.zeros((), device=tensors[0].device), *tensors
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the model would return; what is no tensor, such as a cache of keys and values, is None."""
+        """Rebuilds the model's output; entries that are not tensors, such as a cache of keys and values, are None."""
         values = iter(tensors)
         leaves = [next(values) if is_tensor else None for is_tensor in self._is_tensor]
         return pytree.tree_unflatten(leaves, self._structure)

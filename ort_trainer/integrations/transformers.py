@@ -1,4 +1,4 @@
-"""``OrtTrainer``: Hugging Face's ``Trainer``, with the computation in ONNX Runtime."""
+"""``OrtTrainer``: Hugging Face's ``Trainer`` that computes in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..trainer import ORTTrainer
 from .exported_parts import ITEMS, PARTS, Forward, Loss
 
 try:
-    import accelerate  # noqa: F401 # Trainer needs it, but notices only when its arguments are made
+    import accelerate  # noqa: F401 # Trainer needs it, but only notices when its arguments are created
     from transformers import Trainer
 except ImportError as error:
     raise ImportError(
@@ -27,24 +27,24 @@ except ImportError as error:
 
 __all__ = ["OrtTrainer"]
 
-# Training arguments that would be ignored, or worse, with what to do instead.
+# Training arguments that would be ignored or do harm, with what to do instead.
 _REFUSED = {
     "fp16": "set bf16=True, which needs no loss scale",
     "fp16_full_eval": "leave it out: the model is evaluated as it is trained",
     "bf16_full_eval": "leave it out: the model is evaluated as it is trained, with bf16=True in bfloat16",
     "torch_compile": "leave it out: the model is compiled into an ONNX graph",
     "use_liger_kernel": "leave it out: its kernels can't be exported",
-    "neftune_noise_alpha": "leave it out: its noise depends on values that a graph does not know",
+    "neftune_noise_alpha": "leave it out: its noise depends on values that a graph can't access",
     "torch_empty_cache_steps": "leave it out: PyTorch's allocator does not hold the activations",
-    "auto_find_batch_size": "set per_device_train_batch_size: it does not know ONNX Runtime's out-of-memory error",
-    "deepspeed": "leave it out: each process has the whole model",
-    "fsdp": "leave it out: each process has the whole model",
-    "parallelism_config": "leave it out: each process has the whole model",
+    "auto_find_batch_size": "set per_device_train_batch_size: it does not detect ONNX Runtime's out-of-memory error",
+    "deepspeed": "leave it out: each process has the complete model",
+    "fsdp": "leave it out: each process has the complete model",
+    "parallelism_config": "leave it out: each process has the complete model",
     "debug": "leave it out: hooks do not see the values in a graph",
 }
-# They update weights while PyTorch's own backward pass runs.
+# These optimizers update weights during PyTorch's own backward pass.
 _OPTIMIZERS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-# What accelerate calls one process, and several of which each has the whole model.
+# accelerate's names for a single process, and for several that each have the complete model.
 _DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
 _OPTIONS_OF_THE_LOOP = ("batch", "device", "distributed", "lr_scheduler", "mixed_precision")
 
@@ -52,19 +52,19 @@ _OPTIONS_OF_THE_LOOP = ("batch", "device", "distributed", "lr_scheduler", "mixed
 class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not follow transformers
     """Hugging Face's ``Trainer``, with the forward and backward passes of training and evaluation in ONNX Runtime.
 
-    Everything else is Hugging Face's: data loading, optimizer, schedule, clipping, callbacks, logs, checkpoints. In
-    training, ``compute_loss`` is exported together with the model, overridden or not; in evaluation, the model is.
+    Everything else is Hugging Face's: data loading, optimizer, schedule, clipping, callbacks, logs, checkpoints. For
+    training, ``compute_loss`` is exported together with the model, even if overridden; for evaluation, only the model.
 
     Args:
         model: As for ``Trainer``; None with ``model_init``.
         args: As for ``Trainer``.
         *rest: As for ``Trainer``.
-        ort_options: Options of ``ORTTrainer`` for the computation, such as those of section ``utils``. Loop, device and
-            precision follow ``args``.
+        ort_options: Options of ``ORTTrainer`` for the computation, such as those of section ``utils``. The loop, device
+            and precision are set by ``args``.
         **kwargs: As for ``Trainer``.
 
     Raises:
-        ValueError: If ``args`` ask for what does not go through ONNX, or ``ort_options`` decide what is up to ``args``.
+        ValueError: If ``args`` has unsupported settings, or ``ort_options`` has settings that belong in ``args``.
 
     Example:
         >>> trainer = OrtTrainer(model, TrainingArguments("out", num_train_epochs=3), train_dataset=dataset)
@@ -84,19 +84,19 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         self._ort_options = dict(ort_options or {})
         taken = [name for name in _OPTIONS_OF_THE_LOOP if name in self._ort_options]
         if taken:
-            raise ValueError(f"ort_options has {taken}, which follow TrainingArguments here: leave them out")
+            raise ValueError(f"ort_options has {taken}, which TrainingArguments sets here: leave them out")
         self._parts: dict[tuple[Any, ...], tuple[Loss | Forward, ORTTrainer]] = {}
         super().__init__(model, args, *rest, **kwargs)
         distributed = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
         if distributed not in _DATA_PARALLEL or self.args.n_gpu > 1:
             raise ValueError(
-                f"OrtTrainer trains on one device in each process, data parallel, but there are {self.args.n_gpu} GPUs "
-                f"in this process and accelerate was configured for {distributed}: start one process for each GPU with "
-                "torchrun, or show a single process one GPU with CUDA_VISIBLE_DEVICES=0"
+                f"OrtTrainer supports only data parallel training with one device per process, but this process has "
+                f"{self.args.n_gpu} GPUs and accelerate is configured for {distributed}: start one process per GPU "
+                "with torchrun, or use a single process and one GPU with CUDA_VISIBLE_DEVICES=0"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Does as ``Trainer`` does, but for the wrapper of PyTorch's data parallel training: gradients are averaged."""
+        """Sets up accelerate without PyTorch's data parallel wrapper, because our trainer averages gradients."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -121,14 +121,14 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         return loss
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Does as ``Trainer`` does, with the model's forward pass in ONNX Runtime."""
+        """Runs a prediction step as ``Trainer`` does, with the model's forward pass in ONNX Runtime."""
         return super().prediction_step(_InOnnxRuntime(self, model), *args, **kwargs)
 
     def run_model(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Returns what the model returns in evaluation mode, computed in ONNX Runtime."""
+        """Returns the model's output in evaluation mode, computed in ONNX Runtime."""
         key = (model, Forward, frozenset(inputs))
         if key not in self._parts:
-            # Once, to see the structure of what it returns.
+            # Run the model once for the structure of its output.
             with torch.no_grad():
                 example = model.eval()(**inputs)
             self._add(key, Forward(model, example))
@@ -146,9 +146,9 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         return by_model or self.compute_loss_func is not None
 
     def _add(self, key: tuple[Any, ...], part: Loss | Forward) -> ORTTrainer:
-        """Keeps a part and what runs it, and forgets those of a model that ``model_init`` has replaced."""
+        """Stores a part and its trainer, and drops those of a model that ``model_init`` has replaced."""
         options = ORTTrainerOptions({**self._ort_options, "device": {"id": str(self.args.device)}})
-        # The weights are updated by Trainer's optimizer: this one does nothing and keeps nothing.
+        # Trainer's optimizer updates the weights; this one is unused and has no state.
         trainer = ORTTrainer(part, "auto", SGDConfig(), options=options)
         self._parts = {known: value for known, value in self._parts.items() if known[0] is key[0]}
         self._parts[key] = part, trainer
@@ -156,7 +156,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
 
 
 def _share_generator(trainer: ORTTrainer, device: torch.device) -> None:
-    """Lets dropout draw from PyTorch's own generator, which Trainer seeds, saves and restores."""
+    """Makes dropout draw from PyTorch's own generator, which Trainer seeds, saves and restores."""
     session = trainer.loop.session
     assert session is not None
     on_cpu = device.type == "cpu"
@@ -164,7 +164,7 @@ def _share_generator(trainer: ORTTrainer, device: torch.device) -> None:
 
 
 class _InOnnxRuntime:
-    """Stands for a model in evaluation: its call is computed in ONNX Runtime, all else is the model's own."""
+    """A stand-in for a model in evaluation: calls run in ONNX Runtime, everything else is the model's own."""
 
     def __init__(self, trainer: OrtTrainer, model: nn.Module) -> None:
         self._trainer, self._model = trainer, model
@@ -178,15 +178,15 @@ class _InOnnxRuntime:
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuses training arguments that would have no effect, or not theirs."""
+    """Rejects training arguments that would have no effect or the wrong one."""
     for name, advice in _REFUSED.items():
         value = getattr(args, name, None)
-        # An int 0 and a float 0.0 are values, such as neftune_noise_alpha=0.0; what is left out is False, None or [].
+        # 0 and 0.0 are real values, as in neftune_noise_alpha=0.0; unset arguments are False, None or empty.
         if value not in (None, False, "", [], {}):
             raise ValueError(f"OrtTrainer does not support TrainingArguments({name}={shown(value)}): {advice}")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in _OPTIMIZERS_IN_BACKWARD):
         raise ValueError(
             f"OrtTrainer does not support TrainingArguments(optim={optimizer!r}), which updates weights during "
-            "PyTorch's backward pass: take another one, such as 'adamw_torch'"
+            "PyTorch's backward pass: choose another, such as 'adamw_torch'"
         )

@@ -9,11 +9,11 @@ from .lr_scheduler import (
     LRScheduler,
     PolyWarmupLRScheduler,
 )
-from .rules import *  # noqa: F403 - what is found there, so that a new optimizer is a new file and nothing else
+from .rules import *  # noqa: F403 - all that is found there: a new optimizer needs only a new file
 from .rules import AdamConfig, AdamWConfig, LambConfig, LionConfig, SGDConfig
 from .torch_optimizer import from_torch
 
-# The names that the legacy package had for the bases.
+# The legacy package's names for the base classes.
 _LRScheduler = LRScheduler
 _OptimizerConfig = OptimizerConfig
 

@@ -1,4 +1,4 @@
-"""The base of the optimizer configs: which rule runs, with which hyper-parameters, on which parameters."""
+"""The base class of optimizer configs: which rule runs, with which hyper-parameters, on which parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ParameterGroups = Sequence[Mapping[str, Any]]
 
 
 def number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf, finite: bool = True) -> float:
-    """Returns a hyper-parameter as a float; ints and numpy scalars are welcome, bools are not."""
+    """Returns a hyper-parameter as a float; accepts ints and numpy scalars, but no bools."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -29,21 +29,21 @@ def number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.i
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a hyper-parameter that is True or False."""
+    """Returns a hyper-parameter that must be a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name!r} must be a bool, but {shown(value)} ({type(value).__name__}) was given")
     return value
 
 
 class OptimizerConfig:
-    """Base of the optimizer configs.
+    """Base class of optimizer configs.
 
     Args:
-        name: Of the rule: ``AdamOptimizer``, ``LambOptimizer``, ``SGDOptimizer``, ...
-        params: Parameter groups: dicts with a list of parameter names under ``params`` and the hyper-parameters in
-            which the group differs from the defaults, ``lr`` among them. They are copied, never changed. All
-            parameters that no group names make the default group, which is the last.
-        defaults: Hyper-parameters of all parameters that no group overrides, ``lr`` among them.
+        name: Name of the rule: ``AdamOptimizer``, ``LambOptimizer``, ``SGDOptimizer``, ...
+        params: Parameter groups: dicts with a list of parameter names under ``params`` and the hyper-parameters
+            (including ``lr``) that override the defaults. They are copied, never changed. All other parameters form the
+            default group, which is the last.
+        defaults: Default hyper-parameters, including ``lr``.
     """
 
     is_live = False
@@ -66,12 +66,12 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> Rule:
-        """How weights are updated."""
+        """The rule that updates the weights."""
         return RULES[self.name]
 
     @property
     def lr(self) -> float:
-        """The learning rate: read at every step, so that it can be assigned between steps."""
+        """The learning rate. It is read at every step, so it can be assigned between steps."""
         return self._lr
 
     @lr.setter
@@ -80,7 +80,7 @@ class OptimizerConfig:
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rate of every parameter group, and last that of the default group, :attr:`lr`.
+        """The learning rate of every parameter group, followed by that of the default group, :attr:`lr`.
 
         A group without its own ``lr`` uses the config's. Assign a list of the same length to change them all
         between steps; a group follows :attr:`lr` until it is assigned another value.
@@ -93,7 +93,7 @@ class OptimizerConfig:
             raise TypeError(f"'learning_rates' must be a list of numbers, but {values!r} was given")
         if len(values) != len(self._params) + 1:
             raise ValueError(
-                f"'learning_rates' must have {len(self._params) + 1} values, one per parameter group and one for all "
+                f"'learning_rates' must have {len(self._params) + 1} values, one per parameter group and one for the "
                 f"other parameters, but {values!r} was given"
             )
         *own, default = [number("lr", value) for value in values]
@@ -109,12 +109,12 @@ class OptimizerConfig:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The default hyper-parameters, ``lr`` among them, as a new dict."""
+        """The default hyper-parameters, including ``lr``, as a new dict."""
         return {"lr": self._lr, **self._defaults}
 
     @property
     def params(self) -> list[dict[str, Any]]:
-        """The parameter groups, each completed with the defaults, ``lr`` among them, as new dicts."""
+        """The parameter groups as new dicts, each with the defaults (including ``lr``) filled in."""
         return [{**self.defaults, **group, "params": list(group["params"])} for group in self._params]
 
     def __getattr__(self, name: str) -> Any:
@@ -129,51 +129,51 @@ class OptimizerConfig:
         return f"{type(self).__name__}(params={groups!r}, {values})"
 
     def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns hyper-parameters under the names that the constructor has for them."""
+        """Returns hyper-parameters under the constructor's names."""
         return dict(values)
 
     def bind(self, model: object) -> None:
-        """Connects the config with a model, which a trainer does once.
+        """Connects the config with a model; a trainer calls it once.
 
         Raises:
-            TypeError, ValueError: If they do not fit.
+            TypeError, ValueError: If the config does not fit the model.
         """
 
     def trains(self, name: str) -> bool:
-        """Returns whether the optimizer has a parameter of this name."""
+        """Returns whether the optimizer trains a parameter."""
         return True
 
     def check(self) -> None:
-        """Checks what may have changed from outside since :meth:`bind`.
+        """Checks for outside changes since :meth:`bind`.
 
         Raises:
             RuntimeError: If an update is impossible now.
         """
 
     def check_joint(self, zero_stage: int) -> None:
-        """Checks that several processes can use it together, each with its part of the data.
+        """Checks that several processes can use the optimizer together, each with its part of the data.
 
         Args:
-            zero_stage: 1 if each keeps a part of the state; else 0.
+            zero_stage: 1 if each process keeps a part of the state, otherwise 0.
 
         Raises:
-            ValueError: If not.
+            ValueError: If they can't.
         """
         if self.needs_closure:
             raise ValueError(
-                f"{self.name} computes the loss several times in an update and decides by it, and each process has the "
-                "loss of its own batches only, so that their weights would differ: train in one process, or with an "
-                "optimizer that needs no closure"
+                f"{self.name} computes the loss several times in an update and acts on it, but each process has only "
+                "the loss of its own batches, so the weights would diverge: train in one process, or with an optimizer "
+                "that needs no closure"
             )
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Is told the rates of an update, before it."""
+        """Receives the learning rates of an update, before it."""
 
     def scheduled(self) -> None:
-        """Is told that a schedule starts from :attr:`learning_rates`."""
+        """Called when a schedule starts from :attr:`learning_rates`."""
 
     def group_of(self, *names: str) -> int:
-        """Returns the index of a parameter's group; the default group comes after all others.
+        """Returns the index of a parameter's group; the default group is the last.
 
         Args:
             *names: The parameter's name; a tied parameter has several.
@@ -206,10 +206,10 @@ class OptimizerConfig:
             for name in names:
                 if not isinstance(name, str):
                     raise TypeError(
-                        f"'params' of group {index} must hold parameter names (str), but {shown(name)} is one"
+                        f"'params' of group {index} must hold parameter names (str), but it holds {shown(name)}"
                     )
                 if owner.setdefault(name, index) != index:
-                    raise ValueError(f"parameter {name!r} is in groups {owner[name]} and {index}: it can be in one")
+                    raise ValueError(f"parameter {name!r} is in groups {owner[name]} and {index}: leave it in only one")
             checked.append({"params": tuple(names), **self._checked_overrides(index, group)})
         return checked
 
@@ -219,15 +219,15 @@ class OptimizerConfig:
         for key, value in self._own_names(group).items():
             if key == "params":
                 continue
-            # The legacy class renamed lambda_coef to lambda in the caller's groups, so both are met in scripts.
+            # The legacy class renamed lambda_coef to lambda in the caller's groups, so scripts use both.
             known = "lambda_coef" if key == "lambda" else key
             if known not in allowed:
                 raise ValueError(
-                    f"parameter group {index} sets {key!r}, which {type(self).__name__} does not have: it has {allowed}"
+                    f"parameter group {index} sets {key!r}, which {type(self).__name__} lacks: it has {allowed}"
                 )
             if known in overrides:
                 raise ValueError(
-                    f"parameter group {index} sets both 'lambda' and 'lambda_coef', which are one: leave one out"
+                    f"parameter group {index} sets both 'lambda' and 'lambda_coef', which are the same: leave one out"
                 )
             overrides[known] = number("lr", value) if known == "lr" else self._checked(known, value)
         if not overrides:
@@ -235,11 +235,11 @@ class OptimizerConfig:
         return overrides
 
     def _own_names(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a group with this package's names of the hyper-parameters, where a config takes others."""
+        """Returns a group with the rule's names of the hyper-parameters; configs with other names override it."""
         return group
 
     def _checked(self, key: str, value: Any) -> Any:
         return number(key, value)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:
-        """Checks what depends on more than one hyper-parameter."""
+        """Checks hyper-parameters that depend on each other."""

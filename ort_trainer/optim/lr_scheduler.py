@@ -1,7 +1,7 @@
-"""Learning-rate schedules: each is a function from the number of completed updates to a learning rate.
+"""Learning-rate schedules: functions from the number of completed updates to a learning rate.
 
-In the formulas s is ``optimization_step`` (updates completed before this one), T is ``total_steps``, W is
-``warmup * T`` and base is the ``lr`` of the optimizer config. ``ort_trainer/schedules.py`` has them.
+In the formulas, s is ``optimization_step`` (updates completed before this one), T is ``total_steps``, W is
+``warmup * T`` and base is the ``lr`` of the optimizer config. ``ort_trainer/schedules.py`` computes them.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ def _real(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 class LRScheduler:
-    """Base class of schedules. Subclass it for one of your own and override :meth:`get_lr`.
+    """Base class of schedules. For your own schedule, subclass it and override :meth:`get_lr`.
 
     A subclass need not call ``super().__init__()``.
     """
 
-    # Of the trainer that has the schedule.
+    # The config of the trainer that uses the schedule.
     _config: OptimizerConfig | None = None
 
     def __init__(self) -> None:
         self._last_lr: list[float] = []
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """Returns the learning rate of the coming update.
+        """Returns the learning rate of the next update.
 
         Args:
             train_step_info: ``optimization_step`` is the number of completed updates, ``optimizer_config.lr`` the base,
                 ``optimizer_config.learning_rates`` the bases of all parameter groups.
 
         Returns:
-            A list with one rate for all parameters; or with one rate per parameter group of the config in their order,
-            and last the one for all parameters that are in no group. Where a group has its own ``lr``, one rate
-            for all would override it and is refused. A bare number is one rate for all; arrays and tensors are lists.
+            A list with one rate for all parameters; or with one rate per parameter group of the config, in order,
+            followed by the rate of the parameters without a group. If a group has its own ``lr``, a single rate would
+            override it and is refused. A bare number is a single rate; arrays and tensors work like lists.
         """
         raise NotImplementedError(f"{type(self).__name__} must override get_lr()")
 
     def get_last_lr(self) -> list[float]:
-        """Returns what :meth:`get_lr` returned last; an empty list for a schedule that no trainer has.
+        """Returns the last result of :meth:`get_lr`; an empty list if no trainer uses the schedule.
 
-        Before the first step of a trainer it is what :meth:`get_lr` returns for that.
+        Before the trainer's first step, it returns the rates of that step.
         """
         last = self._known_lr()
         return last if last or self._config is None else _listed(self.get_lr(TrainStepInfo(self._config)))
@@ -74,18 +74,18 @@ class LRScheduler:
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON values only. Override it where a subclass has more state."""
+        """Returns the state for a checkpoint: JSON values only. Override it in subclasses with more state."""
         return {"last_lr": [float(lr) for lr in self._known_lr()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned.
+        """Restores a state from :meth:`state_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is something else; nothing has changed then.
+            KeyError, TypeError, ValueError: If the state is invalid; nothing has changed then.
         """
         rates = [float(rate) for rate in state_dict["last_lr"]]
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ValueError(f"last_lr must be finite numbers, at least 0, but it is {shown(rates)}")
+            raise ValueError(f"last_lr must hold finite numbers of at least 0, but it is {shown(rates)}")
         self._last_lr = rates
 
 
@@ -95,7 +95,7 @@ def _listed(given: Any) -> list[float]:
 
 
 class _WarmupLRScheduler(LRScheduler):
-    """What the schedules with warm-up have in common."""
+    """Base class of the schedules with warm-up."""
 
     kind: ClassVar[str]
 
@@ -110,27 +110,27 @@ class _WarmupLRScheduler(LRScheduler):
         self.total_steps = total_steps
         self.warmup = _real("warmup", warmup)
         if self.warmup >= 1:
-            raise ValueError(f"'warmup' is a share of total_steps, at least 0 and below 1, but {warmup!r} was given")
+            raise ValueError(f"'warmup' is a share of total_steps: at least 0 and below 1, but {warmup!r} was given")
         self._warmup_steps = self.warmup * total_steps
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """What :func:`ort_trainer.schedules.learning_rate` takes: plain values, which files can keep."""
+        """The argument of :func:`ort_trainer.schedules.learning_rate`: plain values, which files can store."""
         return {"kind": self.kind, "total_steps": self.total_steps, "warmup_steps": self._warmup_steps}
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """Returns the learning rate of the coming update in a list; where groups have their own, that of each."""
+        """Returns the learning rate of the next update in a list, or one rate per group if groups have their own."""
         config = train_step_info.optimizer_config
         bases = config.learning_rates if config.has_group_rates else [config.lr]
         return [schedules.learning_rate(self.schedule, train_step_info.optimization_step, base) for base in bases]
 
 
 class ConstantWarmupLRScheduler(_WarmupLRScheduler):
-    """After warm-up the learning rate stays at base.
+    """After warm-up, the learning rate stays at base.
 
     Args:
         total_steps: Updates in the whole training; positive.
-        warmup: Share of them that warms up, in [0, 1).
+        warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "constant"
@@ -144,7 +144,7 @@ class LinearWarmupLRScheduler(_WarmupLRScheduler):
 
     Args:
         total_steps: Updates in the whole training; positive.
-        warmup: Share of them that warms up, in [0, 1).
+        warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "linear"
@@ -156,12 +156,12 @@ class LinearWarmupLRScheduler(_WarmupLRScheduler):
 class CosineWarmupLRScheduler(_WarmupLRScheduler):
     """After warm-up ``base * max(0, (1 + cos(2 pi cycles p)) / 2)`` with ``p = min(1, (s - W) / max(1, T - W))``.
 
-    The legacy class let p grow past 1, so that the learning rate rose again after ``total_steps``; here it stays.
+    In the legacy class p grew beyond 1, so the learning rate rose again after ``total_steps``; here it stays.
 
     Args:
         total_steps: Updates in the whole training; positive.
-        cycles: Number of cosine cycles; 0.5 falls from base to 0.
-        warmup: Share of the updates that warms up, in [0, 1).
+        cycles: Number of cosine cycles; 0.5 decays from base to 0.
+        warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "cosine"
@@ -183,7 +183,7 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
         total_steps: Updates in the whole training; positive.
         lr_end: The last learning rate, below the base.
         power: Exponent of the decay, at least 0.
-        warmup: Share of the updates that warms up, in [0, 1).
+        warmup: Share of the updates for warm-up, in [0, 1).
 
     Raises:
         ValueError: From ``get_lr`` if the base learning rate is not above ``lr_end``.

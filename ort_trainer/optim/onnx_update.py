@@ -1,7 +1,7 @@
-"""Adds the optimizer's update to a training graph: one ONNX model that does what a whole training step does.
+"""Adds the optimizer's update to a training graph, for one ONNX model of a complete training step.
 
-The trainer itself updates with PyTorch's fused kernels, which are faster than nodes; this is the same arithmetic as a
-model that can be looked at, and run elsewhere.
+The trainer itself updates with PyTorch's fused kernels, which are faster than nodes. The model does the same
+arithmetic, for inspection and for other runtimes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .update_writer import ParameterUpdate, UpdateWriter
 
 __all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "with_optimizer"]
 
-# The names that the legacy trainer gave these.
+# Names from the legacy trainer.
 LEARNING_RATE = "__learning_rate"
 ALL_FINITE = "__all_finite"
 DIVISOR = "__gradient_divisor"
@@ -35,18 +35,19 @@ def with_optimizer(
 ) -> ir.Model:
     """Returns a copy of a training graph that also updates the weights.
 
-    Beside the inputs of the graph it has, for a parameter ``p``: its state tensors, such as ``p.Moment_1``, and
-    ``p.Update_Count``, or one ``Step`` (LAMB), both int64 of shape [1], updates done plus 1 as in the state dict;
-    ``__learning_rate`` of shape [rates]. Its outputs are the described ones, the new buffers, and ``p.updated``,
+    Its additional inputs are ``__learning_rate`` of shape [rates], and for a parameter ``p`` its state tensors, such as
+    ``p.Moment_1``, and ``p.Update_Count``, or one ``Step`` for all (LAMB). Both counts are int64 of shape [1]: updates
+    done plus 1, as in the state dict. Its outputs are the described outputs, the new buffers, and ``p.updated``,
     ``p.Moment_1.updated`` and so on instead of the gradients.
 
     Args:
         graph: A training graph; it is not changed.
         updates: Parameter name -> its update, for all parameters with a gradient.
         rates: Number of learning rates.
-        accumulate: Whether the step ends a window: then ``p.grad.accumulated`` is an input, the sum of the gradients
-            before, and ``__gradient_divisor``, what the sum is divided by. Without, that is the loss scale.
-        check_finite: Whether to output ``__all_finite``, and old values where it is false.
+        accumulate: Whether the step ends an accumulation window. Then ``p.grad.accumulated``, the sum of the earlier
+            gradients, and ``__gradient_divisor``, the divisor of the new sum, are inputs. Otherwise gradients are
+            divided by the loss scale.
+        check_finite: Whether to output ``__all_finite``, and to output old values if it is false.
     """
     return _Writer(graph, updates, rates, accumulate, check_finite).write()
 
@@ -131,7 +132,7 @@ class _Writer(UpdateWriter):
             gradient = self._outputs[output]
             weight = self._inputs.get(self._source.state.get(name, ""))
             if weight is None:
-                continue  # its gradient does not depend on it, and nothing else does: it has no place to come in
+                continue  # its gradient does not depend on it, so the graph has no input for it
             gradient.type = _type(weight)
             if self._accumulate:
                 earlier = self._input(f"{name}.grad.accumulated", weight.dtype, weight.shape)
@@ -152,6 +153,6 @@ class _Writer(UpdateWriter):
 
 
 def _type(value: ir.Value) -> ir.TensorType:
-    """Returns a separate type: a type object that two values share would be changed for both."""
+    """Returns a copy of a value's type; changing a shared type object would change both values."""
     assert value.dtype is not None
     return ir.TensorType(value.dtype)

@@ -1,4 +1,4 @@
-"""What of each parameter a process updates: all of it, unless several processes share the optimizer's state."""
+"""The part of each parameter that a process updates: all of it, unless processes share the optimizer's state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Named = Mapping[str, torch.Tensor]
 
 
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the Euclidean norm of all gradients taken together, a scalar; not finite if any element is not.
+    """Returns the Euclidean norm of all gradients together, a scalar; not finite if any element is not.
 
-    ``torch.nn.utils.get_total_norm`` rounds the norm of all halves to a half.
+    Unlike ``torch.nn.utils.get_total_norm``, it does not round the norm of fp16 gradients to fp16.
     """
     norms = torch._foreach_norm(list(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
@@ -22,10 +22,10 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Parts:
-    """Everything of every parameter.
+    """All of every parameter.
 
     Attributes:
-        are_shared: Whether other processes have the rest of the tensors, so that norms take a message.
+        are_shared: Whether other processes have the rest of the tensors, so that norms need communication.
     """
 
     are_shared = False
@@ -35,9 +35,9 @@ class Parts:
         return dict(tensors)
 
     def total_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns the Euclidean norm of whole gradients of which each process has its parts, a scalar."""
+        """Returns the Euclidean norm of the whole gradients, a scalar, given the parts of this process."""
         return global_norm(gradients)
 
     def norms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the norm of each whole tensor of which each process has its part, scalars."""
+        """Returns the norm of each whole tensor, scalars, given the parts of this process."""
         return list(torch._foreach_norm(list(tensors)))

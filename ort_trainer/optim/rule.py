@@ -1,4 +1,4 @@
-"""``Rule``: what an optimizer is, as the rest of the package sees it. Each file in ``rules/`` has one."""
+"""``Rule``: the interface of an optimizer. Each file in ``rules/`` has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RULES", "Nodes", "ParameterBatch", "ParameterNodes", "Rule", "by_cou
 Key = TypeVar("Key", bound=Hashable)
 
 RULES: dict[str, Rule] = {}
-"""Name of an optimizer -> its rule; every rule enters itself when its class is made."""
+"""Name of an optimizer -> its rule. Every rule registers itself when its class is defined."""
 
 
 @dataclass
@@ -24,15 +24,15 @@ class ParameterBatch:
     """Parameters of one group, which are updated with the same hyper-parameters.
 
     Attributes:
-        weights: The parameters; they are changed in place.
-        gradients: Their gradients, of the same shapes; the update leaves them divided, and unchanged otherwise.
-        slots: The state tensors of each, by slot; they are changed in place.
-        counts: Updates done, of each, a float32 scalar; it is counted up in place. None of those that keep no count.
+        weights: The parameters, updated in place.
+        gradients: Their gradients, of the same shapes. The update divides them in place and changes nothing else.
+        slots: The state tensors of each parameter, by slot, updated in place.
+        counts: The number of updates of each parameter, a float32 scalar incremented in place; None if not counted.
         lr: The learning rate.
-        divisor: What the gradients are to be divided by: a number, or a scalar tensor where they are clipped.
+        divisor: Divisor of the gradients: a number, or a scalar tensor if they are clipped.
         hyper: The hyper-parameters, without the learning rate.
-        counter: The memory of all counts, where they lie in one tensor that holds no others.
-        parts: What of the parameters these tensors are; it knows the norms of the whole ones.
+        counter: The tensor that consists of exactly these counts, if there is one.
+        parts: Which parts of the parameters these tensors are; it computes norms of the whole tensors.
     """
 
     weights: list[torch.Tensor]
@@ -46,31 +46,31 @@ class ParameterBatch:
     parts: Parts = field(default_factory=Parts)
 
     def slot(self, name: str) -> list[torch.Tensor]:
-        """Returns one state tensor of every parameter."""
+        """Returns the state tensor of a slot for every parameter."""
         return [slots[name] for slots in self.slots]
 
     def divide(self) -> None:
-        """Divides the gradients, in place, where there is something to divide by."""
+        """Divides the gradients in place, once."""
         if isinstance(self.divisor, torch.Tensor) or self.divisor != 1.0:
             torch._foreach_div_(self.gradients, self.divisor)
             self.divisor = 1.0
 
     def scale(self) -> torch.Tensor | None:
-        """Returns the divisor as PyTorch's fused kernels take it, which divide the gradients in place by it."""
+        """Returns the divisor in the form of PyTorch's fused kernels, which divide the gradients in place."""
         divisor = self.divisor
         if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
             divisor = torch.tensor(divisor, device=self.weights[0].device)
         return divisor if isinstance(divisor, torch.Tensor) else None
 
     def count_up(self) -> None:
-        """Counts an update of each."""
+        """Increments all counts."""
         if self.counter is not None:  # ten times faster for many parameters
             self.counter.add_(1)
         else:
             torch._foreach_add_([count for count in self.counts if count is not None], 1)
 
     def part(self, indices: Iterable[int]) -> ParameterBatch:
-        """Returns some of the parameters."""
+        """Returns a batch of the chosen parameters."""
         chosen = list(indices)
         weights, gradients, slots, counts = (
             [values[index] for index in chosen] for values in (self.weights, self.gradients, self.slots, self.counts)
@@ -78,7 +78,7 @@ class ParameterBatch:
         return ParameterBatch(weights, gradients, slots, counts, self.lr, self.divisor, self.hyper, None, self.parts)  # type: ignore[arg-type]
 
     def split(self, keys: Iterable[Key]) -> list[tuple[Key, ParameterBatch]]:
-        """Returns the parameters of each key, with one key for each parameter given; mostly all have the same."""
+        """Groups the parameters by key, given one key for each; usually all keys are equal."""
         groups: dict[Key, list[int]] = {}
         for index, key in enumerate(keys):
             groups.setdefault(key, []).append(index)
@@ -88,7 +88,7 @@ class ParameterBatch:
 
 
 def by_count(batch: ParameterBatch) -> list[tuple[int, ParameterBatch]]:
-    """Splits parameters by the number of updates that they have had; there is more than one only in odd cases."""
+    """Groups parameters by their number of updates, which is almost always the same for all."""
     parts = batch.split([0 if count is None else int(count) for count in batch.counts])
     return sorted(parts, key=lambda part: part[0])
 
@@ -101,7 +101,7 @@ class ParameterNodes:
         weight: The weight.
         gradient: Its gradient, divided and clipped.
         slots: Its state tensors.
-        count: Updates done plus 1, an int64 without dimensions; None where no count is kept.
+        count: Updates done plus 1, an int64 without dimensions; None if not counted.
         rate: The learning rate, a scalar of the weight's type.
         hyper: The hyper-parameters, without the learning rate.
     """
@@ -118,7 +118,7 @@ class Nodes(Protocol):
     """Writes a rule as ONNX nodes. Values are ``onnx_ir`` values."""
 
     def op(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
-        """Returns the result of a node; its type is that of the first input."""
+        """Returns the result of a node, with the type of its first input."""
         ...
 
     def number(self, value: float, like: Any) -> Any:
@@ -126,18 +126,18 @@ class Nodes(Protocol):
         ...
 
     def power(self, base: float, exponent: Any, like: Any) -> Any:
-        """Returns ``1 - base ** exponent`` of an int64 exponent, computed in float64, as another value's type."""
+        """Returns ``1 - base ** exponent`` for an int64 exponent, computed in float64, in another value's type."""
         ...
 
 
 class Rule(ABC):
-    """How an optimizer changes a weight, what it keeps for that, and how both look in a state dict and in ONNX.
+    """How an optimizer changes a weight, the state that it needs, and how both look in a state dict and in ONNX.
 
     Attributes:
         name: The name in state dicts, such as ``AdamOptimizer``.
-        slots: Names of the state tensors, of the parameter's shape, that a parameter may have.
-        shares_count: Whether a state dict has one count for all parameters, ``shared_optimizer_state``, as legacy's
-            LAMB; if not, each parameter that keeps a count has ``Update_Count``.
+        slots: Names of the state tensors that a parameter may have, each of the parameter's shape.
+        shares_count: Whether a state dict has one count for all parameters in ``shared_optimizer_state``, as for the
+            legacy LAMB; otherwise each counted parameter has its ``Update_Count``.
     """
 
     name: ClassVar[str]
@@ -150,7 +150,7 @@ class Rule(ABC):
             RULES[cls.name] = cls()
 
     def slots_for(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns the state tensors that parameters with these hyper-parameters have."""
+        """Returns the names of the state tensors of parameters with these hyper-parameters."""
         return self.slots
 
     def keeps_count(self, hyper: Mapping[str, Any]) -> bool:
@@ -163,14 +163,14 @@ class Rule(ABC):
 
     @abstractmethod
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
-        """Writes the same as ONNX nodes, with few of them over whole tensors: scalars are put together first.
+        """Writes the update as ONNX nodes, with few operations on whole tensors: scalars are combined first.
 
-        The new value of a tensor may be written into the memory of the old one, so whatever else reads the old one must
-        come before it: what is returned must depend on that.
+        The new value of a tensor may overwrite the old one in memory, so every node that reads the old value must run
+        before: the returned value must depend on all of them.
 
         Args:
-            nodes: Writes them.
-            parameter: What they start from.
+            nodes: Writes the nodes.
+            parameter: The parameter.
 
         Returns:
             The new weight, and the new state tensors by slot.

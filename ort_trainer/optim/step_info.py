@@ -1,4 +1,4 @@
-"""``TrainStepInfo``: where training stands; what schedules and loss scalers get to see."""
+"""``TrainStepInfo``: the progress of training, as schedules and loss scalers see it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class TrainStepInfo:
     Attributes:
         optimizer_config: The trainer's optimizer config.
         all_finite: Whether all gradients of the last optimizer step were finite; only mixed precision checks them.
-        fetches: Names of the outputs that steps return, in this order; empty for all that the model description has.
-            Assigned values are checked; None is an empty list.
+        fetches: Names of the outputs that steps return, in this order; empty for all described outputs. Assigned values
+            are checked; None means an empty list.
         optimization_step: Number of completed weight updates; drives the schedules.
-        step: Number of completed ``train_step`` calls; of several processes, of the one with most at the last update.
+        step: Number of completed ``train_step`` calls; with several processes, the maximum over them at the last
+            update.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class TrainStepInfo:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the gradients of the last update, before they were clipped; None before the first.
+        """Global norm of the gradients of the last update, before clipping; None before the first update.
 
-        Where no limit or check asks for it, it is computed when it is read, from gradients that are there until the
-        next step begins; afterwards it is None.
+        If no limit or check needs the norm, it is computed when it is read. This works until the next step begins,
+        which releases the gradients; afterwards it is None.
         """
         if callable(self._norm):
             self._norm = self._norm()
@@ -70,7 +71,7 @@ class TrainStepInfo:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Learning rates of the last update: one for all parameters, or one per group and one for the others."""
+        """Learning rates of the last update: one for all parameters, or one per group and one for the rest."""
         return list(self._rates)
 
     @property
@@ -79,17 +80,17 @@ class TrainStepInfo:
         return self._rates[0] if self._rates else None
 
     def note_update(self, rates: Sequence[float], norm: Norm) -> None:
-        """Is told what an update used.
+        """Records what an update used.
 
         Args:
             rates: The learning rates.
-            norm: The gradients' norm, or what computes it.
+            norm: The gradients' norm, or a function that computes it.
         """
         self._rates, self._norm = [float(rate) for rate in rates], norm
 
     @property
     def fetches(self) -> list[str]:
-        """Names of the outputs that steps return, in this order; empty, or assigned None, for all of them."""
+        """Names of the outputs that steps return, in this order; empty (assign a list or None) for all."""
         return self._fetches
 
     @fetches.setter

@@ -1,4 +1,4 @@
-"""Optimizers of ``torch.optim`` as configs: one whose own ``step`` updates the weights, and the equivalent of one."""
+"""Configs for ``torch.optim`` optimizers: one that calls the optimizer's ``step``, and one with the equivalent rule."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["FollowedConfig", "TorchOptimizerConfig", "equivalent_rule", "from_to
 
 
 class _OverTorch(OptimizerConfig):
-    """What both have in common: the parameter groups are those of the optimizer, as they are at each moment.
+    """Base class of both configs, which reads the optimizer's current parameter groups.
 
     Args:
         optimizer: The optimizer.
 
     Attributes:
-        optimizer: As given, or what a library has wrapped.
-        names: Of the parameters of each group.
+        optimizer: The optimizer, without a library's wrapper.
+        names: Parameter names of each group.
     """
 
     is_live = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Nothing of the base's: it keeps values, and here they are the optimizer's.
+        # Without super().__init__(), which copies hyper-parameters: here, the optimizer has them.
         self.optimizer = _unwrapped(optimizer)
         self.names: list[list[str]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._from_bases = False
 
     def bind(self, model: object) -> None:
-        """Finds the names that the model has for the optimizer's parameters.
+        """Finds the model's names for the optimizer's parameters.
 
         Raises:
-            TypeError: If the model is no PyTorch module.
-            ValueError: If a parameter is not the model's.
+            TypeError: If the model is not a PyTorch module.
+            ValueError: If the optimizer has a parameter that the model lacks.
         """
         name = type(self.optimizer).__name__
         if not isinstance(model, nn.Module):
@@ -56,9 +56,9 @@ class _OverTorch(OptimizerConfig):
             strange = [parameter for parameter in group["params"] if id(parameter) not in known]
             if strange:
                 raise ValueError(
-                    f"parameter group {index} of torch.optim.{name} has {len(strange)} tensors that are no parameters "
-                    f"of {type(model).__name__}, the first of shape {list(strange[0].shape)}: make the optimizer over "
-                    "parameters of the model, after whatever replaces them (a move to another device, "
+                    f"parameter group {index} of torch.optim.{name} has {len(strange)} tensors that are not parameters "
+                    f"of {type(model).__name__}, the first of shape {list(strange[0].shape)}: create the optimizer "
+                    "with the model's parameters, after anything that replaces them (a move to another device, "
                     "load_state_dict(assign=True))"
                 )
             self.names.append([known[id(parameter)] for parameter in group["params"]])
@@ -74,7 +74,7 @@ class _OverTorch(OptimizerConfig):
         return self._parameters
 
     def scheduled(self) -> None:
-        """A schedule starts from the rates of now, which it will change."""
+        """Stores the current rates as ``initial_lr``: a schedule starts from them and changes ``lr``."""
         self._from_bases = True
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -91,7 +91,7 @@ class _OverTorch(OptimizerConfig):
     def learning_rates(self) -> list[float]:
         key = "initial_lr" if self._from_bases else "lr"
         rates = [float(group[key]) for group in self.optimizer.param_groups]
-        return [*rates, rates[0]]  # no parameter is in no group
+        return [*rates, rates[0]]  # the default group is empty
 
     @learning_rates.setter
     def learning_rates(self, values: Sequence[float]) -> None:
@@ -102,7 +102,7 @@ class _OverTorch(OptimizerConfig):
         self._write("initial_lr" if self._from_bases else "lr", [number("lr", value) for value in values])
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Shows the optimizer the rates of an update.
+        """Writes the rates of an update into the optimizer's groups.
 
         Args:
             rates: One for all groups, or one for each and one more.
@@ -110,13 +110,13 @@ class _OverTorch(OptimizerConfig):
         self._write("lr", [rates[0]] * len(self.optimizer.param_groups) if len(rates) == 1 else rates)
 
     def check(self) -> None:
-        """Checks that no parameters were added after the trainer was made."""
+        """Checks that no parameters were added after the trainer was created."""
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if count != len(self._parameters):
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has {count} parameters, but had {len(self._parameters)} when the "
-                "trainer was made: make the optimizer over all of them and freeze those that wait with "
-                "requires_grad_(False), or make a new trainer"
+                "trainer was made: give the optimizer all parameters from the start and freeze the later ones with "
+                "requires_grad_(False), or create a new trainer"
             )
 
     def _write(self, key: str, rates: Sequence[float]) -> None:
@@ -159,10 +159,10 @@ class _OverTorch(OptimizerConfig):
 
 
 class _TorchRule(Rule, registered=False):
-    """Stands for an optimizer that keeps its own state and does its own steps.
+    """A placeholder for an optimizer that keeps its own state and runs its own steps.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
     """
 
     slots = ()
@@ -184,15 +184,15 @@ class _TorchRule(Rule, registered=False):
 
 
 class TorchOptimizerConfig(_OverTorch):
-    """An optimizer of ``torch.optim``, or any other subclass of its base: its own ``step`` updates the weights.
+    """Config for any subclass of ``torch.optim.Optimizer``, whose own ``step`` updates the weights.
 
-    ``ORTTrainer`` makes one of the optimizer that it is given. Parameters that are in no group are not trained.
+    ``ORTTrainer`` wraps a given optimizer in this class. Parameters without a group are not trained.
 
     Args:
         optimizer: The optimizer, over parameters of the model.
 
     Raises:
-        ValueError: If it needs sparse gradients.
+        ValueError: If the optimizer needs sparse gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -200,8 +200,8 @@ class TorchOptimizerConfig(_OverTorch):
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise ValueError(
-                "torch.optim.SparseAdam needs sparse gradients, and graphs make dense ones: use torch.optim.Adam, or "
-                "ort_trainer.optim.AdamWConfig"
+                "torch.optim.SparseAdam needs sparse gradients, but graphs compute dense ones: use torch.optim.Adam, "
+                "or ort_trainer.optim.AdamWConfig"
             )
         kind = type(optimizer)
         self.name = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
@@ -209,30 +209,30 @@ class TorchOptimizerConfig(_OverTorch):
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
     def check_joint(self, zero_stage: int) -> None:
-        """Refuses to divide the state, which is the optimizer's own."""
+        """Refuses ZeRO, because the optimizer owns its state."""
         super().check_joint(zero_stage)
         if zero_stage:
             raise ValueError(
-                f"distributed.deepspeed_zero_optimization.stage is {zero_stage}, but {self.name} keeps its state "
-                "itself, whole in each process: use a config of ort_trainer.optim, such as optim.SGDConfig or what "
-                "optim.from_torch(optimizer) returns; or set the stage to 0, maybe with "
-                "torch.distributed.optim.ZeroRedundancyOptimizer, which divides its state itself"
+                f"distributed.deepspeed_zero_optimization.stage is {zero_stage}, but {self.name} keeps its complete "
+                "state in each process: use a config of ort_trainer.optim, such as optim.SGDConfig or the result of "
+                "optim.from_torch(optimizer); or set the stage to 0, optionally with "
+                "torch.distributed.optim.ZeroRedundancyOptimizer, which shards its own state"
             )
 
     @property
     def rule(self) -> Rule:
-        """Stands for the optimizer itself."""
+        """A placeholder for the optimizer itself."""
         return _TorchRule(self.name)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer inside a wrapper whose ``step`` has to do with devices and gradient scaling alone."""
+    """Returns the optimizer inside a library's wrapper, which only handles devices and gradient scaling."""
     while type(optimizer).__module__.partition(".")[0] in _WRAPPERS and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
-# What Accelerator.prepare and Fabric.setup return.
+# Packages of the wrappers that Accelerator.prepare and Fabric.setup return.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric")
 _Hyper = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -263,15 +263,15 @@ _EQUIVALENT: Mapping[str, tuple[str, _Hyper]] = {
 
 
 class FollowedConfig(_OverTorch):
-    """The rule of this package that does what a ``torch.optim`` optimizer would do, with the rates that it has.
+    """Config with this package's rule that is equivalent to a ``torch.optim`` optimizer, and with its learning rates.
 
-    The optimizer's ``step`` is never called, and its state stays empty: moments are the trainer's. Its parameter groups
-    count at every update, so schedules of ``torch.optim`` over it have their effect. Checkpoints are those of the
+    The optimizer's ``step`` is never called, and its state stays empty: the trainer owns the moments. Every update
+    reads its parameter groups, so ``torch.optim`` schedules over it take effect. Checkpoints have the format of the
     config with the same rule, such as ``AdamWConfig``.
 
     Args:
         optimizer: The optimizer, over parameters of the model.
-        name: Of the rule.
+        name: Name of the rule.
         hyper: Returns the rule's hyper-parameters for a parameter group.
     """
 
@@ -281,25 +281,25 @@ class FollowedConfig(_OverTorch):
 
     @property
     def rule(self) -> Rule:
-        """How weights are updated."""
+        """The rule that updates the weights."""
         return RULES[self.name]
 
     def hyper_parameters(self, group: int) -> dict[str, Any]:
-        """Returns the rule's hyper-parameters of a group, as they are now."""
+        """Returns the rule's current hyper-parameters of a group."""
         return self._hyper(self.optimizer.param_groups[group])
 
     def bind(self, model: object) -> None:
-        """Finds the names of the optimizer's parameters, and what their rule keeps of them."""
+        """Finds the names and the state tensors of the optimizer's parameters."""
         super().bind(model)
         self._slots = self._slots_of_now()
 
     def check(self) -> None:
-        """Checks that the groups are what they were, and need no other state."""
+        """Checks that the groups have the same parameters and need the same state tensors as before."""
         super().check()
         if self._slots_of_now() != self._slots:
             raise RuntimeError(
-                f"a parameter group of {type(self.optimizer).__name__} has got a momentum, or has lost it, since the "
-                "trainer was made, which has made no state for that: give it a momentum from the start"
+                f"a parameter group of {type(self.optimizer).__name__} has gained or lost its momentum since the "
+                "trainer was made, which has no state for the change: set a momentum from the start"
             )
 
     def _slots_of_now(self) -> list[tuple[str, ...]]:
@@ -307,16 +307,16 @@ class FollowedConfig(_OverTorch):
         return [tuple(self.rule.slots_for(self.hyper_parameters(group))) for group in groups]
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Shows the optimizer the rates of an update."""
+        """Writes the rates of an update into the optimizer's groups."""
         super().set_rates(rates)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined] # as schedules want it before their own step
+        self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedules require it before their own step
 
 
 def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
-    """Returns the name of the rule that does what an optimizer does, and what makes its hyper-parameters of a group's.
+    """Returns the name of an optimizer's equivalent rule, and a function from a group to the rule's hyper-parameters.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no rule is equivalent.
     """
     kind = type(optimizer)
     entry = _EQUIVALENT.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
@@ -324,7 +324,7 @@ def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
     for group in optimizer.param_groups if entry is not None else ():
         reasons += [f"it has {key}=True" for key in ("amsgrad", "maximize", "differentiable") if group.get(key)]
         if kind.__name__ == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            reasons.append("Adam's weight_decay is added to the gradients (L2), which the rules here do not do")
+            reasons.append("Adam adds weight_decay to the gradients (L2), and no rule here does that")
     if entry is None or reasons:
         raise ValueError(
             f"no config does what this torch.optim.{kind.__name__} does: {'; '.join(dict.fromkeys(reasons))}"
@@ -333,17 +333,17 @@ def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
-    """Returns the config that does what an optimizer of ``torch.optim`` does, on this package's fused path.
+    """Returns the config that does what a ``torch.optim`` optimizer does, with this package's fused update.
 
-    There is one for ``SGD``, ``AdamW``, and ``Adam`` without weight decay.
+    It supports ``SGD``, ``AdamW``, and ``Adam`` without weight decay.
 
     Args:
-        optimizer: The optimizer, over parameters of the model, without state. Its groups go on counting: change their
-            learning rates, or let a schedule of ``torch.optim`` do it.
+        optimizer: The optimizer, over parameters of the model, without state. Its groups stay in effect: change their
+            learning rates yourself or with a ``torch.optim`` schedule.
 
     Raises:
-        TypeError: If it is no optimizer of PyTorch.
-        ValueError: If no config does the same, or it has been used already.
+        TypeError: If the argument is not a PyTorch optimizer.
+        ValueError: If no config does the same, or if the optimizer has been used already.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -356,11 +356,11 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
         entry = equivalent_rule(optimizer)
     except ValueError as error:
         raise ValueError(
-            f"{error}. Give the optimizer itself as optim_config: its own step() updates the weights then"
+            f"{error}. Give the optimizer itself as optim_config: then its own step() updates the weights"
         ) from None
     if optimizer.state:
         raise ValueError(
-            f"this {type(optimizer).__name__} has state of updates that it has done, which its config would not go "
-            "on with: give the optimizer itself as optim_config"
+            f"this {type(optimizer).__name__} has state from earlier updates, which its config would not continue "
+            "from: give the optimizer itself as optim_config"
         )
     return FollowedConfig(optimizer, *entry)

@@ -1,4 +1,4 @@
-"""The state of an optimizer of PyTorch, by parameter names instead of numbers, as a checkpoint keeps it."""
+"""The state of a PyTorch optimizer for checkpoints, by parameter names instead of numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def collect(config: TorchOptimizerConfig, copy: bool = True) -> dict[str, Any]:
     """Returns the state: ``state`` by parameter name, and ``param_groups`` with names under ``params``.
 
     Args:
-        config: Of the optimizer.
-        copy: Whether tensors are copies; if not, they are the optimizer's.
+        config: The optimizer's config.
+        copy: Whether to copy the tensors; if False, they are the optimizer's own.
     """
     names, found = _names(config), config.optimizer.state_dict()
     groups = [{**group, "params": own} for group, own in zip(found["param_groups"], config.names, strict=True)]
@@ -29,15 +29,15 @@ def collect(config: TorchOptimizerConfig, copy: bool = True) -> dict[str, Any]:
 
 
 def restore(config: TorchOptimizerConfig, given: Mapping[str, Any]) -> None:
-    """Gives the optimizer a state.
+    """Loads a state into the optimizer.
 
     Args:
-        config: Of the optimizer.
-        given: What :func:`collect` returned.
+        config: The optimizer's config.
+        given: A state from :func:`collect`.
 
     Raises:
-        RuntimeError: If it is that of other parameter groups.
-        ValueError: If the optimizer refuses it. It is as it was then.
+        RuntimeError: If the state belongs to other parameter groups.
+        ValueError: If the optimizer refuses the state; its own is then unchanged.
     """
     where = "state_dict[torch_optimizer]"
     groups, states = given.get("param_groups"), given.get("state")
@@ -68,7 +68,7 @@ def restore(config: TorchOptimizerConfig, given: Mapping[str, Any]) -> None:
 
 
 def _names(config: TorchOptimizerConfig) -> dict[int, str]:
-    """Returns the number that a state dict of PyTorch has for each parameter, with its name."""
+    """Returns parameter names by their numbers in PyTorch's state dicts."""
     return dict(enumerate(name for names in config.names for name in names))
 
 

@@ -1,4 +1,4 @@
-"""The weight update by an optimizer of PyTorch: gradients go into ``p.grad``, and its own ``step`` does the rest."""
+"""The weight update by a PyTorch optimizer: puts gradients into ``p.grad`` and calls the optimizer's own ``step``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["TorchUpdate"]
 
 
 class TorchUpdate(OptimizerUpdate):
-    """Lets an optimizer of PyTorch update the model's own parameters.
+    """Updates the model's own parameters with a PyTorch optimizer.
 
-    After :meth:`step` the gradients are in ``p.grad``, until the next run of a training graph needs memory.
+    After :meth:`step` the gradients remain in ``p.grad`` until the next run of a training graph.
     """
 
     def __init__(self, config: TorchOptimizerConfig, *arguments: Any, **named: Any) -> None:
@@ -25,10 +25,10 @@ class TorchUpdate(OptimizerUpdate):
         self._torch = config
         self._put_there: dict[str, torch.Tensor | None] = {}
         if any(parameter.device.type != "cpu" for parameter in config.parameters.values()):
-            config.optimizer.load_state_dict(config.optimizer.state_dict())  # to where the parameters are by now
+            config.optimizer.load_state_dict(config.optimizer.state_dict())  # moves the state to the parameters' device
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
-        """Gives up the gradients, so that their memory is free; what the user has put there stays."""
+        """Releases the gradients and their memory; a ``p.grad`` that the user has assigned stays."""
         for name in used:
             parameter = self._torch.parameters[name]
             if parameter.grad is self._put_there.get(name):
@@ -51,9 +51,9 @@ class TorchUpdate(OptimizerUpdate):
         ]
         if gone:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has the parameters {gone[:3]} that the model had when the trainer was "
-                "made, and the model has others (load_state_dict(assign=True) makes such): make optimizer and trainer "
-                "anew"
+                f"the model's parameters {gone[:3]} have been replaced since the trainer was made (as by "
+                f"load_state_dict(assign=True)), and {type(optimizer).__name__} still has the old ones: create a new "
+                "optimizer and a new trainer"
             )
         self._put(gradients, divisor)
         if again is None:

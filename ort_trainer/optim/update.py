@@ -1,4 +1,4 @@
-"""The weight update: clips, checks, and lets the rule of an optimizer change the weights, in place."""
+"""The weight update: checks and clips the gradients, then calls the optimizer's rule to change weights in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rule import ParameterBatch
 __all__ = ["Again", "OptimizerUpdate"]
 
 Again = Callable[[], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Runs forward and backward pass once more; returns the loss, and the gradients by parameter name."""
+"""Runs the forward and backward pass again; returns the loss, and the gradients by parameter name."""
 
 
 @dataclass
@@ -32,23 +32,23 @@ class _Group:
 
 
 class OptimizerUpdate:
-    """Owns what an optimizer keeps of the trainable parameters, and updates the weights.
+    """Owns the optimizer state of the trainable parameters, and updates the weights.
 
     Args:
-        config: Which rule, with which hyper-parameters. The learning rate is an argument of :meth:`step`.
+        config: The rule and its hyper-parameters. The learning rate is an argument of :meth:`step`.
         parameters: Trainable parameters by name; :meth:`step` changes them in place.
-        groups: Index of the config's group of each, by the same names.
+        groups: Index of each parameter's group in the config, by name.
         clip: Whether gradients are clipped to ``max_norm_clip``.
-        max_norm: A limit of the gradient norm instead of the config's, for every optimizer; None for the config's.
-        max_value: A limit of the absolute value of each element of a gradient; None for none.
-        parts: What of each parameter this process updates; None for all of it. Gradients are those of the parts.
+        max_norm: Limit of the gradient norm that overrides the config's, for every optimizer; None for the config's.
+        max_value: Limit of the absolute value of each gradient element; None for no limit.
+        parts: The parts of the parameters that this process updates, and whose gradients it gets; None for all.
 
     Attributes:
-        rule: How weights are updated.
-        slots: Parameter name -> its state tensors by slot, such as ``Moment_1``; empty where there are none.
-        counts: Parameter name -> number of updates done, a float32 scalar as torch's kernels want it, where it is kept.
-        norm: The global norm of the gradients of the last update, divided and not clipped, a scalar; None where it was
-            not needed.
+        rule: The rule that updates the weights.
+        slots: Parameter name -> its state tensors by slot, such as ``Moment_1``; empty if it has none.
+        counts: Parameter name -> number of updates, a float32 scalar as torch's kernels require; only if counted.
+        norm: The global norm of the gradients of the last update, a scalar, divided but not clipped; None if it was not
+            needed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OptimizerUpdate:
                 device = self._parameters[group.names[0]].device
                 group.counter = torch.zeros(len(group.names), dtype=torch.float32, device=device)
                 self.counts |= zip(group.names, group.counter.unbind(), strict=True)
-        # Weights with memory in common are updated one after the other, as PyTorch does.
+        # Like PyTorch, update weights that share memory one after the other.
         self._one_by_one = bool(shared_groups(parameters, parameters))
         self._clips = any(math.isfinite(group.limit) for group in self._groups)
 
@@ -105,15 +105,15 @@ class OptimizerUpdate:
         """Updates the weights once.
 
         Args:
-            gradients: Gradient of every parameter that has one; the others are left alone, as PyTorch does. They are
-                divided and clipped in place.
+            gradients: Gradients by parameter name, which are divided and clipped in place. Parameters without a
+                gradient do not change, as in PyTorch.
             learning_rates: One for all groups, or one for each group of the config in order and the default group.
-            divisor: What the gradients are divided by first: loss scale times micro-batches.
+            divisor: Divisor of the gradients, applied first: loss scale times micro-batches.
             check_finite: Whether to skip the whole update if any gradient is not finite.
-            again: Computes loss and gradients anew with the weights of now, for optimizers that ask for it.
+            again: Recomputes loss and gradients with the current weights, for optimizers with a closure.
 
         Returns:
-            Whether the gradients were finite; always True where that was not checked.
+            Whether the gradients were finite; always True if that was not checked.
         """
         asked = self.asks_norm(check_finite) and bool(gradients)
         self.norm = self.parts.total_norm(gradients.values()) / divisor if asked else None
@@ -124,12 +124,12 @@ class OptimizerUpdate:
         return True
 
     def rebind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Updates other tensors from now on, of the parameters among those that are given by name."""
+        """Replaces the tensors of the given parameters; unknown names are ignored."""
         known = {name: value for name, value in parameters.items() if name in self._parameters}
         self._parameters |= self.parts.of(known)
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
-        """Is told that gradients which it has used are needed no longer."""
+        """Releases used gradients."""
 
     def _update(
         self,
@@ -157,7 +157,7 @@ class OptimizerUpdate:
                 )
 
     def asks_norm(self, check_finite: bool) -> bool:
-        """Returns whether :meth:`step` computes the norm: it is needed, or can't be had after the update."""
+        """Returns whether :meth:`step` computes the norm: because it needs it, or can't compute it afterwards."""
         return self._clips or check_finite or self._max_value is not None
 
     def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
@@ -169,7 +169,7 @@ class OptimizerUpdate:
                 torch._foreach_div_(found, rest)
 
     def _clip_values(self, gradients: list[torch.Tensor], divisor: float | torch.Tensor) -> float | torch.Tensor:
-        """Clips each element, if that was asked for; returns what the gradients are to be divided by afterwards."""
+        """Clips each element if there is a limit; returns the remaining divisor of the gradients."""
         if self._max_value is None or not gradients:
             return divisor
         torch._foreach_div_(gradients, divisor)
@@ -179,9 +179,9 @@ class OptimizerUpdate:
 
 
 def _divisor(group: _Group, norm: torch.Tensor | None, divisor: float) -> float | torch.Tensor:
-    """Returns what the group's gradients are divided by.
+    """Returns the divisor of the group's gradients.
 
-    Clipping divides by ``norm / limit`` where the global norm is above the group's limit.
+    Clipping divides by ``norm / limit`` if the global norm is above the group's limit.
     """
     if math.isfinite(group.limit) and norm is not None:
         excess: torch.Tensor = norm / group.limit

@@ -1,4 +1,4 @@
-"""Writes weight updates as ONNX nodes: the arithmetic of PyTorch's fused kernels, for graphs that run elsewhere."""
+"""Writes weight updates as ONNX nodes: the arithmetic of PyTorch's fused kernels, for other runtimes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ParameterUpdate:
         rule: Writes the update.
         group: Index of its learning rate.
         hyper: The hyper-parameters of its group, as the optimizer config has them.
-        limit: What the global gradient norm is clipped to; infinite for not at all.
-        max_value: What each element of the gradient is clipped to; infinite for not at all.
+        limit: Limit of the global gradient norm; infinite for none.
+        max_value: Limit of the absolute value of each gradient element; infinite for none.
     """
 
     rule: Rule
@@ -37,7 +37,7 @@ class ParameterUpdate:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state tensors that the parameter has."""
+        """Names of the parameter's state tensors."""
         return self.rule.slots_for(self.hyper)
 
     @property
@@ -50,7 +50,7 @@ class UpdateWriter(Emitter):
     """Writes updates of parameters.
 
     Args:
-        opset_imports: Those of the model.
+        opset_imports: The model's opset imports.
         names: Names in use.
     """
 
@@ -77,9 +77,9 @@ class UpdateWriter(Emitter):
             weight: The parameter.
             gradient: Its gradient, divided.
             slots: Its state tensors.
-            count: Updates done plus 1, an int64 of shape [1]; None where no count is kept.
+            count: Updates done plus 1, an int64 of shape [1]; None if not counted.
             rates: The learning rates, of shape [rates].
-            norm: The global norm of the gradients, float32; None where none is clipped to a norm.
+            norm: The global norm of the gradients, float32; None if no norm is clipped.
 
         Returns:
             The new weight, and the new state tensors by slot.
@@ -94,17 +94,17 @@ class UpdateWriter(Emitter):
         return update.rule.nodes(self, ParameterNodes(weight, gradient, slots, count, rate, update.hyper))
 
     def norm(self, gradients: Iterable[ir.Value]) -> ir.Value:
-        """Returns the Euclidean norm of all gradients taken together, float32."""
+        """Returns the Euclidean norm of all gradients together, float32."""
         squares = [self.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients]
         squares = [self._cast(square, ir.DataType.FLOAT) for square in squares]
         return self.op("Sqrt", self.op("Sum", *squares))
 
     def mean(self, gradient: ir.Value, micro_batches: ir.Value, window: int) -> ir.Value:
-        """Returns the mean over the micro-batches that there are.
+        """Returns the mean gradient over the micro-batches of a window, which may be incomplete.
 
         Args:
             gradient: The sum of their gradients, each divided by the size of the window.
-            micro_batches: How many they are, an int64 of shape [1]; 0 counts as 1.
+            micro_batches: Number of micro-batches, an int64 of shape [1]; 0 counts as 1.
             window: The size of the window.
         """
 
@@ -113,11 +113,11 @@ class UpdateWriter(Emitter):
             number = self.op("Max", number, self.constant(1.0, np.float64))
             return self.op("Div", self.constant(window, np.float64), number)
 
-        # The factor of a whole window is 1, so that it changes nothing there.
+        # The factor for a complete window is exactly 1.
         return self.op("Mul", gradient, self._like(self._once("mean", micro_batches, factor), gradient))
 
     def next(self, count: ir.Value) -> ir.Value:
-        """Returns a count of one more."""
+        """Returns a count plus 1."""
         return self.op("Add", count, self.constant(1))
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
@@ -126,7 +126,7 @@ class UpdateWriter(Emitter):
         return self.constant(value, like.dtype.numpy())
 
     def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
-        """Returns 1 - base ** exponent; in float64, as fp32 would lose its digits for the first counts."""
+        """Returns 1 - base ** exponent, in float64 because float32 would lose digits for the first counts."""
 
         def lacking() -> ir.Value:
             wide = self._cast(exponent, ir.DataType.DOUBLE)
@@ -136,7 +136,7 @@ class UpdateWriter(Emitter):
         return self._like(self._once(base, exponent, lacking), like)
 
     def _clipping(self, norm: ir.Value, limit: float) -> ir.Value:
-        """Returns what gradients are multiplied by, so that their norm is at most a limit."""
+        """Returns the factor that limits the gradients' norm."""
 
         def factor() -> ir.Value:
             excess = self.op("Div", norm, self.constant(limit, np.float32))
@@ -149,7 +149,7 @@ class UpdateWriter(Emitter):
         return self._once(group, rates, lambda: self.op("Gather", rates, self.constant(group)))
 
     def _once(self, what: Any, of: ir.Value, write: Any) -> ir.Value:
-        """Returns a scalar that many parameters use, which is written once."""
+        """Returns a scalar that many parameters use, and writes it only once."""
         if (what, of) not in self._scalars:
             self._scalars[what, of] = write()
         return self._scalars[what, of]

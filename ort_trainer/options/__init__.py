@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InputDescription", "ModelDescription", "ORTTrainerOptions", "OptionsDict", "OutputDescription"]
 
-# The table of the options needs no torch.
+# Lazy, because `ort-trainer options` needs no torch.
 __getattr__ = lazily(
     __name__,
     {

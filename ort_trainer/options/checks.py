@@ -1,4 +1,4 @@
-"""What the schema of the options can't say: which settings fit together, and which key is another spelling of one."""
+"""Checks of the options that the schema can't express: conflicts between settings, and other spellings of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIPELINE = "distributed.pipeline_parallel"
 _CPU = "CPUExecutionProvider"
 _LARGE = "for large models use distributed.deepspeed_zero_optimization.stage 1, smaller micro-batches or bfloat16"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
-# The legacy documentation has keys that its code spelled otherwise, or kept elsewhere.
+# Keys in the legacy documentation whose names or sections differ from the legacy code.
 SPELLINGS = {
     f"{_CASTS}.propagate_cast_ops_strategy": f"{_CASTS}.strategy",
     f"{_CASTS}.propagate_cast_ops_level": f"{_CASTS}.level",
@@ -33,20 +33,20 @@ _CUT = re.compile(rf"{_EDGE}(:{_EDGE})*")
 
 
 def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns a copy of the user's dict in which every key has the name and place that the schema knows.
+    """Returns a copy of the user's dict with the schema's names and sections for all keys.
 
     Returns:
-        The copy, and what is wrong with the keys: options given under both of their names, and keys that are no str.
+        The copy, and errors: options given under both of their names, and keys that are not str.
     """
     result: dict[str, Any] = _copied(options)
-    wrong = [f"{path}: keys must be str, but {key!r} is one" for path, key in _strange_keys(options)]
+    wrong = [f"{path}: keys must be str, but {key!r} was given" for path, key in _strange_keys(options)]
     for other, own in SPELLINGS.items():
         source, key = _section(result, other, make=False)
         if source is None or key not in source:
             continue
         target, name = _section(result, own, make=True)
         if target is None:
-            continue  # the section is no dict, which the schema will say
+            continue  # the section is not a dict, which the schema will report
         if name in target:
             wrong.append(f"{other}: is another name of {own}, which is given too: leave one of them out")
         target[name] = source.pop(key)
@@ -80,7 +80,7 @@ def _section(options: dict[Any, Any], path: str, make: bool) -> tuple[dict[Any, 
 
 
 def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
-    """Yields what is wrong with a document whose values are all valid by themselves, each with its dotted path.
+    """Yields messages about conflicts between values that are valid by themselves; each starts with a dotted path.
 
     Args:
         document: The complete options.
@@ -95,7 +95,7 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
 
 
 def idle(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what has no effect beside the other options, each with its dotted path."""
+    """Yields messages about options that the others make ineffective; each starts with a dotted path."""
     chosen, distributed = document["graph_transformer"], document["distributed"]
     if chosen["number_recompute_layers"] and not chosen["transformer_layer_recompute"]:
         yield (
@@ -105,12 +105,12 @@ def idle(document: Mapping[str, Any]) -> Iterator[str]:
     if distributed["enable_adasum"] and distributed["reduce_dtype"] is not None:
         yield (
             f"distributed.reduce_dtype: {distributed['reduce_dtype']!r} has no effect with distributed.enable_adasum, "
-            "which takes gradients as they are: leave one of them out"
+            "which uses gradients in their own dtype: leave one of them out"
         )
     if document["provider_options"].get(_CPU):
         yield (
-            f"provider_options.{_CPU}: has no effect, as ONNX Runtime looks at no option of the CPU provider; leave it "
-            "out, or set threads and the memory arena in session_options"
+            f"provider_options.{_CPU}: has no effect, because ONNX Runtime ignores the options of the CPU provider; "
+            "leave it out, or set threads and the memory arena in session_options"
         )
     pipeline = distributed["pipeline_parallel"]
     if pipeline["pipeline_parallel_size"] == 1:
@@ -137,7 +137,7 @@ def _paths(paths: Mapping[str, str]) -> Iterator[str]:
     for key, path in paths.items():
         other = first.setdefault(Path(path).absolute(), key) if path else key
         if other != key:
-            yield f"debug.graph_save_paths.{key}: {path!r} is also {other}: give each its own"
+            yield f"debug.graph_save_paths.{key}: {path!r} is also the path of {other}: give each its own"
 
 
 def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
@@ -157,27 +157,27 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
 
 def _processes(distributed: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
     world = distributed["world_size"]
-    if "distributed.world_size" in given:  # else it is known when a trainer is made
+    if "distributed.world_size" in given:  # otherwise it is known only when a trainer is created
         for key in ("world_rank", "local_rank"):
             if distributed[key] >= world:
                 yield f"distributed.{key}: {distributed[key]} must be below distributed.world_size, {world}"
         data = distributed["data_parallel_size"]
         if "distributed.data_parallel_size" in given and data != world:
             yield (
-                f"distributed.data_parallel_size: {data} must be distributed.world_size, {world}, as all processes "
-                "share the data; leave it out"
+                f"distributed.data_parallel_size: {data} must equal distributed.world_size, {world}, because all "
+                "processes share the data; leave it out"
             )
     horizontal = distributed["horizontal_parallel_size"]
     stages = distributed["pipeline_parallel"]["pipeline_parallel_size"]
     if horizontal > 1:
         yield (
-            f"distributed.horizontal_parallel_size: {horizontal} processes can't share a layer, as each trains the "
-            f"graph of the whole model: {_LARGE}, or train in PyTorch with torch.distributed.tensor.parallel"
+            f"distributed.horizontal_parallel_size: {horizontal} processes can't share a layer, because each trains "
+            f"the whole model: {_LARGE}, or train in PyTorch with torch.distributed.tensor.parallel"
         )
     if stages > 1:
         yield (
-            f"{_PIPELINE}.pipeline_parallel_size: {stages} stages can't be trained, as each process trains the graph "
-            f"of the whole model: {_LARGE}, or train in PyTorch with torch.distributed.pipelining"
+            f"{_PIPELINE}.pipeline_parallel_size: {stages} stages can't be trained, because each process trains the "
+            f"whole model: {_LARGE}, or train in PyTorch with torch.distributed.pipelining"
         )
 
 
@@ -208,8 +208,8 @@ def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
     wrong = [cut for cut in cuts.split(",") if not _CUT.fullmatch(cut)] if cuts else []
     if wrong:
         yield (
-            f"{path}.pipeline_cut_info_string: {wrong} are no cuts: a cut is one or more edges 'producer' or "
-            "'producer-consumer/consumer/...' with ':' between them, and ',' between cuts"
+            f"{path}.pipeline_cut_info_string: {wrong} are invalid cuts: a cut is one or more edges 'producer' or "
+            "'producer-consumer/consumer/...' with ':' between them; separate cuts with ','"
         )
     count = len(cuts.split(",")) if cuts else 0
     if count != stages - 1:
@@ -219,15 +219,15 @@ def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
         missing = sorted(names - set(value))
         if missing:
             yield (
-                f"{path}.sliced_{key}: {missing} are missing, which are in another of sliced_schema, sliced_axes and "
-                "sliced_tensor_names"
+                f"{path}.sliced_{key}: {missing} are missing; sliced_schema, sliced_axes and sliced_tensor_names must "
+                "have the same names"
             )
     for name, axis in sliced["axes"].items():
         rank = len(sliced["schema"].get(name, ()))
         if name in sliced["schema"] and not -rank <= axis < rank:
-            yield f"{path}.sliced_axes.{name}: {axis} is no axis of a tensor with {rank} dimensions"
+            yield f"{path}.sliced_axes.{name}: {axis} is out of range for a tensor with {rank} dimensions"
     for name, shape in sliced["schema"].items():
         if any(size < 1 for size in shape):
             yield f"{path}.sliced_schema.{name}: sizes must be at least 1, but {list(shape)} was given"
     if len(set(sliced["tensor_names"])) < len(sliced["tensor_names"]):
-        yield f"{path}.sliced_tensor_names: a name is in it twice"
+        yield f"{path}.sliced_tensor_names: names must be unique"

@@ -1,4 +1,4 @@
-"""Every option with its type, default, allowed values and meaning, as documentation and command line show it."""
+"""All options with type, default, allowed values and meaning, for the documentation and the command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ListedOption(NamedTuple):
     Attributes:
         key: Its dotted path.
         type: Name of its type in the schema.
-        default: Its value where none is given.
-        allowed: Its values or their limits, each as a text; empty if there are none beyond the type.
+        default: Its default value.
+        allowed: Its allowed values or limits, each as text; empty if only the type restricts it.
         state: ``works``, ``data parallel only`` or ``only the default``.
         meaning: What it does, as Markdown.
-        spellings: Other keys that stand for it.
+        spellings: Other spellings of its key.
     """
 
     key: str

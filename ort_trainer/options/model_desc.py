@@ -13,7 +13,7 @@ __all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
 
 
 class _Shape(tuple[int | str, ...]):
-    """The sizes of a description: immutable, and equal to a list of them too, as which they are written."""
+    """The sizes of a description: an immutable tuple that also equals a list, the form in which users write it."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class _Shape(tuple[int | str, ...]):
 
 
 class _Entry:
-    """Reads a description like the tuple as which it is written: by index, or unpacked."""
+    """Makes a description work like the tuple that users write: indexed or unpacked."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(vars(self).values())
@@ -45,7 +45,7 @@ class InputDescription(_Entry):
 
     Attributes:
         name: Name of the argument of ``forward``; a label's name is free.
-        shape: One entry a dimension: a size, or the name of a dimension whose size may change from step to step.
+        shape: One entry per dimension: a size, or the name of a dimension whose size may change from step to step.
     """
 
     name: str
@@ -57,7 +57,7 @@ class InputDescription(_Entry):
 
 @dataclass(frozen=True)
 class OutputDescription(_Entry):
-    """An output, in the order in which the model (after the loss, where there is a loss function) gives them."""
+    """An output. Outputs are in the model's order, after the loss if there is a loss function."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -107,13 +107,13 @@ class ModelDescription:
 
     Args:
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``, as documented in
-            the README. It is not changed and not kept.
-        inferred: Whether it was derived from a sample, so that the shapes of its outputs are not known yet.
-        corrected: Whether shapes of inputs were wrong, so that those of outputs may be, too.
+            the README. It is neither changed nor stored.
+        inferred: Whether it was derived from a sample, and the shapes of outputs are not known yet.
+        corrected: Whether input shapes were corrected, so that output shapes may be wrong, too.
 
     Raises:
         TypeError: If it is not a dict.
-        ValueError: If anything in it is wrong; the text starts with ``Invalid model_desc: `` and lists all of it.
+        ValueError: If it is invalid; the message starts with ``Invalid model_desc: `` and lists all errors.
     """
 
     def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False, corrected: bool = False) -> None:
@@ -131,7 +131,7 @@ class ModelDescription:
         names = [*self.input_names, *self.output_names]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ValueError(f"Invalid model_desc: names must be unique, but {repeated} are there more than once")
+            raise ValueError(f"Invalid model_desc: names must be unique, but {repeated} are repeated")
         if not any(output.is_loss for output in self.outputs):
             raise ValueError(
                 "Invalid model_desc: outputs: one output must be the loss, marked by a third element True: "
@@ -164,15 +164,15 @@ class ModelDescription:
 
     @property
     def has_open_outputs(self) -> bool:
-        """Whether outputs have the shapes that the model gives them, whatever they are here."""
+        """Whether output shapes in the description may differ from those of the model."""
         return self.inferred or self.corrected
 
     def widened(self, shapes: Mapping[str, tuple[int, ...]], correct: bool = False) -> ModelDescription:
-        """Returns the same with each fixed input size made dynamic that these shapes change.
+        """Returns a copy in which fixed input sizes that differ from the given shapes become dynamic.
 
         Args:
             shapes: Input name -> shape.
-            correct: Whether an input with another number of dimensions is described as it is given, too.
+            correct: Whether to replace the shape of an input with a different number of dimensions.
         """
         known = self.to_dict()
         inputs = [(entry.name, _widened(entry, shapes.get(entry.name, entry.shape), correct)) for entry in self.inputs]
@@ -180,7 +180,7 @@ class ModelDescription:
         return ModelDescription({**known, "inputs": inputs}, self.inferred, corrected)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the description in the form in which it is given."""
+        """Returns the description as a dict in the form that users give."""
         return {
             "inputs": [(entry.name, list(entry.shape)) for entry in self.inputs],
             "outputs": [(entry.name, list(entry.shape), entry.is_loss) for entry in self.outputs],

@@ -1,7 +1,7 @@
 """Loads the cerberus schemas that ship with the package and validates documents against them.
 
-This is the one place that imports cerberus. A schema file is JSON; the names of its custom types are resolved by
-the caller, which knows the Python classes behind them.
+Only this module imports cerberus. A schema file is JSON; the caller maps the names of its custom types to Python
+classes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["SchemaValidator", "changed_in_vain", "flatten_errors", "load_schema"
 
 
 def load_schema(name: str) -> dict[str, Any]:
-    """Returns the schema ``name`` (a file of ``schemas/`` without its ending) as a new dict.
+    """Returns the schema ``name`` (a file in ``schemas/`` without its extension) as a new dict.
 
-    In an installed wheel the files are inside the package, in a checkout beside it.
+    The folder is inside the package in an installed wheel, and beside it in a checkout.
     """
     packaged = importlib.resources.files("ort_trainer") / "schemas" / f"{name}.json"
     if packaged.is_file():
@@ -30,16 +30,16 @@ def load_schema(name: str) -> dict[str, Any]:
 
 
 class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
-    """A cerberus validator with the rules that the schemas of this package use beyond cerberus' own."""
+    """A cerberus validator with the additional rules of this package's schemas."""
 
     types_mapping = cerberus.Validator.types_mapping.copy()
     types_mapping["callable"] = cerberus.TypeDefinition("callable", (object,), ())
-    # A bool is an int to Python and to cerberus, but True is no number of steps.
+    # A bool is an int for Python and cerberus, but True is not a number of steps.
     types_mapping["integer"] = cerberus.TypeDefinition("integer", (int,), (bool,))
 
     @classmethod
     def with_types(cls, **types: tuple[type, ...]) -> type[SchemaValidator]:
-        """Returns a subclass that knows more type names, each with the Python classes that it accepts."""
+        """Returns a subclass with more type names, each with the Python classes that it accepts."""
         mapping = cls.types_mapping.copy()
         for name, classes in types.items():
             mapping[name] = cerberus.TypeDefinition(name, classes, ())
@@ -57,9 +57,9 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
 def changed_in_vain(
     schema: Mapping[str, Any], document: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yields every (dotted path, message) of an option that has a value to which only its default makes no difference.
+    """Yields (dotted path, message) for every option that supports only its default but has another value.
 
-    Those are the options whose ``meta`` has ``only_default``, the reason.
+    These options have the reason as ``only_default`` in their ``meta``.
     """
     for key, rules in schema.items():
         here, value = f"{path}.{key}" if path else key, document[key]
@@ -67,7 +67,7 @@ def changed_in_vain(
         if "meta" not in rules:
             yield from changed_in_vain(rules["schema"], value, here)
         elif reason is not None and value != rules["default"]:
-            yield here, f"can't be changed from {rules['default']!r}, as no other value has an effect: {reason}"
+            yield here, f"can't be changed from {rules['default']!r}, because other values have no effect: {reason}"
 
 
 def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A section of the options: attributes that can be read and not set, each with the type that checkers see."""
+"""A section of the options: read-only attributes with types for type checkers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Option(Generic[Value]):
     """An option as an attribute of its section.
 
     Args:
-        section: The class of the value, where that is a section itself.
+        section: The class of the value if it is a section.
     """
 
     def __init__(self, section: type[Section] | None = None) -> None:
@@ -37,11 +37,11 @@ class Option(Generic[Value]):
         return value
 
     def __set__(self, instance: Section, value: NoReturn) -> None:
-        instance.__setattr__(self._name, value)  # which refuses it
+        instance.__setattr__(self._name, value)  # raises
 
 
 class Section:
-    """A section of the options: attributes that can be read and not set."""
+    """A section of the options with read-only attributes."""
 
     __slots__ = ("_values",)
     _values: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Section:
             frozen[key] = _freeze(value) if section is None else section(value)
         object.__setattr__(self, "_values", MappingProxyType(frozen))
 
-    if not TYPE_CHECKING:  # to a type checker a name that is no option is an error, too
+    if not TYPE_CHECKING:  # so that type checkers report unknown options, too
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -67,8 +67,8 @@ class Section:
 
     def __setattr__(self, name: str, value: NoReturn) -> None:
         raise AttributeError(
-            f"options are immutable, so {name!r} can't be set: make a new ORTTrainerOptions from a changed dict "
-            "(to_dict() gives one)"
+            f"options are immutable, so {name!r} can't be set: create new ORTTrainerOptions from a changed dict "
+            "(to_dict() returns one)"
         )
 
     def __delattr__(self, name: str) -> None:
@@ -95,7 +95,7 @@ class Section:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all values, defaults included, as new nested dicts and lists."""
+        """Returns all values, including defaults, as new nested dicts and lists."""
         return {key: _thaw(value) for key, value in self._values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The types of all options, written by `make docs` from the schema: attributes, and dicts to give."""
+"""Types of all options, as attributes and as dicts; generated from the schema by `make docs`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ class BatchOptions(Section):
     gradient_accumulation_steps: Option[int] = Option()
     """Micro-batches per optimizer update; their gradients are summed in fp32."""
     gradient_reduction: Option[Literal["mean", "sum", "weighted"]] = Option()
-    """How the gradients of a window are combined: their `mean`, their `sum`, or their mean `weighted` by
-    `train_step(..., gradient_weight=n)`, which is `sum(n * gradient) / sum(n)`: with a mean loss and n the number of
-    labels that count, the gradient of one large batch."""
+    """How the gradients of an accumulation window are combined: by `mean`, by `sum`, or by a mean `weighted` with
+    `train_step(..., gradient_weight=n)`: `sum(n * gradient) / sum(n)`."""
 
 
 class BatchOptionsDict(TypedDict, total=False):
-    """Section `batch` of the options, as it may be given."""
+    """Section `batch` of the options, as a dict."""
 
     gradient_accumulation_steps: int
     gradient_reduction: Literal["mean", "sum", "weighted"]
@@ -47,13 +46,13 @@ class DeviceOptions(Section):
     __slots__ = ()
 
     id: Option[str] = Option()
-    """Where training runs: `cpu`, `cuda` or `cuda:N`."""
+    """Device of the training: `cpu`, `cuda` or `cuda:N`."""
     mem_limit: Option[int] = Option()
-    """Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit."""
+    """Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit."""
 
 
 class DeviceOptionsDict(TypedDict, total=False):
-    """Section `device` of the options, as it may be given."""
+    """Section `device` of the options, as a dict."""
 
     id: str
     mem_limit: int
@@ -69,8 +68,8 @@ class PipelineParallelOptions(Section):
     num_pipeline_micro_batches: Option[int] = Option()
     """Micro-batches in flight in the pipeline."""
     pipeline_cut_info_string: Option[str] = Option()
-    """Edges at which the pipeline is cut, one cut fewer than stages: `,` between cuts, `:` between the edges of one
-    cut, each edge `producer` or `producer-consumer/consumer/...`."""
+    """Edges at which the pipeline is cut, with one cut fewer than stages: `,` between cuts, `:` between the edges of
+    one cut; each edge is `producer` or `producer-consumer/consumer/...`."""
     sliced_schema: Option[Mapping[str, tuple[int, ...]]] = Option()
     """Shapes of the tensors that are sliced between micro-batches."""
     sliced_axes: Option[Mapping[str, int]] = Option()
@@ -80,7 +79,7 @@ class PipelineParallelOptions(Section):
 
 
 class PipelineParallelOptionsDict(TypedDict, total=False):
-    """Section `distributed.pipeline_parallel` of the options, as it may be given."""
+    """Section `distributed.pipeline_parallel` of the options, as a dict."""
 
     pipeline_parallel_size: int
     num_pipeline_micro_batches: int
@@ -100,7 +99,7 @@ class DeepspeedZeroOptimizationOptions(Section):
 
 
 class DeepspeedZeroOptimizationOptionsDict(TypedDict, total=False):
-    """Section `distributed.deepspeed_zero_optimization` of the options, as it may be given."""
+    """Section `distributed.deepspeed_zero_optimization` of the options, as a dict."""
 
     stage: int
 
@@ -115,29 +114,30 @@ class DistributedOptions(Section):
     world_size: Option[int] = Option()
     """Number of processes."""
     local_rank: Option[int] = Option()
-    """Rank of this process on its machine, which chooses the CUDA device where `device.id` is `cuda`."""
+    """Rank of this process on its machine, which selects the CUDA device if `device.id` is `cuda`."""
     data_parallel_size: Option[int] = Option()
     """Processes that share the data: all of them, so it must be the number of processes, or left out."""
     horizontal_parallel_size: Option[int] = Option()
     """Processes that share each layer."""
     pipeline_parallel: Option[PipelineParallelOptions] = Option(PipelineParallelOptions)
     allreduce_post_accumulation: Option[bool] = Option()
-    """Whether gradients are added up once per update, and not after each micro-batch."""
+    """Gradients are reduced once per update, never after each micro-batch: the results are the same with less traffic,
+    so there is nothing to choose."""
     deepspeed_zero_optimization: Option[DeepspeedZeroOptimizationOptions] = Option(DeepspeedZeroOptimizationOptions)
     enable_adasum: Option[bool] = Option()
-    """Combines the gradients of the processes by Adasum instead of their mean; the number of processes must be a power
-    of two."""
+    """Combines the gradients of the processes by Adasum instead of the mean; the number of processes must be a power of
+    two."""
     timeout: Option[float] = Option()
     """Seconds that a process waits for the others before it raises `DistributedError`."""
     bucket_cap_mb: Option[float] = Option()
-    """MiB of gradients that are sent in one piece, as in PyTorch's DistributedDataParallel."""
+    """MiB of gradients per message, as in PyTorch's DistributedDataParallel."""
     reduce_dtype: Option[Literal["float16", "bfloat16"] | None] = Option()
-    """The dtype that gradients are sent and added up in: `float16` or `bfloat16`, or the torch.dtype of that name,
-    which halves the traffic of fp32 gradients."""
+    """The dtype for sending and reducing gradients: `float16` or `bfloat16`, or the torch.dtype of that name, which
+    halves the traffic of fp32 gradients."""
 
 
 class DistributedOptionsDict(TypedDict, total=False):
-    """Section `distributed` of the options, as it may be given."""
+    """Section `distributed` of the options, as a dict."""
 
     world_rank: int
     world_size: int
@@ -159,7 +159,7 @@ class MixedPrecisionOptions(Section):
     __slots__ = ()
 
     enabled: Option[bool] = Option()
-    """Training in `mixed_precision.dtype` under PyTorch's autocast policy, with fp32 master weights."""
+    """Trains in `mixed_precision.dtype` under PyTorch's autocast policy, with fp32 master weights."""
     dtype: Option[Literal["float16", "bfloat16"]] = Option()
     """`float16` or `bfloat16`, or the torch.dtype of that name."""
     loss_scaler: Option[LossScaler | None] = Option()
@@ -167,7 +167,7 @@ class MixedPrecisionOptions(Section):
 
 
 class MixedPrecisionOptionsDict(TypedDict, total=False):
-    """Section `mixed_precision` of the options, as it may be given."""
+    """Section `mixed_precision` of the options, as a dict."""
 
     enabled: bool
     dtype: Literal["float16", "bfloat16"] | torch.dtype
@@ -180,7 +180,7 @@ class PropagateCastOpsConfigOptions(Section):
     __slots__ = ()
 
     strategy: Option[Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | None] = Option()
-    """No strategy is applied; the legacy trainer did not apply any either, because it did not pass the option on."""
+    """No strategy is applied."""
     level: Option[int] = Option()
     """Belongs to `strategy`."""
     allow: Option[tuple[str, ...]] = Option()
@@ -188,7 +188,7 @@ class PropagateCastOpsConfigOptions(Section):
 
 
 class PropagateCastOpsConfigOptionsDict(TypedDict, total=False):
-    """Section `graph_transformer.propagate_cast_ops_config` of the options, as it may be given."""
+    """Section `graph_transformer.propagate_cast_ops_config` of the options, as a dict."""
 
     strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | Enum | None
     level: int
@@ -206,20 +206,21 @@ class GraphTransformerOptions(Section):
 
     attn_dropout_recompute: Option[bool] = Option()
     """Recomputes the dropout of attention weights in the backward pass, from the softmax and the mask, instead of
-    keeping its result."""
+    storing its result."""
     gelu_recompute: Option[bool] = Option()
-    """Recomputes GELU activations in the backward pass, from their input, instead of keeping result and derivative."""
+    """Recomputes GELU activations in the backward pass, from their input, instead of storing result and derivative."""
     transformer_layer_recompute: Option[bool] = Option()
-    """Recomputes whole layers in the backward pass; only their inputs are kept."""
+    """Recomputes whole layers in the backward pass and stores only their inputs."""
     number_recompute_layers: Option[int] = Option()
-    """How many layers `transformer_layer_recompute` recomputes, starting with the first; 0 is all but the last."""
+    """Number of layers that `transformer_layer_recompute` recomputes, starting with the first; 0 for all but the last.
+    """
     propagate_cast_ops_config: Option[PropagateCastOpsConfigOptions] = Option(PropagateCastOpsConfigOptions)
     allow_layer_norm_mod_precision: Option[bool] = Option()
-    """Layer norm in a lower precision: no pass changes the precision that autocast chooses."""
+    """Layer norm in a lower precision."""
 
 
 class GraphTransformerOptionsDict(TypedDict, total=False):
-    """Section `graph_transformer` of the options, as it may be given."""
+    """Section `graph_transformer` of the options, as a dict."""
 
     attn_dropout_recompute: bool
     gelu_recompute: bool
@@ -237,35 +238,34 @@ class UtilsOptions(Section):
     frozen_weights: Option[tuple[str, ...]] = Option()
     """Names of parameters that are not trained, in addition to those with `requires_grad=False`."""
     grad_norm_clip: Option[bool] = Option()
-    """Clip gradients by their global norm to `utils.max_grad_norm`, or else to `max_norm_clip` of the optimizer config;
-    SGD and Lion have none, and that of `AdamWConfig` is infinite by default."""
+    """Clips gradients by their global norm to `utils.max_grad_norm`, or otherwise to `max_norm_clip` of the optimizer
+    config."""
     max_grad_norm: Option[float | None] = Option()
-    """Limit of the global gradient norm, for every optimizer and parameter group, instead of `max_norm_clip`."""
+    """Limit of the global gradient norm for every optimizer and parameter group, which overrides `max_norm_clip`."""
     max_grad_value: Option[float | None] = Option()
-    """Limit of the absolute value of every element of a gradient, as `torch.nn.utils.clip_grad_value_` has it; after
-    the clipping by norm, where there is one."""
+    """Limit of the absolute value of every gradient element, as in `torch.nn.utils.clip_grad_value_`; applied after any
+    clipping by norm."""
     memory_efficient_gradient: Option[bool] = Option()
-    """Recomputes in the backward pass what takes only elementwise operations and layer norms; a minimum cut finds what
-    is best kept instead."""
+    """Recomputes values in the backward pass that need only elementwise operations and layer norms; a minimum cut finds
+    the best values to store instead."""
     share_weights: Option[bool] = Option()
-    """Trains the parameters and buffers of the given PyTorch model themselves, so that the model is current after every
-    step, and what is changed in it is trained on."""
+    """Trains the given PyTorch model's own parameters and buffers, so that the model is current after every step, and
+    changes to it take effect."""
     random_numbers: Option[Literal["fast", "pytorch", "pytorch_global"]] = Option()
-    """How dropout draws its masks: `fast` takes 16-bit numbers of NumPy's SFC64, `pytorch` the numbers that PyTorch
-    draws for the same seed, mask for mask, at five to ten times the cost."""
+    """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
+    PyTorch with the same seed, at five to ten times the cost."""
     kernels: Option[Literal["auto", "onnxruntime", "pytorch"]] = Option()
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, which the graph then calls; these need
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, called from the graph, which need
     onnxruntime-training and the CPU."""
     cache_exports: Option[bool] = Option()
-    """Keeps the exported graphs of PyTorch models in the user's cache folder, where the next start of the script finds
-    them; see docs/start_up.md."""
+    """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
+    docs/start_up.md."""
     run_symbolic_shape_infer: Option[bool] = Option()
-    """Runs ONNX Runtime's symbolic shape inference on an ONNX model before it is differentiated, in addition to ONNX's.
-    """
+    """Runs ONNX Runtime's symbolic shape inference on an ONNX model before differentiation, in addition to ONNX's."""
 
 
 class UtilsOptionsDict(TypedDict, total=False):
-    """Section `utils` of the options, as it may be given."""
+    """Section `utils` of the options, as a dict."""
 
     frozen_weights: Sequence[str]
     grad_norm_clip: bool
@@ -292,14 +292,14 @@ class GraphSavePathsOptions(Section):
     new buffers."""
     model_with_training_graph_path: Option[str] = Option()
     """ONNX file, written when the first training graph is built: the training graph with the optimizer's update as
-    nodes, one model that does a whole training step."""
+    nodes, one model for a complete training step."""
     model_with_training_graph_after_optimization_path: Option[str] = Option()
     """ONNX file, written when the first training graph is built: the training graph as ONNX Runtime runs it, after its
     optimizations (the update runs on PyTorch's kernels)."""
 
 
 class GraphSavePathsOptionsDict(TypedDict, total=False):
-    """Section `debug.graph_save_paths` of the options, as it may be given."""
+    """Section `debug.graph_save_paths` of the options, as a dict."""
 
     model_after_graph_transforms_path: str
     model_with_gradient_graph_path: str
@@ -313,22 +313,22 @@ class DebugOptions(Section):
     __slots__ = ()
 
     deterministic_compute: Option[bool] = Option()
-    """Asks ONNX Runtime for kernels that give bitwise equal results in every run."""
+    """Requests kernels from ONNX Runtime that give bitwise equal results in every run."""
     check_model_export: Option[bool] = Option()
     """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
     absolute 1e-6) and raises if they differ."""
     check_indices: Option[bool] = Option()
-    """Checks before every step, of exported artifacts too, that inputs which the model or the loss indexes with (class
+    """Checks before every step (of exported artifacts, too) that inputs used as indices by the model or the loss (class
     labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see
     docs/limits.md."""
     max_nonfinite_losses: Option[int | None] = Option()
-    """Raises a FloatingPointError instead of taking the step whose loss would be the last of so many in a row that are
-    infinite or not a number; with 1 none is ever trained on."""
+    """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
+    FloatingPointError instead of training."""
     graph_save_paths: Option[GraphSavePathsOptions] = Option(GraphSavePathsOptions)
 
 
 class DebugOptionsDict(TypedDict, total=False):
-    """Section `debug` of the options, as it may be given."""
+    """Section `debug` of the options, as a dict."""
 
     deterministic_compute: bool
     check_model_export: bool
@@ -343,18 +343,18 @@ class InternalUseOptions(Section):
     __slots__ = ()
 
     enable_internal_postprocess: Option[bool] = Option()
-    """Runs the trainer's passes that make the exported graph smaller: constants are folded, common subexpressions
-    computed once, operators without effect removed."""
+    """Runs the trainer's passes that make the exported graph smaller: they fold constants, merge common subexpressions,
+    and remove operators without effect."""
     extra_postprocess: Option[Callable[[onnx.ModelProto], onnx.ModelProto] | None] = Option()
-    """A function `ModelProto -> ModelProto` that is applied to every exported graph after the trainer's passes."""
+    """A function `ModelProto -> ModelProto` that runs on every exported graph after the trainer's passes."""
     onnx_opset_version: Option[int] = Option()
     """ONNX operator set of the exported graphs: 18, or a later one that the installed ONNX Runtime supports."""
     enable_onnx_contrib_ops: Option[bool] = Option()
-    """Whether graphs may have operators that are not standard ONNX."""
+    """Whether graphs may contain operators outside standard ONNX."""
 
 
 class InternalUseOptionsDict(TypedDict, total=False):
-    """Section `_internal_use` of the options, as it may be given."""
+    """Section `_internal_use` of the options, as a dict."""
 
     enable_internal_postprocess: bool
     extra_postprocess: Callable[[onnx.ModelProto], onnx.ModelProto] | None
@@ -373,9 +373,9 @@ class Options(Section):
     device: Option[DeviceOptions] = Option(DeviceOptions)
     distributed: Option[DistributedOptions] = Option(DistributedOptions)
     lr_scheduler: Option[LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None] = Option()
-    """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`; one of
-    `torch.optim.lr_scheduler` over the optimizer that the trainer has, stepped after each update; or a function from
-    the number of updates done to a factor on the rates."""
+    """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`; a schedule of
+    `torch.optim.lr_scheduler` over the trainer's optimizer, which is stepped after each update; or a function from the
+    number of completed updates to a factor on the rates."""
     mixed_precision: Option[MixedPrecisionOptions] = Option(MixedPrecisionOptions)
     graph_transformer: Option[GraphTransformerOptions] = Option(GraphTransformerOptions)
     utils: Option[UtilsOptions] = Option(UtilsOptions)
@@ -388,7 +388,7 @@ class Options(Section):
 
 
 class OptionsDict(TypedDict, total=False):
-    """What `ORTTrainerOptions` takes."""
+    """The dict that `ORTTrainerOptions` takes."""
 
     batch: BatchOptionsDict
     device: DeviceOptionsDict

@@ -24,7 +24,7 @@ _MINIMUM_OPSET = 18
 
 
 class _SessionOptionsKind(type):
-    """Asks for the class of ONNX Runtime when there is something to compare, and not at the import of this module."""
+    """Looks up ONNX Runtime's class on comparison instead of at the import of this module."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return is_session_options(instance)
@@ -35,7 +35,7 @@ class _SessionOptions(metaclass=_SessionOptionsKind):
 
 
 class _FunctionKind(type):
-    """Takes what can be called for an instance, but for classes."""
+    """Treats every callable except classes as an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return callable(instance) and not isinstance(instance, type)
@@ -60,7 +60,7 @@ class _OptionsValidator(
 
 
 def _describe(document: Mapping[str, Any], path: str) -> str:
-    """Returns a phrase that says what was given at a dotted path, or nothing where nothing was."""
+    """Returns a phrase with the value given at a dotted path; empty if none was."""
     value: Any = document
     for key in path.split("."):
         if isinstance(value, Mapping) and key in value:
@@ -75,17 +75,17 @@ def _describe(document: Mapping[str, Any], path: str) -> str:
 class ORTTrainerOptions(Options):
     """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
 
-    The settings are a nested dict; what is left out gets its default, and every value is then an attribute:
+    The settings are a nested dict. Missing settings get their defaults, and every value becomes an attribute, such as
     ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. docs/options.md
     lists all keys.
 
     Args:
-        options: The settings, or None for all defaults. The dict is not changed and not kept.
+        options: The settings, or None for all defaults. The dict is neither changed nor stored.
 
     Raises:
         TypeError: If ``options`` is not a mapping.
-        ValueError: If any setting is unknown, has a wrong value, or is not supported yet. The text starts with
-            ``Invalid options:`` and names every wrong setting by its dotted path.
+        ValueError: If any setting is unknown, invalid, or not supported yet. The message starts with
+            ``Invalid options:`` and lists every wrong setting by its dotted path.
 
     Example:
         >>> ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 4}}).batch.gradient_accumulation_steps
@@ -94,7 +94,7 @@ class ORTTrainerOptions(Options):
 
     __slots__ = ("_given",)
     _given: frozenset[str]
-    # Old scripts may ask for what has no effect, and describe shapes that are not so: legacy took no notice.
+    # Old scripts may set options without effect and describe wrong shapes, which the legacy trainer ignored.
     lenient = False
 
     def __init__(self, options: OptionsDict | Mapping[str, Any] | None = None) -> None:
@@ -133,11 +133,11 @@ class ORTTrainerOptions(Options):
         object.__setattr__(self, "_given", given)
 
     def is_given(self, path: str) -> bool:
-        """Returns whether the user gave the setting at this dotted path, be it at its default."""
+        """Returns whether the user gave the setting at this dotted path, even if with its default."""
         return path in self._given
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
-        """Returns options with other values in some sections."""
+        """Returns options with other values in some sections, validated again."""
         given: dict[str, Any] = {}
         for path in sorted(self._given):
             *sections, key = path.split(".")
@@ -155,7 +155,7 @@ class ORTTrainerOptions(Options):
         return type(self)(given)
 
     def showing(self, values: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
-        """Returns options that show other values in some sections, which nobody gave and nothing checks."""
+        """Returns options that show other values in some sections, neither given by the user nor validated."""
         document = self.to_dict()
         for name, section in values.items():
             document[name].update(section)
@@ -167,7 +167,7 @@ class ORTTrainerOptions(Options):
         return result
 
     def without_effect(self, message: str) -> None:
-        """Refuses an option that has no effect where it was given; where options are lenient, it is a warning.
+        """Refuses a given option without effect; if options are lenient, only warns.
 
         Args:
             message: Which option, and what to do.
@@ -183,14 +183,14 @@ class ORTTrainerOptions(Options):
         """Returns ``device.mem_limit`` for a device.
 
         Raises:
-            ValueError: If there is one and the device is no CUDA device.
+            ValueError: If there is a limit and the device is not a CUDA device.
         """
         limit: int = self.device.mem_limit
         if not limit or device.type == "cuda":
             return limit
         self.without_effect(
-            f"device.mem_limit {limit} was set, but it limits CUDA memory only and training runs on {device}: leave it "
-            "out"
+            f"device.mem_limit {limit} was set, but it limits CUDA memory only, and training runs on {device}: leave "
+            "it out"
         )
         return 0
 

@@ -1,4 +1,4 @@
-"""Writes measured steps as a trace: JSON that ``chrome://tracing`` and https://ui.perfetto.dev show."""
+"""Writes measured steps as a trace: JSON for ``chrome://tracing`` and https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MAIN = 1
 
 
 def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins) -> None:
-    """Writes the trace of steps: a step, in it a run of the graph, in it the modules, in them the operators.
+    """Writes a trace of steps, which contain runs of the graph, which contain modules, which contain operators.
 
     Args:
-        path: Where.
-        steps: Their runs have been collected.
-        origins: Of their graphs.
+        path: The file.
+        steps: The steps, whose runs have been collected.
+        origins: Origins of their graphs.
 
     Raises:
-        OSError: If it can't be written.
+        OSError: If the file can't be written.
     """
     events = list(_events(steps, origins))
     first = min(event["ts"] for event in events)
@@ -59,7 +59,7 @@ def _event(
 
 
 def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[dict[str, Any]]:
-    """Yields the events with their times in nanoseconds, what is around before what is within."""
+    """Yields the events with their times in nanoseconds, outer events before inner ones."""
     for number, step in enumerate(steps, start=1):
         yield _event(f"train_step {number}", "step", step.start, step.end)
         for start, end in step.set_up:
@@ -72,13 +72,13 @@ def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[di
 
 
 def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]]:
-    """Yields the modules and the operators of a run: a module for as long as one operator of it follows another."""
+    """Yields the modules and the operators of a run; consecutive operators of a module make one event of it."""
     known = origins.of(run.graph)
     tracks: dict[int, int] = {0: _MAIN}
     around: list[dict[str, Any]] = []
     calls = [operation for operation in run.operations if not operation.is_part]
     for operation in sorted(calls, key=lambda operation: operation.start):
-        # The session's threads by their first use: the first one is the caller's.
+        # The session's threads in order of first use; the first is the caller's.
         track = tracks.setdefault(operation.thread, _MAIN if len(tracks) == 1 else len(tracks))
         end = operation.start + operation.duration
         place = known.place(operation.node, operation.step) if operation.node else None
@@ -95,7 +95,7 @@ def _pass(place: Place) -> str:
 
 
 def _scopes(place: Place | None) -> list[str]:
-    """Returns what a place is within, outermost first: the pass, and the paths of the modules."""
+    """Returns the scopes around a place, outermost first: the pass, and the paths of the modules."""
     if place is None:
         return []
     paths = [place.module]
@@ -105,13 +105,13 @@ def _scopes(place: Place | None) -> list[str]:
 
 
 def _enter(around: list[dict[str, Any]], scopes: Sequence[str], start: int) -> Iterator[dict[str, Any]]:
-    """Leaves the modules that an operator is not in, and enters those that it is in; yields the events of the new ones.
+    """Leaves and enters scopes for the next operator; yields the events of those that it enters.
 
     Args:
-        around: The events of what the last operator was in, outermost first; it is changed, and the events are while
-            operators follow.
-        scopes: What the next one is in.
-        start: When it begins.
+        around: Events of the current scopes, outermost first; the list is changed here, and the caller extends the
+            events' durations.
+        scopes: The scopes of the next operator.
+        start: When it starts.
     """
     shared = 0
     while shared < min(len(around), len(scopes)) and around[shared]["name"] == scopes[shared]:

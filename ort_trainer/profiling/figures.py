@@ -1,4 +1,4 @@
-"""Adds up what was measured."""
+"""Computes the figures of a profile from the measured steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FUSED", "GraphOrigins", "figures_of", "is_product"]
 
 FUSED = "(fused)"
 
-# Operators that are mostly matrix products, by the parts that their names begin with; PyTorch's, then ONNX's.
+# Prefixes of operators that consist mostly of matrix products; PyTorch's, then ONNX's.
 _PRODUCTS = (
     *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm", "aten.mv", "aten.addmv", "aten.dot"),
     *("aten.linear", "aten.convolution", "aten.mkldnn_", "aten._scaled_dot_product", "aten._convolution"),
@@ -25,18 +25,18 @@ _PRODUCTS = (
 
 
 def is_product(operator: str) -> bool:
-    """Returns whether an operator is mostly matrix products, by its name in a profile."""
+    """Returns whether an operator, by its name in a profile, consists mostly of matrix products."""
     return operator.startswith(_PRODUCTS)
 
 
 class GraphOrigins:
-    """The origins of several graphs, read once."""
+    """The origins of several graphs, each parsed once."""
 
     def __init__(self) -> None:
         self._known: dict[int, Origins] = {}
 
     def of(self, graph: TrainingGraph) -> Origins:
-        """Returns those of a graph."""
+        """Returns the origins of a graph."""
         if id(graph) not in self._known:
             self._known[id(graph)] = Origins.from_text(graph.origins)
         return self._known[id(graph)]
@@ -46,21 +46,21 @@ def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Se
     """Returns the figures of steps whose runs have been collected.
 
     Args:
-        steps: At least one.
-        origins: Of their graphs.
-        remarks: What is to be said beside the figures.
+        steps: The steps, at least one.
+        origins: Origins of their graphs.
+        remarks: Remarks for the report.
     """
     remarks = list(remarks)
     complete = [step for step in steps if step.is_complete]
     if len(complete) < len(steps):
         remarks.append(
-            f"the figures are those of {len(complete)} of the {len(steps)} steps: ONNX Runtime's profiler remembers no "
-            "more than a million events"
+            f"the figures cover only {len(complete)} of the {len(steps)} steps: ONNX Runtime's profiler records at "
+            "most a million events"
         )
     sums = _Sums(complete or steps, origins)
     graphs = [run.graph for step in steps for run in step.runs]
     if not any(graph.origins for graph in graphs):
-        remarks.append("no time per module: the graph was made of an ONNX model, which has no modules")
+        remarks.append("no time per module: ONNX models have no modules")
     kernels = dict.fromkeys("PyTorch's" if graph.programs else "ONNX Runtime's" for graph in graphs)
     return Figures(
         seconds=tuple(step.duration / 1e9 for step in steps),
@@ -69,7 +69,7 @@ def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Se
         modules=sums.module_times(),
         products=sums.mean(sum(spent for name, spent in sums.operators.items() if is_product(name))),
         optimizer=sums.mean(sums.updates),
-        # Where a session runs several nodes at a time, there may be more time in operators than in the step.
+        # If a session runs several nodes in parallel, operators may take more time in total than the step.
         overhead=sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0)),
         kernels=" and ".join(kernels),
         remarks=tuple(remarks),
@@ -77,7 +77,7 @@ def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Se
 
 
 class _Sums:
-    """Nanoseconds of all steps together."""
+    """Sums over all steps, in nanoseconds."""
 
     def __init__(self, steps: Sequence[MeasuredStep], origins: GraphOrigins) -> None:
         self._steps = len(steps)
@@ -95,11 +95,11 @@ class _Sums:
                     self._add(operation, known)
 
     def mean(self, nanoseconds: float) -> float:
-        """Returns the milliseconds a step of a time of all steps."""
+        """Returns the milliseconds per step of a sum over all steps."""
         return nanoseconds / 1e6 / self._steps
 
     def operator_times(self) -> tuple[OperatorTime, ...]:
-        """Returns the operators, the slowest first."""
+        """Returns the operators, slowest first."""
         names = sorted(self.operators, key=lambda name: -self.operators[name])
         return tuple(
             OperatorTime(
@@ -112,7 +112,7 @@ class _Sums:
         )
 
     def module_times(self) -> tuple[ModuleTime, ...]:
-        """Returns the modules in the order of the model, and what is in none."""
+        """Returns the modules in the order of the model, followed by everything outside of them."""
         order = [path for path in self._kinds if path in self._modules]
         order += [path for path in self._modules if path not in self._kinds]
         found = []

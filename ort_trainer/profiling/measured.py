@@ -1,4 +1,4 @@
-"""What was measured of one step, before anything is made of it."""
+"""The raw measurements of one step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class MeasuredStep:
     """One training step. Times are nanoseconds of ``time.perf_counter_ns``.
 
     Attributes:
-        start: When it began.
+        start: When the step started.
         end: When it ended.
-        runs: The runs of graphs in it.
-        updates: Begin and end of weight updates in it.
-        set_up: Begin and end of what is done once only, in it.
+        runs: Its graph runs.
+        updates: Start and end of its weight updates.
+        set_up: Start and end of one-time work in it.
     """
 
     start: int
@@ -29,7 +29,7 @@ class MeasuredStep:
 
     @property
     def duration(self) -> int:
-        """How long the step took, without what is done once only."""
+        """Duration of the step without one-time work."""
         return self.end - self.start - sum(end - start for start, end in self.set_up)
 
     @property

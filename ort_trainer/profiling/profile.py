@@ -1,4 +1,4 @@
-"""``Profile``: what was measured, and the report of it."""
+"""``Profile``: the figures and their report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["Figures", "ModuleTime", "OperatorTime", "Profile"]
 
-# What a report shows; the profile itself has everything.
+# Limits of the report; the profile itself has everything.
 _OPERATORS = 20
 _SMALLEST_SHARE = 0.01
 
@@ -18,10 +18,10 @@ class OperatorTime:
     """The time of all calls of one operator.
 
     Attributes:
-        name: As PyTorch calls it, or, on ONNX Runtime's kernels, as ONNX does.
-        calls: Calls a step.
-        milliseconds: Milliseconds a step.
-        share: Part of the step, from 0 to 1.
+        name: PyTorch's name, or ONNX's on ONNX Runtime's kernels.
+        calls: Calls per step.
+        milliseconds: Milliseconds per step.
+        share: Share of the step's time, from 0 to 1.
     """
 
     name: str
@@ -32,15 +32,15 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """The time of one module of the model, with all modules in it.
+    """The time of one module of the model, including its submodules.
 
     Attributes:
         path: As in ``model.named_modules()``, empty for the model itself; ``(loss)`` for the loss function,
-            ``(fused)`` for what ONNX Runtime made of several operators without saying of which.
-        kind: Name of the class; empty where there is none.
-        forward: Milliseconds a step in the forward pass.
-        backward: Milliseconds a step in the backward pass.
-        share: Part of the step, from 0 to 1.
+            ``(fused)`` for operators that ONNX Runtime has fused and whose origin is unknown.
+        kind: Name of the class; empty if there is none.
+        forward: Milliseconds per step in the forward pass.
+        backward: Milliseconds per step in the backward pass.
+        share: Share of the step's time, from 0 to 1.
     """
 
     path: str
@@ -52,7 +52,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a profile consists of: see :class:`Profile`, whose attributes these are."""
+    """The figures of a :class:`Profile`, which documents these attributes."""
 
     seconds: tuple[float, ...]
     milliseconds: float
@@ -66,13 +66,14 @@ class Figures:
 
 
 class Profile:
-    """Where the time of some training steps went.
+    """The time of some training steps, by operator and by module.
 
-    It is filled when the steps are done; until then only :attr:`steps`, :attr:`trace` and :attr:`done` can be read.
+    The figures are available after the last step; until then only :attr:`steps`, :attr:`trace`, :attr:`done` and
+    :attr:`left` can be read.
 
     Args:
-        steps: How many steps.
-        trace: Where the trace is written; None for nowhere.
+        steps: Number of steps.
+        trace: Path of the trace; None for no trace.
     """
 
     def __init__(self, steps: int, trace: Path | None) -> None:
@@ -82,12 +83,12 @@ class Profile:
 
     @property
     def steps(self) -> int:
-        """How many calls of ``train_step`` are measured."""
+        """Number of ``train_step`` calls to measure."""
         return self._steps
 
     @property
     def trace(self) -> Path | None:
-        """Where the trace is written; None for nowhere."""
+        """Path of the trace; None for no trace."""
         return self._trace
 
     @property
@@ -97,46 +98,46 @@ class Profile:
 
     @property
     def left(self) -> int:
-        """How many steps are still to be measured."""
+        """Number of steps that remain to be measured."""
         return max(self._steps - self._measured, 0)
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """How long each step took, without what was done once: an export, and setting up the measurement."""
+        """Duration of each step without one-time work: an export, and the set-up of the measurement."""
         return self._known().seconds
 
     @property
     def milliseconds(self) -> float:
-        """Mean time of a step; the times of operators and all others are parts of it."""
+        """Mean time of a step, of which all other times are parts."""
         return self._known().milliseconds
 
     @property
     def operators(self) -> tuple[OperatorTime, ...]:
-        """The operators, the slowest first."""
+        """The operators, slowest first."""
         return self._known().operators
 
     @property
     def modules(self) -> tuple[ModuleTime, ...]:
-        """The modules of the model, in its order; none for a model that is no PyTorch model."""
+        """The modules of the model, in its order; none for an ONNX model."""
         return self._known().modules
 
     @property
     def products(self) -> float:
-        """Milliseconds a step in matrix products, convolutions, attention and recurrent layers."""
+        """Milliseconds per step in matrix products, convolutions, attention and recurrent layers."""
         return self._known().products
 
     @property
     def optimizer(self) -> float:
-        """Milliseconds a step in the weight update, with clipping and the look for gradients that are not finite."""
+        """Milliseconds per step in the weight update, including clipping and the check for finite gradients."""
         return self._known().optimizer
 
     @property
     def overhead(self) -> float:
-        """Milliseconds a step in neither operators nor the update: Python, this package, the engine between nodes."""
+        """Milliseconds per step outside operators and update: Python, this package, the engine between nodes."""
         return self._known().overhead
 
     def measured(self, steps: int, figures: Figures | None = None) -> None:
-        """Is told by who measures how many steps have been, and at the end what came out."""
+        """Records progress, and at the end the figures."""
         self._measured, self._figures = steps, figures
 
     def _known(self) -> Figures:

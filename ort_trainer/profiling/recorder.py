@@ -27,21 +27,20 @@ Result = TypeVar("Result")
 class Profiler:
     """Measures the next steps of a training loop, which calls it at every stage of a step.
 
-    A step that raises is not counted: the next one takes its place.
+    Steps that raise are not counted.
 
     Args:
-        steps: How many.
-        trace: Path of the trace; None for none.
-        device: Where training runs.
-        rank: Of several processes, the number of this one: but for 0 it is put into the name of the trace, and nothing
-            is printed.
+        steps: Number of steps.
+        trace: Path of the trace; None for no trace.
+        device: The device of the training.
+        rank: Rank of this process. Ranks above 0 add it to the name of the trace, and print nothing.
 
     Attributes:
-        profile: What becomes of it.
+        profile: The profile, which is filled by :meth:`report`.
 
     Raises:
-        TypeError, ValueError: If an argument is none that can be.
-        FileNotFoundError, IsADirectoryError: If there can be no file at the path.
+        TypeError, ValueError: If an argument is invalid.
+        FileNotFoundError, IsADirectoryError: If the trace can't be written to its path.
     """
 
     def __init__(self, steps: Any, trace: Any, device: torch.device, rank: int = 0) -> None:
@@ -58,11 +57,11 @@ class Profiler:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been measured, so that :meth:`report` is due."""
+        """Whether all steps have been measured; then call :meth:`report`."""
         return self.profile.left == 0
 
     def step(self, function: Callable[[], Result]) -> Result:
-        """Calls a function that runs one training step, and measures it."""
+        """Measures a call of a function that runs one training step."""
         timing, step = self._timing, MeasuredStep(perf_counter_ns())
         self._current = step
         timing.runs, timing.set_up = step.runs, step.set_up
@@ -73,11 +72,11 @@ class Profiler:
         return result
 
     def plan(self, plan: Plan) -> Plan:
-        """Returns a plan that does the same, and is measured."""
+        """Returns a plan that does the same and measures itself."""
         return self._timing.plan(plan, self._current.start)
 
     def update(self, function: Callable[..., Result], **given: Any) -> Result:
-        """Calls a function that updates the weights, and measures it."""
+        """Measures a call of a function that updates the weights."""
         start = perf_counter_ns()
         result = function(**given)
         self._current.updates.append((start, perf_counter_ns()))
@@ -89,11 +88,11 @@ class Profiler:
         origins = GraphOrigins()
         remarks = []
         if self._device.type != "cpu":
-            remarks.append(f"on {self._device} the times of operators are those of launching them")
+            remarks.append(f"on {self._device}, the times of operators are the times to launch them")
         if self.profile.trace is not None:
             try:
                 write_trace(self.profile.trace, self._steps, origins)
-            except OSError as error:  # the step is done, and is not to look as if it had failed
+            except OSError as error:  # the training step has succeeded and must not seem to fail
                 remarks.append(f"the trace could not be written: {error}")
                 warn(f"the trace of the profile could not be written: {error}")
         self.profile.measured(len(self._steps), figures_of(self._steps, origins, remarks))
@@ -108,7 +107,7 @@ def _trace_path(trace: Any) -> Path | None:
         raise TypeError(f"profile: trace must be a path, or None for no file, but {shown(trace)} was given")
     if not os.fspath(trace):
         raise ValueError("profile: trace must be a path, or None for no file, but it is empty")
-    path = Path(trace).absolute()  # the working directory may be another one when the steps are over
+    path = Path(trace).absolute()  # the working directory may change before the trace is written
     try:
         check_target(path)
     except OSError as error:

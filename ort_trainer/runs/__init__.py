@@ -1,4 +1,4 @@
-"""What a training run keeps beside the state of its trainer: its checkpoints, and where it stands in its data."""
+"""Checkpoint management, the position in the data, and stop signals of a training run."""
 
 from .manager import CheckpointManager
 from .position import Position

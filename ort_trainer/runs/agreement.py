@@ -1,4 +1,4 @@
-"""What several processes agree on before they use checkpoints."""
+"""Agreement between several processes before they save or load checkpoints."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["agree", "check_in_all"]
 
 
 def agree(trainer: ORTTrainer, failure: Exception | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the values of all processes; if something has failed in one, all of them raise."""
+    """Returns the values of all processes; raises in all of them if one has a failure."""
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
     rows = [dict(values)] if trainer.world_size == 1 else trainer.gather({**values, "failure": text})
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if row.get("failure")]
     if failed:
-        raise DistributedError(f"checkpoints have failed in another process, {'; '.join(failed)}")
+        raise DistributedError(f"a checkpoint operation failed in another process: {'; '.join(failed)}")
     return rows
 
 
 def check_in_all(trainer: ORTTrainer, path: Path) -> None:
-    """Raises in all processes if a file is damaged for one, as it may be where each has a disk of its own."""
+    """Raises in all processes if the file is damaged in one of them; each may have its own disk."""
     said, name = "", repr(str(path))
     try:
         with path.open("rb") as file:

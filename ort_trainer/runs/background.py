@@ -1,4 +1,4 @@
-"""One thing at a time that is done in a thread of its own; what goes wrong there is not lost."""
+"""Runs one function at a time in a background thread, and keeps its error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Runs functions in a thread, one at a time, and keeps the error of the last one until somebody asks for it.
+    """Runs functions in a thread, one at a time, and keeps the error of the last one until :meth:`wait`.
 
-    Python waits for the thread before it ends. An error that nobody has asked for until then is written to the standard
-    error stream.
+    Python waits for the thread before it exits. An error that was not retrieved by then is printed to stderr.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class Background:
         weakref.finalize(self, _report, self._errors)
 
     def start(self, action: Callable[[], None]) -> None:
-        """Runs a function in a thread; the one before must have been waited for."""
+        """Runs a function in a thread; call :meth:`wait` for the previous one first."""
         errors = self._errors
 
         def run() -> None:
@@ -36,7 +35,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Waits until the function is done, and returns what it has raised, once."""
+        """Waits for the function, and returns the exception that it raised; a second call returns None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

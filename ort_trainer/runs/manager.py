@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one directory: which there are, which are kept, and from which to go on."""
+"""Manages the checkpoints of a run in one directory: saves, removes and resumes from them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _POSITION = "position"
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run in a directory, keeps the last and the best ones, and resumes.
+    """Saves the checkpoints of a run in a directory, keeps the latest and the best, and resumes from them.
 
-    docs/checkpoints.md of the repository shows how. The files are the trainer's checkpoints,
-    ``step-00001200.ortckpt``. A small text file ``latest`` has the name of the newest one. A file is there whole or not
-    at all, whenever the process is killed. Files with other names, and damaged ones, are left alone.
+    See docs/checkpoints.md in the repository. The files are the trainer's checkpoints, ``step-00001200.ortckpt``. A
+    small text file ``latest`` contains the name of the newest one. Files are written atomically: a killed process never
+    leaves a partial checkpoint. Files with other names and damaged files are left alone.
 
     Args:
-        directory: Where; it is made if it is not there. Several processes of one run share it.
-        keep_last: How many of the newest checkpoints are kept; None for all.
-        keep_best: The name of a metric, and ``min`` or ``max``: the checkpoint with its best value is kept, too.
-        async_save: Whether :meth:`save` only copies the state, and a thread writes it while training goes on. The copy
-            needs as much memory as the state.
-        overwrite: Whether a run that does not :meth:`resume` may replace the checkpoints that are there.
+        directory: The directory, which is created if needed. The processes of one run share it.
+        keep_last: The number of newest checkpoints to keep; None for all.
+        keep_best: The name of a metric, and ``min`` or ``max``: the checkpoint with the best value is kept too.
+        async_save: Whether :meth:`save` only copies the state, and a thread writes it while training continues. The
+            copy needs as much memory as the state.
+        overwrite: Whether a run that does not :meth:`resume` may replace existing checkpoints.
 
     Attributes:
-        directory: The absolute path, so that it stays the same when the process changes its working directory.
+        directory: The absolute path, which stays valid when the process changes its working directory.
         keep_last, keep_best, async_save, overwrite: As given.
 
     Raises:
-        TypeError, ValueError: If an argument is none that can be.
+        TypeError, ValueError: If an argument is invalid.
         NotADirectoryError: If the directory is a file.
 
     Example:
@@ -82,9 +82,9 @@ class CheckpointManager:
         self.async_save, self.overwrite = async_save, overwrite
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
-            raise NotADirectoryError(f"{str(self.directory)!r} for checkpoints is a file: choose another directory")
+            raise NotADirectoryError(f"the checkpoint directory {str(self.directory)!r} is a file: choose another one")
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._ours = overwrite  # whether the checkpoints that are there belong to this run
+        self._ours = overwrite  # whether the existing checkpoints belong to this run
         self._known: dict[Path, tuple[tuple[int, int, int], SavedCheckpoint | None]] = {}
         self._background = Background()
 
@@ -97,27 +97,27 @@ class CheckpointManager:
             return
         if value is None:
             raise error
-        warn(f"a checkpoint was not saved: {type(error).__name__}: {error}")  # what ended the block says more
+        warn(f"a checkpoint was not saved: {type(error).__name__}: {error}")  # must not hide the block's own exception
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The checkpoints that are there, in the order in which they were saved; only their headers are read.
+        """The existing checkpoints, oldest first; only their headers are read.
 
-        One that is still being written is not there yet; after :meth:`wait` it is. So with :attr:`latest` and
-        :attr:`best`.
+        A checkpoint that is still being written is missing here, and in :attr:`latest` and :attr:`best`, until
+        :meth:`wait`.
         """
         found = [self._look_at(path) for path in self.directory.glob(_PATTERN)]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.number, entry.step))
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint; None if there is none."""
+        """The path of the newest checkpoint; None if there is none."""
         found = self.checkpoints
         return found[-1].path if found else None
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best value of the metric of ``keep_best``; None if none has it."""
+        """The path of the checkpoint with the best value of ``keep_best``'s metric; None if no checkpoint has it."""
         found = best_of(self.checkpoints, self.keep_best)
         return None if found is None else found.path
 
@@ -128,30 +128,30 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         user_dict: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Saves a checkpoint, and removes those that are not to be kept. Of several processes all call it, one writes.
+        """Saves a checkpoint, and removes outdated ones. With several processes all call it, and one writes.
 
         Args:
             trainer: The trainer.
-            position: Where the loop stands in its data; without it only random states are saved beside the trainer.
-            metrics: Numbers by name, which :attr:`checkpoints` shows. Without any, a checkpoint is never the best one.
+            position: The loop's position in its data; without it, only the random states are saved with the trainer.
+            metrics: Numbers by name, which :attr:`checkpoints` shows. A checkpoint without metrics is never the best.
             user_dict: As for ``ORTTrainer.save_checkpoint``.
 
         Returns:
-            The path; with ``async_save`` the file is there after :meth:`wait`, the next call, or :meth:`close`.
+            The path; with ``async_save`` the file exists after :meth:`wait`, the next call, or :meth:`close`.
 
         Raises:
             RuntimeError: Before the first step.
             FileExistsError: If there are checkpoints of another run.
-            OSError: If the file can't be written; the others are still there. With ``async_save`` the error of a file
-                is raised by the next call of any method, or :meth:`close`.
-            TypeError, ValueError: If an argument is none that can be.
-            DistributedError: If it has failed in another process.
+            OSError: If the file can't be written; earlier checkpoints remain. With ``async_save``, the next call of
+                any method, or :meth:`close`, raises the error.
+            TypeError, ValueError: If an argument is invalid.
+            DistributedError: If it failed in another process.
         """
         failure = self._background.wait()
         user: Mapping[str, Any] = {} if user_dict is None else user_dict
         numbers: dict[str, float] = {}
         place: dict[str, Any] = {}
-        try:  # in several processes, which wait for each other, all learn what is wrong in one
+        try:  # agree() below raises errors of this process in all processes, so that none waits in vain
             _check_position(position)
             place = (position or Position()).state_dict()
             training_state.check_started(trainer.loop, "save")
@@ -159,15 +159,15 @@ class CheckpointManager:
         except (RuntimeError, TypeError, ValueError) as error:
             failure = failure or error
         rows = agree(trainer, failure, {_POSITION: place, "ours": self._ours})
-        # A process without data left has not seen what the others have saved.
+        # A process without data left does not know what the others have saved.
         self._ours = any(row.get("ours") for row in rows)
         self.check_overwrite()
         self._ours = True
         places = [row.get(_POSITION) for row in rows]
         if None in places:
             raise ValueError(
-                f"rank {places.index(None)} is at the end of trainer.join() and has not said where it stands in its "
-                "data: give it trainer.join(position.share)"
+                f"rank {places.index(None)} is at the end of trainer.join() without a position in its data: call "
+                "trainer.join(position.share) there"
             )
         if self.async_save:
             user, places = copied(user), copied(places)
@@ -182,25 +182,25 @@ class CheckpointManager:
     def resume(
         self, trainer: ORTTrainer, position: Position | None = None, path: str | os.PathLike[str] | None = None
     ) -> dict[str, Any] | None:
-        """Restores the newest checkpoint that is not damaged; the others are skipped with a warning that says why.
+        """Restores the newest intact checkpoint; skips damaged ones with a warning that gives the reason.
 
-        Call it before anything is saved, also where there may be no checkpoint yet.
+        Call it before the first :meth:`save`, even if there may be no checkpoint yet.
 
         Args:
-            trainer: The trainer, also before its first step.
-            position: What is to go on where the loop stood in its data; without it the trainer and the random states of
+            trainer: The trainer; it need not have started.
+            position: The position in the data to restore; without it, only the trainer and the random states of
                 PyTorch, NumPy and Python are restored.
-            path: One checkpoint to restore instead, such as :attr:`best`.
+            path: A particular checkpoint to restore instead, such as :attr:`best`.
 
         Returns:
             The user's dict; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If there are checkpoints, but all are damaged; or the one of ``path`` is.
-            FileNotFoundError: If there is no file ``path``.
-            RuntimeError, ValueError: If trainer or loader are others than those that were saved.
-            TypeError: If ``position`` is no :class:`Position`.
-            DistributedError: If it has failed in another process.
+            CheckpointError: If all checkpoints are damaged, or the one at ``path`` is.
+            FileNotFoundError: If ``path`` does not exist.
+            RuntimeError, ValueError: If the trainer or loader does not match the checkpoint.
+            TypeError: If ``position`` is not a :class:`Position`.
+            DistributedError: If it failed in another process.
         """
         failure = self._background.wait()
         try:
@@ -217,21 +217,21 @@ class CheckpointManager:
             file = self.directory / name if path is None else Path(name)
             try:
                 user = self._load(trainer, position, file)
-            except (CheckpointError, FileNotFoundError) as error:  # another process may have removed it just now
+            except (CheckpointError, FileNotFoundError) as error:  # another process may have just removed it
                 if path is not None:
                     raise
                 reasons.append(str(error))
                 with contextlib.suppress(OSError):
                     self._known[file] = (version(file), None)
                 if trainer.world_rank == 0:
-                    warn(f"the checkpoint {str(file)!r} is skipped: {error}")
+                    warn(f"skipping the checkpoint {str(file)!r}: {error}")
                 continue
             self._ours = True
             return user
         if names:
             raise CheckpointError(
                 f"none of the {len(names)} checkpoints in {str(self.directory)!r} can be used: {'; '.join(reasons)}. "
-                "To begin anew, move them away or choose another directory"
+                "To start over, move them away or choose another directory"
             )
         self._ours = True
         return None
@@ -240,22 +240,22 @@ class CheckpointManager:
         """Waits for the file that is being written.
 
         Raises:
-            OSError, TypeError: If it could not be.
+            OSError, TypeError: If writing failed.
         """
         error = self._background.wait()
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Waits for the file that is being written; the end of a ``with`` block does it, too.
+        """Waits for the file that is being written; the end of a ``with`` block does so too.
 
         Raises:
-            OSError, TypeError: If it could not be.
+            OSError, TypeError: If writing failed.
         """
         self.wait()
 
     def check_overwrite(self) -> None:
-        """Checks whether a run that has not resumed may save here.
+        """Checks that this run may save in the directory.
 
         Raises:
             FileExistsError: If there are checkpoints of another run, and ``overwrite`` is False.
@@ -266,8 +266,8 @@ class CheckpointManager:
         found = found or sorted(path for path in self.directory.glob(_PATTERN) if is_foreign(path))
         if found:
             raise FileExistsError(
-                f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: go on with them "
-                "(resume), choose another directory, or pass CheckpointManager(..., overwrite=True)"
+                f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: continue it with "
+                "resume(), choose another directory, or pass CheckpointManager(..., overwrite=True)"
             )
 
     def _path(self, trainer: ORTTrainer) -> Path:
@@ -286,13 +286,13 @@ class CheckpointManager:
                 raise TypeError(f"the metric {name!r} must be a number, but {shown(value)} was given") from error
         if self.keep_best is not None and self.keep_best[0] not in numbers:
             raise ValueError(
-                f"keep_best decides by {self.keep_best[0]!r}, but the metrics are {sorted(numbers)}: give it, or no "
-                "metrics at all for a checkpoint that is not to be compared"
+                f"keep_best compares {self.keep_best[0]!r}, but the metrics are {sorted(numbers)}: include it, or pass "
+                "no metrics for a checkpoint that should not be compared"
             )
         return numbers
 
     def _candidates(self) -> list[Path]:
-        """Returns all files: those of which nothing can be read, the newest first, those that no manager has saved."""
+        """Returns all files in order of preference: unreadable ones (to be reported), the newest, those of others."""
         readable = [entry.path for entry in reversed(self.checkpoints)]
         others = {*self.directory.glob(_PATTERN)} - {*readable}
         foreign = {path for path in others if is_foreign(path)}
@@ -300,14 +300,14 @@ class CheckpointManager:
         return sorted(damaged, reverse=True) + readable + sorted(foreign, reverse=True)
 
     def _look_at(self, path: Path) -> SavedCheckpoint | None:
-        """Returns what a file says; None if it is damaged or was not saved by a manager."""
+        """Returns a file's description, cached; None if it is damaged or was not saved by a manager."""
         try:
             now = version(path)
             known = self._known.get(path)
             if known is None or known[0] != now:
                 self._known[path] = known = (now, described(path))
             return known[1]
-        except OSError:  # removed meanwhile, or nobody may read it
+        except OSError:  # the file was removed meanwhile, or can't be read
             return None
 
     def _write(
@@ -315,7 +315,7 @@ class CheckpointManager:
     ) -> None:
         before = self.checkpoints
         if before and before[-1].path == path and not metrics:
-            metrics = dict(before[-1].metrics)  # the same step once more, perhaps at the end of a run
+            metrics = dict(before[-1].metrics)  # the same step saved again, perhaps at the end of a run
         number = before[-1].number + 1 if before else 1
         run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
         parts = {RUN: run, _POSITION: {"places": places}}
@@ -362,7 +362,7 @@ def _checked_best(value: Any) -> tuple[str, str]:
 
 
 def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mapping[str, Any]:
-    """Returns where this process stood when a checkpoint was saved; empty if that was not kept, or is not wanted."""
+    """Returns the saved position of this process; empty if it was not saved and no position is to be restored."""
     (kept,) = read_parts(path, _POSITION)
     places, rank = kept.get("places", []), trainer.world_rank
     try:
@@ -372,4 +372,4 @@ def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mappin
         position.check(place)
         return place
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: its place in the data is none: {error!r}") from error
+        raise CheckpointError(f"{str(path)!r} is damaged: invalid position in the data: {error!r}") from error

@@ -1,4 +1,4 @@
-"""Where a loop stands in its data, so that it goes on there: epoch, batch, and what random numbers come next."""
+"""The position of a loop in its data: epoch, batch and random state, so that a resumed run continues there."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _END = object()
 
 
 class Position:
-    """The place of a training loop in its data, which checkpoints keep (docs/checkpoints.md).
+    """The position of a training loop in its data, which checkpoints include (docs/checkpoints.md).
 
-    It gives the epochs and the batches that are left. A checkpoint has the random states of PyTorch, NumPy and Python,
-    and of the generators that a DataLoader or its sampler was given, now and at the start of the epoch. A loop that
-    resumes begins its epoch in that state again, and loads and skips the batches that are done. A loader that has
-    ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader``, is asked for its place instead.
+    Yields the remaining epochs and batches. A checkpoint has the random states of PyTorch, NumPy and Python, and of a
+    DataLoader's and its sampler's own generators, both now and at the start of the epoch. A resumed loop restores the
+    state of the epoch's start, then loads and skips the completed batches. A loader with ``state_dict`` and
+    ``load_state_dict``, such as torchdata's ``StatefulDataLoader``, restores its position itself instead.
 
     Args:
-        loader: Gives the batches of an epoch each time it is gone through: a DataLoader, a list. None where only the
-            random states are to be kept.
+        loader: An iterable over the batches of an epoch: a DataLoader, a list. None to keep only the random states.
 
     Attributes:
         loader: As given.
-        epoch: The epoch that runs, or comes next, from 1.
-        batch: How many of its batches are done.
+        epoch: The current or next epoch, from 1.
+        batch: The number of completed batches of this epoch.
 
     Example:
         >>> position = Position(loader)
@@ -46,50 +45,50 @@ class Position:
 
     def __init__(self, loader: Any = None) -> None:
         self.loader, self.epoch, self.batch = loader, 1, 0
-        # The random state to go on with, where it is not that of now.
+        # The random state to continue with, if it is not the current one.
         self._random: Mapping[str, Any] | None = None
         self._epoch_random: Mapping[str, Any] = {}
-        # Whether a batch is being loaded, so that it has drawn nobody knows what. If there is no state to go on with
-        # then, who goes on takes the one that the batches before have left.
+        # Whether a batch is being loaded, so the current random state is unknown. A state dict taken then has none, and
+        # a resumed loop continues with the state after the skipped batches.
         self._loading = False
         self._begun = self._ended = False
-        # How often a state was restored, which loops that run then must notice.
+        # The number of restored states; running loops must notice when it changes.
         self._restored = 0
-        # How many batches the epoch had that batches() has just ended.
+        # The number of batches in the epoch that batches() has just completed.
         self._last: int | None = None
-        # Of a loader with a state of its own: what it will be given before its next batch, what it was at the start of
-        # the epoch, and whether it was gone through, without which it has nothing to say.
+        # For a loader with its own state: the state to load before its next batch, the state at the start of the epoch,
+        # and whether the loader was iterated; before that it has no state.
         self._pending: Any = None
         self._epoch_pending: Any = None
         self._used = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the numbers of the epochs that are left.
+        """Yields the numbers of the remaining epochs.
 
         Args:
-            count: How many there are in all, those that are done included.
+            count: The total number of epochs, including completed ones.
         """
         if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"count must be an int, the number of epochs in all, but {shown(count)} was given")
+            raise TypeError(f"count must be an int, the total number of epochs, but {shown(count)} was given")
         if isinstance(self.loader, Iterator) and count > 1:
             raise TypeError(
-                f"the loader is an iterator, which gives its batches once, but there are {count} epochs: give a list "
-                "of batches or a DataLoader, which can be gone through again"
+                f"the loader is an iterator, which can be used for one epoch only, but there are {count}: pass a list "
+                "of batches or a DataLoader"
             )
         while self.epoch <= count:
             now, restored = self.epoch, self._restored
             yield now
-            if self.epoch == now and self._restored == restored:  # the loop left its batches by a break
+            if self.epoch == now and self._restored == restored:  # the loop left batches() with a break
                 self.end_epoch()
 
     def batches(self) -> Iterator[Any]:
-        """Yields the batches of the epoch that are left; each is done when the loop gets it, so save after its step.
+        """Yields the remaining batches of the epoch. A batch counts as completed once yielded, so save after its step.
 
-        A loop that goes back to a checkpoint leaves its batches by a break: :meth:`epochs` goes on where that stood.
+        After restoring a checkpoint, leave the loop with a break: :meth:`epochs` continues at the restored position.
 
         Raises:
-            ValueError: If the loader has fewer batches than are done.
-            RuntimeError: If another place was restored, and the loop asks for the next batch of the old one.
+            ValueError: If the loader has fewer batches than were completed.
+            RuntimeError: If another position was restored while the loop continues with the old batches.
         """
         for batch in self.load():
             self.count()
@@ -99,14 +98,14 @@ class Position:
         self._last = done
 
     def begin_epoch(self) -> None:
-        """Goes to the random state in which the epoch begins; :meth:`load` does it, where it was not done before."""
+        """Restores the random state at the start of the epoch; :meth:`load` calls this if it was not called before."""
         if self._begun or self._ended:
             return
         if not self.batch:
             self._epoch_pending = self._state_of_loader()
             self._random = self._epoch_random = capture(self.loader)
         else:
-            if self._random is None and not self._loading:  # a loop that has left its batches, and comes back
+            if self._random is None and not self._loading:  # a loop that left its batches and now continues
                 self._random = capture(self.loader)
             if self._pending is None:
                 restore(self._epoch_random, self.loader)
@@ -114,10 +113,10 @@ class Position:
         self._last = None
 
     def load(self) -> Iterator[Any]:
-        """Yields the batches that are left, for loops that say by :meth:`count` and :meth:`end_epoch` what is done.
+        """Yields the remaining batches, for loops that call :meth:`count` and :meth:`end_epoch` themselves.
 
         Raises:
-            ValueError: If the loader has fewer batches than are done.
+            ValueError: If the loader has fewer batches than were completed.
         """
         loader, done, given, restored = self.loader, self.batch, self._pending, self._restored
         if self._ended:
@@ -131,45 +130,45 @@ class Position:
         for number in range(done if given is None else 0):
             if next(rest, _END) is _END:
                 raise ValueError(f"the loader has {number} batches, but the checkpoint was saved after {done}")
-        if done and self._random is not None:  # what was drawn between the batches
+        if done and self._random is not None:  # the loop may have drawn numbers between batches
             restore(self._random, loader, own=given is not None)
         for batch in rest:
             yield batch
             if self._restored != restored:
                 raise RuntimeError(
-                    "a checkpoint was restored in the middle of these batches, which are those of before: leave them "
-                    "by a break behind resume(), and ask the position for its epochs and batches again"
+                    "a checkpoint was restored while these batches were being iterated: leave the loop with a break "
+                    "after resume(), and call epochs() and batches() of the position again"
                 )
             self._loading = True
         self._loading, self._ended, self._random, self._pending = False, True, capture(loader), None
 
     def _begin_with(self, state: Any) -> Iterator[Any]:
-        """Returns what the loader has left behind a state of its own."""
+        """Loads a loader's own state, and returns an iterator over its remaining batches."""
         loader = self.loader
-        # A copy, as a tensor in a file has any address, and PyTorch's generators crash on odd ones.
+        # A copy, because tensors in a file may be unaligned, and PyTorch's generators crash on those.
         loader.load_state_dict(copied(state))
         if not self.batch:
             if isinstance(loader, torch.utils.data.DataLoader):
-                iter(loader)  # takes the state, of the end of an epoch, and draws for it
+                iter(loader)  # consumes the state, which is of the end of an epoch, and draws random numbers
             restore(self._epoch_random, loader)
         return iter(loader)
 
     def count(self) -> None:
-        """Counts a batch that is done."""
+        """Counts a completed batch."""
         self.batch += 1
         self._random = self._pending = None
         self._loading = False
 
     def end_epoch(self) -> None:
-        """Goes on to the next epoch."""
-        self._used = self._used and self._ended  # one that was left has no state between epochs
+        """Moves to the next epoch."""
+        self._used = self._used and self._ended  # a loader left in mid-epoch has no state between epochs
         self._last = None
         self.epoch, self.batch = self.epoch + 1, 0
         self._random = None
         self._loading = self._begun = self._ended = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; of several processes, each has its own."""
+        """Returns the state for a checkpoint; with several processes, each has its own."""
         now = None if self._loading or self._random is not None else capture(self.loader)
         return {
             "epoch": self.epoch,
@@ -182,9 +181,10 @@ class Position:
         }
 
     def share(self) -> dict[str, Any]:
-        """Returns what a process brings to the checkpoints of others, as the argument of ``trainer.join``.
+        """Returns this process's entry in the checkpoints of others; pass this method to ``trainer.join``.
 
-        One that has no batches left is at the end of its epoch, not behind it: it meets the others there.
+        A process without batches left reports the end of its epoch, not the start of the next, because the others are
+        still in that epoch.
         """
         state = self.state_dict()
         if self._last is not None:
@@ -194,17 +194,17 @@ class Position:
     def _state_of_loader(self) -> Any:
         if self._pending is not None or not self._used or not _has_state(self.loader):
             return self._pending
-        if self._loading:  # it is somewhere in between
+        if self._loading:  # the loader is between two batches
             return None if self.batch else self._epoch_pending
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned.
 
-        Between epochs the random states are put back at once, in the middle of one when its batches are asked for.
+        Restores the random states at once between epochs; within an epoch, when its batches are loaded.
 
         Raises:
-            ValueError: If the loader is another one than the state was saved with.
+            ValueError: If the loader does not match the one that the state was saved with.
         """
         self.check(state)
         self._restored += 1
@@ -218,10 +218,10 @@ class Position:
             self._random = self._random if self._ended else None
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Checks whether :meth:`load_state_dict` would restore a state.
+        """Checks that :meth:`load_state_dict` can restore a state.
 
         Raises:
-            ValueError: If the loader is another one than the state was saved with.
+            ValueError: If the loader does not match the one that the state was saved with.
         """
         now, then = _length(self.loader), state["batches"]
         if state["batch"] and now != then:
@@ -235,36 +235,35 @@ class Position:
 
 
 def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int) -> Mapping[str, Any]:
-    """Returns the place of a process among those of the processes that have saved a checkpoint.
+    """Selects the position of this process from those that the saving processes stored.
 
     Args:
-        places: What :meth:`Position.state_dict` has returned in each of them, by rank.
+        places: The result of :meth:`Position.state_dict` in each saving process, by rank.
         rank: The rank of this process.
-        size: How many processes there are.
+        size: The number of processes.
 
     Returns:
-        Its place; for a process that was not there, that of rank 0 without random states.
+        Its position; for an additional process, that of rank 0 without random states.
 
     Raises:
-        ValueError: If another number of processes has saved them in the middle of an epoch.
+        ValueError: If a different number of processes saved them in the middle of an epoch.
         CheckpointError: If there are none.
     """
     if not places:
         raise CheckpointError(
-            "the checkpoint does not say where its loop stood in the data, as no CheckpointManager has saved it: load "
-            "it with trainer.load_checkpoint(path)"
+            "the checkpoint has no position in the data, because it was not saved by a CheckpointManager: load it with "
+            "trainer.load_checkpoint(path)"
         )
     if len(places) != size and any(place["batch"] for place in places):
         raise ValueError(
-            f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each of which has its "
-            f"own part of the data, but there are {size}: start as many, or go on from a checkpoint of the end of "
-            "an epoch"
+            f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each with its own part of "
+            f"the data, but there are {size}: start {len(places)}, or resume from a checkpoint of the end of an epoch"
         )
     return places[rank] if rank < len(places) else {**places[0], "random": None, "epoch_random": {}, "loader": None}
 
 
 def set_epoch(loader: Any, number: int) -> None:
-    """Tells a loader which epoch begins: itself, as one of accelerate's, or its samplers."""
+    """Calls ``set_epoch`` of a loader, such as accelerate's, or otherwise of its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     owners = (loader,) if hasattr(loader, "set_epoch") else {id(sampler): sampler for sampler in samplers}.values()
@@ -275,7 +274,7 @@ def set_epoch(loader: Any, number: int) -> None:
 
 
 def _has_state(loader: Any) -> bool:
-    # accelerate's loaders have the methods always, and a state only if that was asked for.
+    # accelerate's loaders always have the methods, but a state only if use_stateful_dataloader is set.
     methods = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return methods and getattr(loader, "use_stateful_dataloader", True)
 

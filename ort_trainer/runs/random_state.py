@@ -1,4 +1,4 @@
-"""The random state that decides the order of batches and what a dataset draws in this process."""
+"""The random state of this process that determines the order of batches and a dataset's random numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 __all__ = ["WAY_OUT", "capture", "check_loader", "restore"]
 
-WAY_OUT = "or go on without the place in the data: give resume() no position, and begin an epoch"
-"""What somebody can do who has another loader than the one of the checkpoint."""
+WAY_OUT = "or continue without the position in the data: call resume() without one, and start a new epoch"
+"""The advice in messages about a loader that differs from the checkpoint's."""
 
 
 def capture(loader: Any) -> dict[str, Any]:
-    """Returns the state of torch's, NumPy's and Python's generators, and of those that the loader was given."""
+    """Returns the state of torch's, NumPy's and Python's generators, and of the loader's own."""
     return {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
@@ -26,19 +26,19 @@ def capture(loader: Any) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
-    """Puts back what :func:`capture` returned, also after a checkpoint has made lists of its tuples.
+    """Restores what :func:`capture` returned; accepts lists in place of its tuples, as read from a checkpoint.
 
     Args:
         state: The state.
-        loader: What it was captured with.
-        own: Whether to put back the loader's own generators too.
+        loader: The loader that it was captured with.
+        own: Whether to restore the loader's own generators too.
 
     Raises:
-        ValueError: If the loader has another number of generators.
+        ValueError: If the loader has a different number of generators.
     """
     if own:
         check_loader(state, loader)
-    torch.set_rng_state(state["torch"].clone())  # one in a file has any address, which PyTorch crashes on
+    torch.set_rng_state(state["torch"].clone())  # PyTorch crashes on unaligned memory, as in a mapped file
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -47,21 +47,21 @@ def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
 
 
 def check_loader(state: Mapping[str, Any], loader: Any) -> None:
-    """Checks whether a loader has as many generators as the one that a state was captured with.
+    """Checks that a loader has as many generators as the one that a state was captured with.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the numbers differ.
     """
     count = len(list(_generators(loader)))
     if count != len(state["loader"]):
         raise ValueError(
             f"the loader has {count} generators of its own, but the checkpoint was saved with {len(state['loader'])}: "
-            f"make the loader as it was made then, {WAY_OUT}"
+            f"create the loader as before, {WAY_OUT}"
         )
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Yields the generators that a loader and its samplers were given."""
+    """Yields the generators of a loader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = {id(generator): generator for owner in owners if (generator := getattr(owner, "generator", None))}

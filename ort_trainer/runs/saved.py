@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, without its tensors."""
+"""The description of a saved checkpoint, read without its tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SavedCheckpoint:
 
     Attributes:
         path: The file.
-        step: The trainer's steps so far.
-        number: Its place in the order in which they were saved in the directory, from 1.
-        metrics: What :meth:`CheckpointManager.save` was given.
+        step: The trainer's step count when it was saved.
+        number: Its position in the order of saving in the directory, from 1.
+        metrics: The metrics passed to :meth:`CheckpointManager.save`.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class SavedCheckpoint:
 
 
 def best_of(found: Sequence[SavedCheckpoint], keep_best: tuple[str, str] | None) -> SavedCheckpoint | None:
-    """Returns the first with the best value of a metric; one that has none, or not a number, is never the best."""
+    """Returns the first checkpoint with the best value of a metric; ignores checkpoints where it is missing or NaN."""
     if keep_best is None:
         return None
     name, mode = keep_best
@@ -44,7 +44,7 @@ def best_of(found: Sequence[SavedCheckpoint], keep_best: tuple[str, str] | None)
 
 
 def version(path: Path) -> tuple[int, int, int]:
-    """Returns what changes when a file is replaced; the times of some file systems are too coarse to say it."""
+    """Returns a key that changes when a file is replaced; times alone are too coarse on some file systems."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -58,7 +58,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def described(path: Path) -> SavedCheckpoint | None:
-    """Returns what a file says; None if it is damaged or was not saved by a manager."""
+    """Returns a file's description; None if it is damaged or was not saved by a manager."""
     try:
         (run,) = read_parts(path, RUN)
         if not run:

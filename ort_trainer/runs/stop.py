@@ -1,4 +1,4 @@
-"""Requests to stop, which come as signals and which a loop sees after the step that runs."""
+"""Stop requests by signal, which a loop checks after each step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from ..errors import shown
 
 __all__ = ["StopSignals"]
 
+_CHILD_ENDED = getattr(signal, "SIGCHLD", None)  # not on Windows
+
 
 class StopSignals:
-    """A context in which signals are requests: it is true once one has come, and the loop ends where that suits it.
+    """A context that turns signals into stop requests: it is true once one arrived, and the loop decides when to end.
 
-    The second Ctrl-C insists: it does what it would do without the context, which is to raise a ``KeyboardInterrupt``.
-    Signals that the process ignores stay ignored. Behind the context the handlers are those of before, and the object
-    still says whether a signal has come.
+    A second Ctrl-C has its usual effect and raises ``KeyboardInterrupt``. Signals that the process ignores stay
+    ignored. After a stop request, the end of a child process raises nothing: a scheduler signals the whole group, and
+    PyTorch's ``DataLoader`` would raise for its dead workers wherever the loop is, even while it saves. On exit the
+    previous handlers are restored; the object still tells whether a signal arrived.
 
     Args:
-        signals: Their names: ``SIGTERM`` is what schedulers of jobs and containers send before they kill, ``SIGINT`` is
-            Ctrl-C.
+        signals: Signal names: job schedulers and container runtimes send ``SIGTERM`` before they kill a process;
+            ``SIGINT`` is Ctrl-C.
 
     Attributes:
         signals: The names.
-        signal: The name of the first that has come; None before.
+        signal: The name of the first signal that arrived; None before that.
 
     Raises:
-        TypeError, ValueError: If there is no such signal, or none that can be handled.
-        RuntimeError: On entering in a thread besides the main one, as Python handles signals there alone.
+        TypeError, ValueError: If a signal is unknown or can't be handled.
+        RuntimeError: When entered outside the main thread, because Python handles signals only there.
 
     Example:
         >>> with StopSignals() as stop:
@@ -55,8 +58,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if self._numbers and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "StopSignals was entered in another thread, but Python handles signals in the main thread alone: enter "
-                "it there, and ask the object here"
+                "StopSignals was entered outside the main thread, but Python handles signals only there: enter it in "
+                "the main thread, and check the object here"
             )
         self._process = os.getpid()
         for number in self._numbers:
@@ -72,12 +75,14 @@ class StopSignals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         child, interrupt = os.getpid() != self._process, number == signal.SIGINT
         if child and interrupt:
-            return  # Ctrl-C reaches workers of a DataLoader too, which the loop still needs
+            return  # Ctrl-C also reaches the DataLoader's worker processes, which the loop still needs
         if child or (interrupt and self._pressed):
             signal.signal(number, self._before.pop(number))
             signal.raise_signal(number)
             return
         self._pressed |= interrupt
+        if self.signal is None and _CHILD_ENDED is not None and callable(signal.getsignal(_CHILD_ENDED)):
+            self._before[_CHILD_ENDED] = signal.signal(_CHILD_ENDED, signal.SIG_DFL)
         self.signal = self.signal or signal.Signals(number).name
 
 
@@ -88,10 +93,10 @@ def _names(signals: Iterable[str]) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """Returns the number of a signal that a process may handle."""
+    """Returns the number of a signal that a process can handle."""
     known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
     if not isinstance(name, str) or name not in known:
         raise ValueError(
-            f"{shown(name)} is no signal that can be handled; 'SIGTERM', 'SIGINT', 'SIGUSR1' and 'SIGHUP' are some"
+            f"{shown(name)} is not a signal that can be handled, such as 'SIGTERM', 'SIGINT', 'SIGUSR1' or 'SIGHUP'"
         )
     return int(signal.Signals[name])

@@ -1,4 +1,4 @@
-"""ONNX Runtime: what the installed engine can do, and the sessions that run graphs on it."""
+"""ONNX Runtime: the capabilities of the installed engine, and the sessions that run graphs on it."""
 
 from typing import TYPE_CHECKING
 
@@ -10,5 +10,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "Plan", "StepSession"]
 
-# Which engine is installed can be asked without torch.
+# Lazy, so that the installed engine can be identified without torch.
 __getattr__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "StepSession": "session"})

@@ -1,4 +1,4 @@
-"""Takes bfloat16 out of the interface of a model: NumPy, which names types to ONNX Runtime, has none."""
+"""Removes bfloat16 from a model's interface: bindings name types by NumPy dtypes, and NumPy has no bfloat16."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NARROW, _WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 
 class WidenInterfacePass(ir.passes.InPlacePass):
-    """Makes bfloat16 inputs and outputs of a model fp32, with a cast behind or before them.
+    """Makes bfloat16 inputs and outputs of a model fp32, with casts inside the model.
 
-    Every bfloat16 number is an fp32 number, so nothing is lost.
+    Every bfloat16 number is an fp32 number, so this is exact.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -1,7 +1,7 @@
-"""What the installed ONNX Runtime can do: the one place that imports ``onnxruntime``; the rest of the package asks.
+"""Access to the installed ONNX Runtime: only this module imports ``onnxruntime``.
 
-Its import takes a third of a second, so it waits until a function needs it: :func:`preload` does it while an export is
-under way in another process.
+The import takes a third of a second, so it is delayed until a function needs it. :func:`preload` runs it while another
+process exports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def __getattr__(name: str) -> Any:
-    """Gives the classes of ONNX Runtime that this module passes on, when they are asked for."""
+    """Returns the classes of ONNX Runtime that this module re-exports, on first use."""
     if name in ("InferenceSession", "SessionOptions"):
         return getattr(engine(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -56,11 +56,11 @@ def __getattr__(name: str) -> Any:
 def engine() -> Any:
     """Returns the module ``onnxruntime``.
 
-    That of onnxruntime-training imports ORTModule only to see whether it is there, and with it sympy, setuptools and
-    ONNX: half a second and 40 MB. While it is imported here, it does not find ORTModule; afterwards anybody does.
+    onnxruntime-training imports ORTModule only to check that it exists, and with it sympy, setuptools and ONNX: half a
+    second and 40 MB. This function hides ORTModule during the import only.
 
     Raises:
-        ModuleNotFoundError: If no ONNX Runtime is installed.
+        ModuleNotFoundError: If ONNX Runtime is not installed.
     """
     require_engine()
     kept_out = "onnxruntime.training"
@@ -75,21 +75,21 @@ def engine() -> Any:
 
 
 def preload() -> None:
-    """Imports what the first session needs, so that it need not wait for that."""
+    """Imports ONNX Runtime before the first session needs it."""
     engine()
 
 
 def is_session_options(value: object) -> bool:
-    """Returns whether something is an ``onnxruntime.SessionOptions``; no such thing exists before the import."""
+    """Returns whether a value is an ``onnxruntime.SessionOptions``, without importing ONNX Runtime."""
     known = sys.modules.get("onnxruntime")
     return known is not None and isinstance(value, known.SessionOptions)
 
 
 def maximum_opset() -> int:
-    """Returns the newest ONNX operator set that the installed ONNX Runtime implements.
+    """Returns the newest ONNX opset that the installed ONNX Runtime implements.
 
-    ONNX Runtime has no call for this, but each of its releases is built with one release of ONNX: the release
-    notes of both give the pairs below. Newer runtimes take at least what the last pair says.
+    ONNX Runtime has no function for this, but each of its releases is built with one release of ONNX. The pairs come
+    from the release notes of both; newer runtimes support at least the last opset.
     """
     import onnx
 
@@ -120,12 +120,12 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
 
     Args:
         name: The option ``device.id``: ``cpu``, ``cuda`` or ``cuda:N``.
-        explicit: Whether the user asked for it by name. If not, a missing CUDA falls back to the CPU.
-        local_rank: Which of the processes on this machine this one is; None if nobody says it. It chooses the device
-            where the name does not; without it that is PyTorch's current one.
+        explicit: Whether the user gave the name. If False, a missing CUDA falls back to the CPU.
+        local_rank: Rank of this process on this machine; None if unknown. It chooses the CUDA device if the name has no
+            index; without it, PyTorch's current device is used.
 
     Raises:
-        ValueError: If the device was asked for by name and is not there.
+        ValueError: If a given device is not available.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -143,7 +143,7 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
         )
     index, count = device.index, torch.cuda.device_count()
     if index is None and local_rank is not None:
-        index = local_rank if count > 1 else 0  # some launchers let each process see one device only
+        index = local_rank if count > 1 else 0  # some launchers show each process only one device
         if index >= count:
             raise ValueError(
                 f"there are {count} CUDA devices, but this process has the local rank {local_rank}: launch at most "
@@ -162,8 +162,8 @@ def providers_for(
 
     Args:
         device: The device that the tensors live on.
-        provider_options: Options per provider. A provider that the device does not imply comes first.
-        mem_limit: Bytes that the CUDA provider may allocate; 0 is no limit.
+        provider_options: Options per provider. Providers that the device does not imply come first.
+        mem_limit: Bytes that the CUDA provider may allocate; 0 for no limit.
 
     Raises:
         ValueError: If a provider is not installed.
@@ -174,7 +174,7 @@ def providers_for(
         raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")
     implied: dict[str, dict[str, object]] = {}
     if device.type == "cuda":
-        # One stream for both libraries, so that neither reads what the other has not written yet.
+        # Both libraries share one stream, so that neither reads data that the other has not written yet.
         stream = torch.cuda.current_stream(device).cuda_stream
         implied[_PROVIDERS["cuda"]] = {"device_id": str(device.index), "user_compute_stream": str(stream)}
         if mem_limit:
@@ -188,50 +188,50 @@ def providers_for(
 
 
 def session_options(given: SessionOptions | None, deterministic: bool, threads: int = 0) -> SessionOptions:
-    """Returns the options that every ONNX Runtime session of a trainer is made with.
+    """Returns the options for all ONNX Runtime sessions of a trainer.
 
     Args:
-        given: The user's own; used as they are and never written to.
+        given: The user's own options, used as they are and never changed.
         deterministic: The option ``debug.deterministic_compute``.
-        threads: How many threads ONNX Runtime computes with; 0 for as many as PyTorch.
+        threads: Number of ONNX Runtime's threads; 0 for as many as PyTorch.
 
     Raises:
-        ValueError: If deterministic compute was asked for and the user's own options do not have it, or if these expect
-            models in ONNX Runtime's own format.
+        ValueError: If the user's own options lack the requested deterministic compute, or expect models in ONNX
+            Runtime's own format.
     """
     if given is not None:
         if _config_entry(given, _LOAD_FORMAT) not in (None, "ONNX"):
             raise ValueError(
                 f"session_options have {_LOAD_FORMAT} {_config_entry(given, _LOAD_FORMAT)!r}, but models in ONNX "
-                "Runtime's own format (.ort) can't be differentiated, and what is trained is always ONNX: leave it out"
+                "Runtime's own format (.ort) can't be differentiated; training graphs are always ONNX: leave it out"
             )
         if deterministic and not given.use_deterministic_compute:
             raise ValueError(
                 "debug.deterministic_compute is True, but the given session_options are used as they are and have "
-                "use_deterministic_compute = False: set it on them too"
+                "use_deterministic_compute = False: set it to True in them"
             )
         return given
     onnxruntime = engine()
 
     options = onnxruntime.SessionOptions()
-    # Both libraries get the same number of threads, and ONNX Runtime's do not spin after a run: spinning threads
-    # would take the cores from the optimizer update, which runs on PyTorch's pool right after.
+    # Both libraries get the same number of threads. ONNX Runtime's must not spin after a run: they would take the cores
+    # from the optimizer update, which runs on PyTorch's thread pool right after.
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if threads == 1:
-        # In the order of the graph. By itself ONNX Runtime leaves what only outputs need, such as the gradients of
-        # weights, to the end, and holds everything that they are computed from until then.
+        # Run nodes in graph order. By default ONNX Runtime computes values that only outputs need, such as weight
+        # gradients, at the end, and keeps their inputs in memory until then.
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.use_deterministic_compute = deterministic
-    # ONNX Runtime would keep a plan of the memory for every combination of shapes that it ever meets: 6 KB each for two
-    # layers. Without, a step takes no longer, and 3% less memory.
+    # ONNX Runtime would keep a memory plan for every combination of shapes: 6 KB each for two layers. Without, steps
+    # take no longer and use 3% less memory.
     options.enable_mem_pattern = False
     options.log_severity_level = 3
     return options
 
 
 def _config_entry(options: SessionOptions, key: str) -> str | None:
-    """Returns an entry of a session's configuration; None where there is none, for which ONNX Runtime raises."""
+    """Returns an entry of a session's configuration; None if missing, where ONNX Runtime raises."""
     try:
         return str(options.get_session_config_entry(key))
     except RuntimeError:
@@ -240,12 +240,12 @@ def _config_entry(options: SessionOptions, key: str) -> str | None:
 
 @contextlib.contextmanager
 def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
-    """Sessions that are made within it note the time of every node, and write a file at their ``end_profiling``.
+    """A context whose new sessions record the time of every node, and write a file in their ``end_profiling``.
 
     Args:
-        options: What the sessions are made with. They can't be copied, so they are set and then put back, the user's
-            own too.
-        prefix: What the path of the file begins with.
+        options: The sessions' options. They can't be copied, so the context changes and then restores them, even the
+            user's own.
+        prefix: Prefix of the file's path.
     """
     known = options.enable_profiling, options.profile_file_prefix
     options.enable_profiling, options.profile_file_prefix = True, prefix
@@ -265,18 +265,17 @@ def make_session(
 
 @functools.lru_cache(maxsize=4096)
 def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
-    """Returns the ONNX element types that the one node of a model gives, or None if there is no kernel for its types.
+    """Returns the ONNX element types of a node's outputs, or None if there is no kernel for its types.
 
-    ONNX Runtime has no list of its kernels, but it looks for them when it makes a session, which takes 0.2 ms for one
+    ONNX Runtime has no list of its kernels, but it looks them up when it creates a session, which takes 0.2 ms for one
     node.
 
     Args:
-        model: A serialized model of one node, whose outputs need no types.
+        model: A serialized model with one node, whose outputs need no types.
         device: ``cpu`` or ``cuda``.
 
     Returns:
-        The types; none at all for a node that is refused for any other reason, of which there may be some that do not
-        count where it has its place in a model.
+        The types; an empty tuple if the node is refused for any other reason, which may not apply in its actual model.
     """
     import onnx
 
@@ -293,7 +292,7 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         session = onnxruntime.InferenceSession(model, options, providers)
     except NoKernel:
         return None
-    except Exception as error:  # that ONNX does not allow a type has no separate exception class
+    except Exception as error:  # there is no separate exception class for types that ONNX does not allow
         return None if "Type Error" in str(error) else ()
     names = (output.type.removeprefix("tensor(").removesuffix(")") for output in session.get_outputs())
     return tuple(onnx.TensorProto.DataType.Value(name.upper()) for name in names)
@@ -306,20 +305,21 @@ def training_bindings() -> Any:
         RuntimeError: If the installed distribution is not onnxruntime-training.
     """
     onnxruntime = engine()
-    # The module of the bindings themselves: compat puts names of its own into _pybind_state, which passes them on.
+    # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
     if not hasattr(bindings, "GradientGraphBuilder"):
         raise RuntimeError(
             f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
-            f"{onnxruntime.__version__} is installed without: with Python up to 3.12 uninstall onnxruntime and install "
-            "onnxruntime-training-cpu==1.19.2, or train the PyTorch model itself, which works with any ONNX Runtime"
+            f"{onnxruntime.__version__} is installed without training: with Python up to 3.12, uninstall onnxruntime "
+            "and install onnxruntime-training-cpu==1.19.2; or train the PyTorch model itself, which works with any "
+            "ONNX Runtime"
         )
     return bindings
 
 
 def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model with the shapes that ONNX Runtime's symbolic shape inference finds, as terms of names."""
+    """Returns a model with the shapes from ONNX Runtime's symbolic shape inference."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
@@ -330,7 +330,7 @@ def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
     """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
     onnxruntime = engine()
 
-    if array.dtype == bool or not array.size:  # of these it can't make any
+    if array.dtype == bool or not array.size:  # ortvalue_from_shape_and_type does not support these
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)
     value.update_inplace(array)

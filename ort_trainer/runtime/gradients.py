@@ -1,4 +1,4 @@
-"""The gradients of an accumulation window: where a run writes them, what is added up, and what an update has used."""
+"""The gradients of an accumulation window: their memory, their sums, and their release after an update."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Gradients"]
 class Gradients:
     """Gradients by parameter name.
 
-    They are added up from run to run until :meth:`reset`, after which the next run starts anew. What an update has used
-    can be looked at until then.
+    Runs add to them until :meth:`reset`, after which the next run overwrites them. The gradients that an update has
+    used can be read until that run.
 
     Args:
         parameters: All parameters by name.
-        device: Where everything is.
-        memory: Where gradients are to lie, by parameter name; those that are not in it may lie anywhere.
+        device: The device of all tensors.
+        memory: Required memory of gradients, by parameter name; other gradients may be anywhere.
 
     Attributes:
-        tensors: The memory of each; what is in it counts only for those that :meth:`present` returns.
-        stays: Whether a run writes into memory that was bound before, so that the tensors must stay where they are.
+        tensors: The memory of each gradient; only the contents of those from :meth:`present` are valid.
+        stays: Whether runs write into memory that was bound earlier, so that the tensors must not move.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Gradients:
 
     @property
     def are_fresh(self) -> bool:
-        """Whether the next run starts anew."""
+        """Whether the next run overwrites the gradients."""
         return self._reset or not self._present
 
     def memory(self, name: str) -> torch.Tensor:
-        """Returns the tensor of a gradient, which is made where there is none, or was given up."""
+        """Returns the tensor of a gradient; creates it if it does not exist or was released."""
         found = self.tensors.get(name)
         if found is None or found.shape != self._parameters[name].shape:
             found = self.tensors[name] = torch.zeros_like(self._parameters[name])
         return found
 
     def destinations(self, names: Iterable[str], fresh: bool) -> dict[str, torch.Tensor]:
-        """Returns the tensors that a run writes: the gradients, or what is added to them then."""
+        """Returns the tensors that a run writes: the gradients, or scratch tensors to add to them."""
         if fresh:
             return {name: self.memory(name) for name in names}
         for name in names:
@@ -62,7 +62,7 @@ class Gradients:
         return {name: self._scratch[name] for name in names}
 
     def forget(self) -> None:
-        """Gives up what an update has used: its memory is better spent on the coming run."""
+        """Releases used gradients, so that the next run can use their memory."""
         self._used = False
         if not self.stays:
             self.tensors |= dict.fromkeys(
@@ -70,7 +70,7 @@ class Gradients:
             )
 
     def take(self, written: Mapping[str, torch.Tensor], fresh: bool) -> None:
-        """Takes what a run has written, into :meth:`destinations` or new memory: starts anew with it, or adds it."""
+        """Replaces the gradients by a run's results, or adds them; they are in :meth:`destinations` or new memory."""
         if fresh:
             copied = [name for name in written if name in self._memory and written[name] is not self._memory[name]]
             if copied:
@@ -87,7 +87,7 @@ class Gradients:
         self._reset = False
 
     def reset(self) -> None:
-        """Makes the next run start anew."""
+        """Makes the next run overwrite the gradients."""
         self._reset = True
 
     def present(self) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ class Gradients:
         return {} if self._reset else self._found()
 
     def use(self) -> dict[str, torch.Tensor]:
-        """Returns those that are present, for an update, which changes them in place.
+        """Returns the present gradients for an update, which changes them in place.
 
         Raises:
             RuntimeError: If there are none.
@@ -106,23 +106,23 @@ class Gradients:
         return self.present()
 
     def hold(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        """Takes what an update uses instead of what is present; empty if what is here means nothing any more."""
+        """Records the gradients that an update uses instead of the present ones; empty invalidates the gradients."""
         if gradients is not None:
             self.tensors |= gradients
             self._present = set(gradients)
         self._reset, self._used = False, True
 
     def used(self) -> dict[str, torch.Tensor]:
-        """Returns what the last update has used, divided and clipped, until the next run; then nothing."""
+        """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
         return self._found() if self._reset and self._used else {}
 
     def restore(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Sets what is present; empty for none."""
+        """Sets the present gradients; empty for none."""
         for name, value in gradients.items():
             self.memory(name).copy_(value)
         self._present = set(gradients)
         self._reset, self._used = not gradients, False
 
     def _found(self) -> dict[str, torch.Tensor]:
-        """Returns those that are present, in an order that is the same in all processes."""
+        """Returns the present gradients, in the same order in all processes."""
         return {name: tensor for name, tensor in self.tensors.items() if name in self._present}

@@ -1,4 +1,4 @@
-"""Which ONNX Runtime is installed; nothing here imports it."""
+"""Identifies the installed ONNX Runtime without importing it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _package() -> Path | None:
 
 
 def _distributions(package: Path) -> list[str]:
-    """Returns the folders with the metadata of all distributions of ONNX Runtime beside its module."""
-    # Reading the metadata of every installed distribution takes longer than a first step may.
+    """Returns the names of the metadata folders of all ONNX Runtime distributions beside its module."""
+    # Reading the metadata of every installed distribution would take longer than a whole first step should.
     return sorted(path.name for path in package.parent.glob("onnxruntime*.dist-info"))
 
 
 @functools.cache
 def installed_flavours() -> tuple[str, ...]:
-    """Returns the distributions that installed the ``onnxruntime`` module: several overwrite each other."""
+    """Returns the distributions that installed the ``onnxruntime`` module; several overwrite each other's files."""
     package = _package()
     found = [] if package is None else _distributions(package)
     names = {name.split("-")[0].lower().replace("_", "-") for name in found}
@@ -37,28 +37,28 @@ def installed_flavours() -> tuple[str, ...]:
 
 
 def can_call_pytorch() -> bool:
-    """Returns whether nodes of a graph can be PyTorch's operators.
+    """Returns whether graph nodes can call PyTorch's operators.
 
-    onnxruntime-training and onnxruntime-training-cpu have the means for it.
+    Only onnxruntime-training and onnxruntime-training-cpu support this.
     """
     return any(name.startswith("onnxruntime-training") for name in installed_flavours())
 
 
 def require_engine() -> None:
-    """Does nothing if there is an ONNX Runtime.
+    """Raises if ONNX Runtime is not installed.
 
     Raises:
-        ModuleNotFoundError: If there is none; the text has the commands that install one.
+        ModuleNotFoundError: If it is not installed; the message has the commands that install it.
     """
     if _package() is None:
         raise ModuleNotFoundError(_NO_ENGINE, name="onnxruntime")
 
 
 def check_engine() -> None:
-    """Warns when two distributions of ONNX Runtime overwrite each other.
+    """Warns if several distributions of ONNX Runtime overwrite each other.
 
     Raises:
-        ModuleNotFoundError: If there is none.
+        ModuleNotFoundError: If none is installed.
     """
     require_engine()
     clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
@@ -73,7 +73,7 @@ def check_engine() -> None:
 
 @functools.cache
 def engine_identity() -> str:
-    """Returns a text that differs wherever the kernels of the installed ONNX Runtime may."""
+    """Returns text that identifies the installed ONNX Runtime; it differs whenever the kernels may differ."""
     package = _package()
     if package is None:
         return "none"

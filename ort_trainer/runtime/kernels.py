@@ -1,4 +1,4 @@
-"""Fits a model to the kernels of the installed engine: what has none for its type is computed in a wider type."""
+"""Fits a model to the kernels of the installed engine: nodes without a kernel for their type use a wider type."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["FitResult", "FitToKernelsPass", "cast"]
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
-# What has every number of a type, so that nothing is lost. Whole numbers come back modulo the size of their type, which
-# is how PyTorch computes with them; halves come back rounded, which is what PyTorch's own kernels do on a CPU.
+# Types that can represent every number of a type. Casts back reduce integers modulo the size of their type, as PyTorch
+# does, and round 16-bit floats, as PyTorch's own kernels do on a CPU.
 _WIDER: Mapping[ir.DataType, tuple[ir.DataType, ...]] = {
     _BOOL: (_INT32, _INT64),
     ir.DataType.UINT8: (_INT32, _INT64),
@@ -29,30 +29,30 @@ _WIDER: Mapping[ir.DataType, tuple[ir.DataType, ...]] = {
     ir.DataType.FLOAT16: (_FLOAT,),
     _BFLOAT16: (_FLOAT,),
 }
-# Of these every engine has what an exported graph may hold, as long as there is fp32 among them.
+# Every engine has all kernels that exported graphs need for these types, if fp32 is among them.
 _EVERYDAY = {_FLOAT, _INT64, _BOOL}
 
 
 @dataclass
 class FitResult(ir.passes.PassResult):
-    """What has become of a model.
+    """The changed model, and its unsupported nodes.
 
     Attributes:
-        missing: For every node that no cast helps, what is missing and where the node comes from. There is nothing
-            wider than double and int64, and nothing is computed in less than what PyTorch has.
+        missing: The missing kernel and the source of every node that no cast helps. No type is wider than double and
+            int64, and nodes are never computed in a narrower type than PyTorch's.
     """
 
     missing: list[str]
 
 
 class FitToKernelsPass(ir.passes.InPlacePass):
-    """Puts casts around the nodes for whose types the installed engine has no kernel::
+    """Puts casts around nodes if the installed engine has no kernel for their types::
 
         x (uint8) -> Add -> y (uint8)    =>    x -> Cast -> Add (int32) -> Cast -> y
 
     Args:
         device: ``cpu`` or ``cuda``.
-        source: Returns where in the user's code a node comes from.
+        source: Returns a node's place in the user's code.
     """
 
     def __init__(self, device: str, source: Callable[[ir.Node], str]) -> None:
@@ -96,7 +96,7 @@ def _names(model: ir.Model) -> Iterator[str]:
 
 
 def _types(node: ir.Node) -> set[ir.DataType] | None:
-    """Returns the element types of a node; None where they are not known, and where it runs graphs."""
+    """Returns the element types of a node; None if they are unknown, or if it contains graphs."""
     if any(
         attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
     ):
@@ -108,7 +108,10 @@ def _types(node: ir.Node) -> set[ir.DataType] | None:
 
 
 def _scatters_halves(node: ir.Node) -> bool:
-    """The CPU provider's kernels that add while they scatter take halves, and refuse them when they run."""
+    """Returns whether a node scatters 16-bit floats with a reduction.
+
+    The CPU provider has kernels for this, which fail when they run.
+    """
     reduction = node.attributes.get("reduction")
     data = node.inputs[0] if node.op_type.startswith("Scatter") else None
     halves = data is not None and data.dtype in (ir.DataType.FLOAT16, _BFLOAT16)
@@ -116,10 +119,10 @@ def _scatters_halves(node: ir.Node) -> bool:
 
 
 def _inputs(node: ir.Node, mapping: Mapping[ir.DataType, ir.DataType], opset: int) -> list[ir.DataType | None]:
-    """Returns the types of a node's inputs, widened where ONNX lets them: a condition stays bool."""
+    """Returns the types of a node's inputs, widened if ONNX allows it: a condition stays bool."""
     try:
         formal = onnx.defs.get_schema(node.op_type, node.version or opset, node.domain).inputs
-    except onnx.defs.SchemaError:  # an operator that is not ONNX's
+    except onnx.defs.SchemaError:  # not an ONNX operator
         formal = []
     types: list[ir.DataType | None] = []
     for index, value in enumerate(node.inputs):
@@ -138,9 +141,9 @@ def _outputs(
     opset: int,
     device: str,
 ) -> tuple[ir.DataType, ...] | None:
-    """Returns the types of a node's outputs when its inputs have these; None if the engine has no kernel for it.
+    """Returns the types of a node's outputs for the given input types; None if the engine has no kernel for them.
 
-    They are none at all if the engine does not say.
+    They are empty if the engine does not tell.
     """
     inputs = [
         None if dtype is None else ir.Value(name=f"i{index}", type=ir.TensorType(dtype))
@@ -167,7 +170,7 @@ def _outputs(
 
 
 def _mappings(types: set[ir.DataType]) -> Iterator[dict[ir.DataType, ir.DataType]]:
-    """Yields type -> wider type, for what is worth a try: bool stays what it is if it can."""
+    """Yields mappings type -> wider type to try; those that keep bool come first."""
     numbers = {dtype for dtype in types if dtype in _WIDER} - {_BOOL}
     for chosen in (numbers, numbers | (types & {_BOOL})):
         for position in (0, -1):
@@ -208,12 +211,12 @@ def _widen(
         after.replace_input_with(0, value)
         graph.insert_after(node, after)
         value.type = ir.TensorType(wide)
-        if is_output:  # whose name is the model's
+        if is_output:  # the model's output must keep its name
             value.name, result.name = result.name, name
 
 
 def cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
-    """Returns a node that casts a value, and whose result has the given name."""
+    """Returns a node that casts a value into a result with the given name."""
     node = ir.node("Cast", [value], {"to": ir.AttrInt64("to", dtype)}, num_outputs=1, name=f"{name}_node")
     result = node.outputs[0]
     result.name, result.type, result.shape = name, ir.TensorType(dtype), value.shape
@@ -221,7 +224,7 @@ def cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
 
 
 def _widened_attribute(attribute: ir.Attr, mapping: Mapping[ir.DataType, ir.DataType]) -> ir.Attr:
-    """Returns an attribute that says which type a node makes, for a wider type; any other as it is."""
+    """Returns an attribute with the node's result type widened; any other attribute unchanged."""
     if attribute.name == "dtype" and attribute.type == ir.AttributeType.INT:
         dtype = ir.DataType(attribute.as_int())
         return ir.AttrInt64("dtype", mapping.get(dtype, dtype))

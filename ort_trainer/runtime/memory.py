@@ -1,4 +1,4 @@
-"""What becomes of memory that is freed: an export's goes back to the system, a step's is kept for the next one."""
+"""Settings of the C library for freed memory: returns an export's to the system, and keeps a step's for the next."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NEVER = 2**31 - 1
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Asks the C library to keep what is freed, for the whole process.
+    """Tells the C library to keep freed memory, for the whole process.
 
-    PyTorch has no memory of its own on the CPU. What a step frees, glibc would give back to the system, and the next
-    step would ask for it again, page by page: a tenth of a transformer's step, a quarter of that of a convolutional
-    net. The process keeps what it needed most at one time; blocks above 32 MiB, the largest limit that glibc allows, do
-    go back. Elsewhere than on Linux with glibc nothing happens.
+    PyTorch does not cache memory on the CPU. glibc would return the memory that a step frees to the system, and the
+    next step would request it again, page by page: a tenth of a transformer's step, a quarter of a convolutional
+    net's. With this setting the process keeps its peak memory, except blocks above 32 MiB, the largest limit that glibc
+    allows. Without glibc it does nothing.
     """
     if sys.platform == "linux":
         option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,10 +32,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Collects the cycles of the exporter's graphs and asks the C library to return the freed pages.
+    """Collects the cycles of the exporter's graphs and tells the C library to return freed pages to the system.
 
-    glibc keeps what was freed for later, so that the memory of a finished export would count on top of training's
-    for good. Elsewhere than on Linux with glibc only the collection happens.
+    glibc keeps freed memory for later, so the memory of a finished export would permanently add to training's.
+    Without glibc, it only collects the cycles.
     """
     gc.collect()
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Where random numbers come from, and the state of them before a run that fails."""
+"""Generators of random numbers, and their state after a failed run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def global_generator(device: torch.device) -> torch.Generator:
     """Returns PyTorch's global generator for a device."""
     if device.type == "cpu":
         return torch.default_generator
-    torch.cuda.init()  # type: ignore[no-untyped-call] # which makes them
+    torch.cuda.init()  # type: ignore[no-untyped-call] # creates the generators
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 class put_back_on_error:
-    """A context that, if it is left by an error, gives a generator the state that it had before.
+    """A context that restores a generator's state after an error.
 
-    It is a class, as a generator function takes twice as long, in every step.
+    It is a class because a generator function takes twice as long, in every step.
 
     Args:
-        generator: The generator; None if nothing is drawn.
+        generator: The generator; None if the run draws nothing.
     """
 
     def __init__(self, generator: torch.Generator | None) -> None:

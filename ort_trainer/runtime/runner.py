@@ -1,4 +1,4 @@
-"""Runs one training graph on ONNX Runtime, on memory that PyTorch owns."""
+"""Runs one training graph on ONNX Runtime, in memory that PyTorch owns."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .engine import make_session
 if TYPE_CHECKING:
     from .engine import InferenceSession, SessionOptions
 
-__all__ = ["Check", "GraphRunner", "Plan", "load", "sample"]
+__all__ = ["Check", "GraphRunner", "Plan", "as_taken", "load", "sample"]
 
 Check = Callable[[Mapping[str, torch.Tensor], str], None]
-"""Looks at the fetched outputs of a run by name, of which one is the loss, and raises if nothing may come of them."""
+"""Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
 
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
@@ -45,7 +45,7 @@ class _Output:
 
     Attributes:
         name: Its name.
-        shape: Its sizes; None where ONNX Runtime must find them out.
+        shape: Its sizes; None if only ONNX Runtime can determine them.
         bound: The dtype in which ONNX Runtime writes it.
         dtype: The dtype in which it is returned.
     """
@@ -58,12 +58,12 @@ class _Output:
 
 @dataclass
 class _Binding:
-    """What is bound once: the state and a set of destinations, which never move, and the loss scale until it changes.
+    """Tensors that are bound once: the state and a set of destinations, and the loss scale until it changes.
 
     Attributes:
-        binding: ONNX Runtime's own.
-        destinations: Graph outputs that are written into given tensors, which must live as long as the binding.
-        loss_scale: The tensor that is bound as loss scale.
+        binding: ONNX Runtime's own binding.
+        destinations: Graph output -> the tensor that it is written to, which must live as long as the binding.
+        loss_scale: The tensor that is bound as the loss scale.
     """
 
     binding: Any
@@ -73,14 +73,14 @@ class _Binding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs for batches of one shape and one choice of outputs: computed once, used at every step.
+    """Everything that a run needs for batches of one shape and one choice of outputs; computed once, used in each step.
 
     Attributes:
-        runner: The graph's.
-        outputs: What is fetched.
+        runner: The runner of the graph.
+        outputs: The outputs to fetch.
         random: The random inputs with their shapes.
-        indices: What is allowed in inputs that are indices, where that matters to what is fetched, with the sizes.
-        bindings: Key of a set of destinations -> the binding for it.
+        indices: The index ranges, with their sizes, of inputs that the fetched outputs depend on.
+        bindings: Key of a set of destinations -> its binding.
     """
 
     runner: GraphRunner
@@ -95,14 +95,13 @@ class GraphRunner:
 
     Args:
         graph: The graph.
-        state: The tensors behind ``graph.state``; they must stay where they are in memory.
+        state: The tensors for ``graph.state``; they must not move in memory.
         providers: Execution providers with their options.
         options: Options of the ONNX Runtime session.
-        device: Where all tensors are.
+        device: The device of all tensors.
 
     Attributes:
-        keeps_destinations: Whether what a run writes must be in the memory of its destinations. Otherwise there need
-            not be any.
+        keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
     """
 
     keeps_destinations = True
@@ -126,17 +125,17 @@ class GraphRunner:
         self._nothing = torch.zeros(1, device=device)
 
     def _prepare(self) -> None:
-        """Does what must be done before the graph is loaded."""
+        """A hook that runs before the graph is loaded."""
 
     def _load(self) -> InferenceSession:
         return load(self.graph, *self._settings)
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes another tensor for a parameter or buffer; plans must forget their bindings then."""
+        """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""
         self._state[self.graph.state[name]] = tensor
 
     def scale(self, value: float) -> torch.Tensor | None:
-        """Returns a loss scale as the graph takes it, the same tensor while it does not change, or None."""
+        """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""
         spec = self.graph.loss_scale
         if spec is None:
             return None
@@ -147,7 +146,7 @@ class GraphRunner:
         return self._scaled[1]
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
-        """Returns what runs with inputs of these shapes need, to fetch the described outputs of these names."""
+        """Returns a plan for inputs of these shapes that fetches the named outputs."""
         sizes = self.graph.sizes(shapes)
         specs = {spec.name: spec for spec in self.graph.outputs}
         return Plan(
@@ -179,29 +178,28 @@ class GraphRunner:
         Args:
             plan: From :meth:`plan`, for the shapes of the batch.
             batch: Contiguous tensors by input name.
-            destination_key: Identifies a set of destinations, which is bound once for a plan.
-            destinations: Graph outputs that are written into given tensors, gradients and updated buffers; needed
-                where the plan has no binding of that key yet.
+            destination_key: Identifies a set of destinations, which is bound once per plan.
+            destinations: Graph output -> the tensor that it is written to, for gradients and updated buffers; required
+                if the plan has no binding for the key yet.
             loss_scale: Value of the loss scale input.
             generator: Draws the random inputs.
 
         Returns:
-            The fetched outputs by name, in new tensors; and tensors that hold other outputs: the destinations, or what
-            can take their place.
+            The fetched outputs by name, in new tensors; and tensors with other outputs: the destinations, or
+            equivalents.
         """
         known = plan.bindings.get(destination_key)
         if known is None:
             known = plan.bindings[destination_key] = self._bind(destinations or {})
         binding = known.binding
-        # Kept until the run is over: the binding holds addresses only. Graphs take bfloat16 as fp32.
-        given = [value.float() if value.dtype == torch.bfloat16 else value for value in batch.values()]
+        given = [as_taken(value) for value in batch.values()]  # kept alive during the run: bindings hold addresses only
         for name, value in zip(batch, given, strict=True):
             binding.bind_input(name, *self._describe(name, value))
         if self.graph.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
             name = self.graph.loss_scale.name
             binding.bind_input(name, *self._describe(name, loss_scale))
             known.loss_scale = loss_scale
-        sampled = self._draw(plan, generator)  # kept as well
+        sampled = self._draw(plan, generator)  # kept alive as well
         for (spec, _), value in zip(plan.random, sampled, strict=True):
             binding.bind_input(spec.name, *self._describe(spec.name, value))
         results: dict[str, torch.Tensor] = {}
@@ -213,7 +211,7 @@ class GraphRunner:
                 binding.bind_output(output.name, *self._describe(output.name, value))
         self._launch(binding)
         if len(results) < len(plan.outputs):
-            # In the order in which they were bound first.
+            # get_outputs() returns them in the order of their first binding.
             bound = [*known.destinations, *(output.name for output in plan.outputs)]
             found = dict(zip(bound, binding.get_outputs(), strict=True))
             for output in plan.outputs:
@@ -230,7 +228,7 @@ class GraphRunner:
         return sample(plan.random, self._device, generator)
 
     def _launch(self, binding: Any) -> None:
-        """Lets ONNX Runtime run what is bound."""
+        """Runs the bound inputs and outputs on ONNX Runtime."""
         self.inference_session.run_with_iobinding(binding)
 
     def _bind(self, destinations: Mapping[str, torch.Tensor]) -> _Binding:
@@ -242,14 +240,14 @@ class GraphRunner:
         return _Binding(binding, destinations)
 
     def _describe(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
-        """Returns device, element type, shape and address of a tensor, as a binding takes them."""
+        """Returns device, element type, shape and address of a tensor, for a binding."""
         kind = _NUMPY_TYPES.get(value.dtype)
         if kind is None:
             raise TypeError(
                 f"{name!r} has dtype {value.dtype}, which can't be shared with ONNX Runtime: use one of "
                 f"{[str(dtype) for dtype in _NUMPY_TYPES]}"
             )
-        # An empty tensor has no address, and ONNX Runtime wants one.
+        # An empty tensor has no address, but ONNX Runtime requires one.
         address = value.data_ptr() or self._nothing.data_ptr()
         return (*self._place, kind, value.shape, address)
 
@@ -259,6 +257,11 @@ def load(
 ) -> InferenceSession:
     """Returns an ONNX Runtime session of a graph."""
     return make_session(graph.serialized(), options, providers)
+
+
+def as_taken(value: torch.Tensor) -> torch.Tensor:
+    """Returns a batch's tensor in the dtype of the graph's input: bfloat16 becomes fp32."""
+    return value.float() if value.dtype is torch.bfloat16 else value
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:
@@ -272,8 +275,8 @@ def _sizes(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, 
 def sample(
     wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], device: torch.device, generator: torch.Generator | None
 ) -> list[torch.Tensor]:
-    """Returns new random numbers for inputs and their shapes, contiguous and of types that can be bound."""
-    # All masks of a run are drawn from one number, and before it nothing else is.
+    """Returns new random numbers for random inputs, contiguous and in dtypes that can be bound."""
+    # All masks of a run are drawn from one key, which is drawn before anything else.
     with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
     key = torch.randint(KEYS, (), generator=generator, device=device).cpu() if with_key else None
     return [_sample(spec, shape, device, generator, key) for spec, shape in wanted]
@@ -286,7 +289,7 @@ def _sample(
     generator: torch.Generator | None,
     key: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns new random numbers; but for masks, sampled as PyTorch would."""
+    """Returns new random numbers, sampled as in PyTorch except for masks."""
     if key is not None and spec.kind == "key":
         return key
     if key is not None and spec.kind == "mask":
@@ -296,7 +299,7 @@ def _sample(
         return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
     order = spec.order or tuple(range(len(shape)))
     value = torch.empty([shape[axis] for axis in order], dtype=spec.dtype, device=device)
-    # A view with PyTorch's own strides; what a generator puts where depends on them.
+    # A view with PyTorch's own strides, on which the order of the drawn numbers depends.
     value = value.permute([order.index(axis) for axis in range(len(shape))])
     return _fill(value, spec, generator).contiguous().to(_bound_type(spec.dtype))
 

@@ -1,4 +1,4 @@
-"""``StepSession``: training, evaluation and weight updates, with graphs that are looked up by the shapes of a batch."""
+"""``StepSession``: training, evaluation and weight updates, with graphs looked up by the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepSession"]
 
-# A training run meets as many shapes as there are (batch, length) pairs; each keeps bindings of a few kilobytes.
+# A training run may have as many shapes as (batch, length) pairs; each plan holds a few kilobytes of bindings.
 _MAXIMUM_PLANS = 256
 
 
@@ -37,21 +37,21 @@ class StepSession:
     :meth:`optimizer_step` applies them, :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
 
     Args:
-        parameters: All parameters by name, trained or not. The session keeps these very tensors and changes them.
-        buffers: All buffers by name, likewise.
-        trainable: Names of the parameters to train, each with all the names by which a parameter group may call it.
-        optimizer_config: The update rule; its learning rates are the initial ones.
+        parameters: All parameters by name, trained or not. The session uses these tensors directly and changes them.
+        buffers: All buffers by name, used in the same way.
+        trainable: Names of the parameters to train, each with all its names in parameter groups.
+        optimizer_config: The update rule and the initial learning rates.
         clip: Whether gradients are clipped to the config's ``max_norm_clip``.
-        max_norm: A limit of the gradient norm instead of the config's; None for the config's.
-        max_value: A limit of each element of a gradient; None for none.
-        device: Where everything is.
+        max_norm: Limit of the gradient norm that overrides the config's; None for the config's.
+        max_value: Limit of the absolute value of each gradient element; None for no limit.
+        device: The device of all tensors.
         given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
-        deterministic: Whether to ask ONNX Runtime for deterministic kernels.
+        deterministic: Whether to request deterministic kernels from ONNX Runtime.
         provider_options: Execution provider -> its options.
-        mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 is no limit.
-        seed: Seed of the random numbers of training (dropout); None for those of PyTorch's global generator.
-        gradient_memory: Where gradients are to lie, by parameter name; None if that may be anywhere.
-        parts: What of each parameter this process updates; None for all of it.
+        mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
+        seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
+        gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
+        parts: The parts of the parameters that this process updates; None for all.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepSession:
         self._device = torch.device(device)
         self._given_options, self._deterministic = given_options, deterministic
         if given_options is not None:
-            session_options(given_options, deterministic)  # which checks them
+            session_options(given_options, deterministic)  # checks them
         self._providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
@@ -103,17 +103,17 @@ class StepSession:
 
     @functools.cached_property
     def _options(self) -> SessionOptions:
-        """Made for the first graph: until then nothing of ONNX Runtime is needed, and its import takes a while."""
+        """Created lazily for the first graph, because it imports ONNX Runtime, which takes a while."""
         return session_options(self._given_options, self._deterministic)
 
     @functools.cached_property
     def _one_thread(self) -> SessionOptions:
-        """For graphs whose nodes call PyTorch: what is heavy is done by its threads, beside which others would wait."""
+        """For graphs whose nodes call PyTorch, whose threads do the work; a second pool would compete for the cores."""
         return session_options(None, self._deterministic, threads=1)
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The memory of the gradients by parameter name; :meth:`present_gradients` says which count."""
+        """The memory of the gradients by parameter name; only those in :meth:`present_gradients` are valid."""
         return self._gradients.tensors
 
     @property
@@ -134,7 +134,7 @@ class StepSession:
             RuntimeError: If ONNX Runtime can't load it.
         """
         runner = self._make_runner(graph)
-        # One graph that writes into bound memory is enough for gradients to have to stay where they are.
+        # If any graph writes into bound memory, the gradients must not move.
         self._gradients.stays |= graph.training and runner.keeps_destinations
         for name in graph.gradients:
             self._gradients.memory(name)
@@ -145,14 +145,14 @@ class StepSession:
 
     def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
-        # The user's own options are never written to, and can't be copied: of them the level of optimization counts.
+        # The user's own options must not be changed and can't be copied; only their optimization level matters here.
         options = session_options(None, self._options.use_deterministic_compute)
         options.graph_optimization_level = self._options.graph_optimization_level
         options.optimized_model_filepath = str(path)
         load(graph, self._providers, options)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Works on other tensors from now on.
+        """Replaces tensors of the session.
 
         Args:
             tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
@@ -170,31 +170,35 @@ class StepSession:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
         return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
 
+    def graphs_of_variant(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode for the selected variant."""
+        return [runner.graph for runner in self._runners_for(training)]
+
     def choose_variant(self, training: bool, variant: Hashable) -> None:
-        """Chooses the variant of the model whose graphs are added, found and run from now on.
+        """Selects the variant of the model whose graphs are added, found and run from now on.
 
         Args:
-            training: Which graphs.
-            variant: Whatever stands for it; at first it is None.
+            training: Whether to select it for training or for evaluation graphs.
+            variant: Any key for the variant; initially None.
         """
         self._variants[training] = variant
 
     def plan(
         self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
     ) -> Plan | None:
-        """Returns what :meth:`train`, :meth:`forward` or :meth:`evaluate` needs for batches of these shapes.
+        """Returns a plan of :meth:`train`, :meth:`forward` or :meth:`evaluate` for batches of these shapes.
 
         Args:
-            training: Whether in training mode.
-            batch: Inputs by name. Without gradients, those that the outputs do not need may be left out.
+            training: Whether to run in training mode.
+            batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
             names: Outputs to return.
-            backward: Whether a run in training mode makes gradients.
+            backward: Whether a run in training mode computes gradients.
 
         Returns:
             The plan of the first graph that accepts the shapes; None if there is no such graph.
 
         Raises:
-            TypeError: If an input is left out that the outputs need.
+            TypeError: If an input that the outputs need is missing.
         """
         shapes = [value.shape for value in batch.values()]
         key = (training, backward, self._variants[training], *names, None, *batch, *shapes)
@@ -213,15 +217,15 @@ class StepSession:
     def train(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
     ) -> list[torch.Tensor]:
-        """Runs forward and backward pass and adds to the gradients.
+        """Runs the forward and backward pass and adds to the gradients.
 
-        If the run fails, gradients, buffers and random state are what they were.
+        If the run fails, gradients, buffers and random state do not change.
 
         Args:
             plan: From :meth:`plan`, for the shapes of the batch.
             batch: Inputs by name, contiguous and on the session's device.
             loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
-            check: Looks at the outputs before anything is made of the run, and may raise.
+            check: Checks the outputs before the run takes effect, and raises to discard it.
 
         Returns:
             The outputs that the plan fetches, as new tensors.
@@ -237,7 +241,7 @@ class StepSession:
     def gradients_of(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Does what :meth:`train` does, but leaves the gradients that it adds to alone.
+        """Does what :meth:`train` does, but returns the gradients instead of adding them to the session's.
 
         Returns:
             The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
@@ -246,11 +250,11 @@ class StepSession:
             self.forget()
         results, written = self._run(plan, batch, False, loss_scale, check)
         found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
-        # What is bound is written anew by the next run.
+        # The next run overwrites bound tensors.
         return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
 
     def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the forward pass in training mode: draws random numbers and changes buffers, and makes no gradients.
+        """Runs the forward pass in training mode: draws random numbers and changes buffers, without gradients.
 
         Args:
             plan: From :meth:`plan`, without a backward pass.
@@ -287,17 +291,17 @@ class StepSession:
         gradients: Mapping[str, torch.Tensor] | None = None,
         again: Again | None = None,
     ) -> bool:
-        """Updates the weights with the gradients. Call :meth:`lazy_reset_grad` afterwards: they are used up.
+        """Updates the weights with the gradients. Call :meth:`lazy_reset_grad` afterwards: the update changes them.
 
         Args:
-            divisor: What the gradients are divided by first.
+            divisor: Divisor of the gradients, applied first.
             check_finite: Whether to change nothing if any gradient is not finite.
             gradients: Gradients by parameter name to use instead of the session's; they are divided and clipped in
                 place.
-            again: Computes loss and gradients anew, for optimizers that ask for it.
+            again: Recomputes loss and gradients, for optimizers with a closure.
 
         Returns:
-            Whether all gradients were finite; True where that was not checked.
+            Whether all gradients were finite; True if that was not checked.
 
         Raises:
             RuntimeError: If there are no gradients: no :meth:`train` since the last reset.
@@ -306,11 +310,11 @@ class StepSession:
         return self.optimizer.step(gradients, self._learning_rates, divisor, check_finite, again)
 
     def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rate of the coming updates: one for all parameters, or one per group and the default."""
+        """Sets the learning rate of the next updates: one for all parameters, or one per group and the default."""
         self._learning_rates = [float(rate) for rate in learning_rates]
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming updates; of several, that of parameters that are in no group."""
+        """Returns the learning rate of the next updates; of several, that of the default group."""
         return self._learning_rates[-1]
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
@@ -323,15 +327,18 @@ class StepSession:
         return self._updated.keys()
 
     def hold_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        """Takes what an update uses: the gradients of all processes, empty if they are nowhere; None for those here."""
+        """Records the gradients that an update uses: those of all processes; None for the session's own.
+
+        Empty invalidates the gradients.
+        """
         self._gradients.hold(gradients)
 
     def used_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients of the last update, divided and clipped, until the next run; then nothing."""
+        """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
         return self._gradients.used()
 
     def norm_of_used(self) -> torch.Tensor | None:
-        """Returns the global norm of :meth:`used_gradients`; None if they are gone."""
+        """Returns the global norm of :meth:`used_gradients`; None if there are none."""
         used = self.used_gradients()
         return global_norm(used.values()) if used else None
 
@@ -340,7 +347,7 @@ class StepSession:
         self._gradients.restore(gradients)
 
     def forget(self) -> None:
-        """Gives up the gradients that the last update has used."""
+        """Releases the gradients that the last update used."""
         self.optimizer.forget(self._gradients.used())
         self._gradients.forget()
 
@@ -350,9 +357,9 @@ class StepSession:
     def _run(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None = None
     ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs a graph in training mode; returns the fetched outputs, and tensors that hold the others by name.
+        """Runs a graph in training mode; returns the fetched outputs, and tensors with the other outputs by name.
 
-        If the run fails, buffers and random state are what they were.
+        If the run fails, buffers and random state do not change.
         """
         graph = plan.runner.graph
         key = "fresh" if fresh else "add"
@@ -380,7 +387,7 @@ class StepSession:
         return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
-        """Returns a runner of the part of a graph that computes some outputs from some inputs."""
+        """Returns a runner for the part of a graph that computes some outputs from some inputs."""
         key = (id(runner), tuple(names))
         if key not in self._pruned:
             self._pruned[key] = self._make_runner(runner.graph.pruned(names))

@@ -1,8 +1,8 @@
-"""Times runs of training graphs, operator by operator.
+"""Measures runs of training graphs, operator by operator.
 
-A graph of programs is run by the same session; its programs have a second form that reads the clock behind each step.
-A graph of ONNX Runtime's kernels is run by a second session, which ONNX Runtime's own profiler watches: a session that
-was made without it can't be watched later. Both compute what is computed without them, bit for bit.
+A graph of programs runs in the same session, with a second form of its programs that reads the clock after each step. A
+graph of ONNX Runtime's kernels runs in a second session with ONNX Runtime's own profiler, which can't be enabled for an
+existing session. Both compute the same results as without measuring, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Operation:
     """One call of one operator. Times are nanoseconds of ``time.perf_counter_ns``.
 
     Attributes:
-        name: The operator, as PyTorch or ONNX calls it.
-        start: When it began.
+        name: PyTorch's or ONNX's name of the operator.
+        start: When it started.
         duration: How long it took.
-        node: Name of the graph's node that it belongs to; empty for what is done beside the graph.
-        step: Which step of the node's program it is.
-        is_part: Whether it belongs to another call of the operator that its name says, so that it does not count.
-        thread: The thread that it ran on, as a number of the operating system; 0 for the caller's.
+        node: Name of the graph's node that it belongs to; empty for work outside the graph.
+        step: Index of the step in the node's program.
+        is_part: Whether it is part of another call of the same operator and not counted as a call.
+        thread: The operating system's number of its thread; 0 for the caller's.
     """
 
     name: str
@@ -64,10 +64,10 @@ class TimedRun:
 
     Attributes:
         graph: The graph.
-        start: When it began, in nanoseconds.
+        start: When it started, in nanoseconds.
         end: When it ended.
-        operations: What was done in it; known after :meth:`Timing.collect`.
-        is_complete: Whether all of it is known: ONNX Runtime's profiler remembers a million events.
+        operations: Its operations; available after :meth:`Timing.collect`.
+        is_complete: Whether all operations are known: ONNX Runtime's profiler records at most a million events.
     """
 
     graph: TrainingGraph
@@ -78,11 +78,11 @@ class TimedRun:
 
 
 class Timing:
-    """Runs graphs in a way that leaves their times.
+    """Runs graphs and records their times.
 
     Attributes:
-        runs: The runs that came to their end, in order. Whoever takes them out empties the list.
-        set_up: Begin and end of what runs took only because they are timed, in nanoseconds; likewise.
+        runs: The completed runs, in order. The caller replaces the list.
+        set_up: Start and end, in nanoseconds, of work that only measuring causes. The caller replaces this list, too.
     """
 
     def __init__(self) -> None:
@@ -94,12 +94,12 @@ class Timing:
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def plan(self, plan: Plan, since: int) -> Plan:
-        """Returns a plan for the same run whose times are left here.
+        """Returns a plan for the same run that records its times here.
 
         Args:
             plan: From ``StepSession.plan``.
-            since: When the caller began to look for the plan. Where it has not been timed before, everything since then
-                is set-up: it may have been made just now.
+            since: When the caller began to look for the plan. For a plan that is measured for the first time,
+                everything since then is set-up, because the plan may be new.
         """
         if id(plan) not in self._plans:
             timed = self._runners.get(plan.runner)
@@ -111,7 +111,7 @@ class Timing:
         return self._plans[id(plan)][1]
 
     def collect(self) -> None:
-        """Fills in the operations of all runs; no run can be timed after it."""
+        """Fills in the operations of all runs; afterwards no run can be measured."""
         for runner in self._runners.values():
             runner.collect()
         self._remove()
@@ -178,12 +178,12 @@ def _operations(program: Program, node: str, marks: list[int]) -> Iterator[Opera
         names.append(names[args[0]["v"]] if is_part else target.rpartition(".")[0])
         yield Operation(names[step], marks[step], marks[step + 1] - marks[step], node, step, is_part)
     for (step, _), start, end in zip(program.results, marks[len(names) :], marks[len(names) + 1 :], strict=False):
-        # What goes from one program to the next lies in memory without gaps; mostly it does so already.
+        # Values between programs must be contiguous; most of them already are.
         yield Operation("aten.contiguous", start, end - start, node, step)
 
 
 class _TimedSession(_TimedRunner):
-    """Runs a graph of ONNX Runtime's kernels, in a session of its own."""
+    """Runs a graph of ONNX Runtime's kernels, in its own session."""
 
     def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
         super().__init__(runner, timing, folder)
@@ -201,7 +201,7 @@ class _TimedSession(_TimedRunner):
 
     def _launch(self, binding: Any) -> None:
         if self._is_new:
-            # The first run of a session gets its memory from the system. What it computes is computed again.
+            # The first run of a session requests its memory from the system, so it is repeated for the measurement.
             start = perf_counter_ns()
             self._launches.append((start, None))
             super()._launch(binding)
@@ -210,9 +210,9 @@ class _TimedSession(_TimedRunner):
         super()._launch(binding)
 
     def collect(self) -> None:
-        """Fills in the operations of the runs, from the file that the profiler writes."""
+        """Fills in the operations of the runs from the profiler's file."""
         path = Path(self.inference_session.end_profiling())
-        with contextlib.suppress(FileNotFoundError):  # nothing was noted
+        with contextlib.suppress(FileNotFoundError):  # nothing was recorded
             events = json.loads(path.read_text())
             self._fill(events)
 
@@ -222,10 +222,10 @@ class _TimedSession(_TimedRunner):
         nodes: list[list[dict[str, Any]]] = [[] for _ in runs]
         for event in events:
             index = bisect.bisect_right(starts, event.get("ts", 0)) - 1
-            # Behind the last run there may be the beginning of one whose end the profiler has no room for.
+            # After the last run there may be the beginning of one whose end exceeded the profiler's limit.
             if event["name"].endswith(_KERNEL) and index >= 0 and event["ts"] <= starts[index] + runs[index]["dur"]:
                 nodes[index].append(event)
-        # One that failed has its event as well.
+        # A failed run has an event, too.
         for (start, run), event, inside in zip(self._launches, runs, nodes, strict=False):
             if run is not None:
                 run.is_complete = True
@@ -242,7 +242,7 @@ class _TimedSession(_TimedRunner):
 
 
 def _own_times(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields events with their durations, without those of events within: an If or a Loop runs graphs."""
+    """Yields events with their durations, excluding those of nested events: an If or a Loop runs graphs."""
     own = {id(event): event["dur"] for event in events}
     around: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):

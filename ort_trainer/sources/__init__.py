@@ -1,4 +1,4 @@
-"""The two ways to a training graph: from a PyTorch model and from an ONNX model, behind one face."""
+"""Builds training graphs from PyTorch and ONNX models, behind one interface."""
 
 from .choose import loss_function, model_source
 from .model_source import BORROWED, Builder, ModelSource

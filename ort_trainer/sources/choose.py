@@ -1,4 +1,4 @@
-"""Chooses the source that fits what the user calls a model, and a loss."""
+"""Chooses the source for the user's model, and resolves a loss given by name."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LOSSES: Mapping[str, LossFunction] = {
     "nll": F.nll_loss,
     "smooth_l1": F.smooth_l1_loss,
 }
-"""The losses that ``loss_fn`` can be given by name: functions of torch.nn.functional with their defaults."""
+"""The losses that ``loss_fn`` accepts by name: functions of torch.nn.functional with their defaults."""
 
 
 def loss_function(loss_fn: LossFunction | str | None) -> LossFunction | None:
-    """Returns a loss that may be given by name.
+    """Returns the loss function, which may be given by name.
 
     Raises:
         TypeError: If it is neither a function nor a known name.
@@ -47,15 +47,15 @@ def loss_function(loss_fn: LossFunction | str | None) -> LossFunction | None:
 def model_source(
     model: Any, loss_fn: LossFunction | None, optim_config: OptimizerConfig, options: ORTTrainerOptions
 ) -> ModelSource:
-    """Returns a model behind its face.
+    """Returns the source for a model.
 
     Raises:
-        TypeError: If it is no model.
-        RuntimeError: If it is an ONNX model, and the installed ONNX Runtime can't differentiate one.
+        TypeError: If it is not a model.
+        RuntimeError: If it is an ONNX model and the installed ONNX Runtime can't differentiate one.
     """
     if isinstance(model, nn.Module):
         return TorchSource(model, loss_fn, optim_config, options)
-    from .onnx.model import OnnxSource, is_onnx_model  # as long to import as all the rest, and seldom needed
+    from .onnx.model import OnnxSource, is_onnx_model  # slow to import and rarely needed
 
     if is_onnx_model(model):
         return OnnxSource(model, loss_fn, optim_config, options)

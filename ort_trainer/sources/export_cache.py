@@ -1,7 +1,7 @@
-"""Exports kept on disk: a folder of the user's own with one file an export, found by its key.
+"""Caches exports on disk: a private folder with one file per export, named by its cache key.
 
-A file is a magic line, the SHA-256 of its key and content, and the content. Nothing in it is executed when it is read,
-and a file that is not exactly what was written counts as absent.
+A file holds a magic line, the SHA-256 of key and content, and the content. Reading it executes nothing, and a file that
+differs from what was written counts as missing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAGIC = b"ort_trainer export 1\n"
 _HEADER = len(_MAGIC) + hashlib.sha256().digest_size
 _OFF = ("off", "0", "no", "false")
 _DEFAULT_MEGABYTES = 1024
-# A temporary file so old is of a process that was killed while it wrote.
+# A temporary file this old was left by a process killed while writing.
 _ABANDONED_SECONDS = 3600
 
 
-# The rooms of this package that an export depends on; a test reads the imports to see whether these are all.
+# The parts of this package that an export depends on; a test compares them with the imports.
 _ROOMS = (
     *("dims", "errors", "forked", "graph", "indices", "masks", "nested", "options", "runtime", "sessions", "sources"),
     "undisturbed",
@@ -34,7 +34,7 @@ _ROOMS = (
 
 
 def hash_of_sources() -> str:
-    """Returns a hash of the source files that an export depends on, as they are now, which takes 2 ms."""
+    """Returns a hash of the current source files that an export depends on, in 2 ms."""
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
     for path in sorted(path for room in _ROOMS for path in _files_of(package / room)):
@@ -48,14 +48,14 @@ def _files_of(room: Path) -> Iterator[Path]:
 
 
 SOURCES_AT_IMPORT = hash_of_sources()
-"""What the package was when it was imported: the code that runs may be older than the files."""
+"""The hash when the package was imported: the running code may be older than the files."""
 
 
 def export_cache() -> ExportCache | None:
-    """Returns the cache that the environment asks for; None where ``ORT_TRAINER_CACHE`` is ``off``.
+    """Returns the cache that the environment configures; None if ``ORT_TRAINER_CACHE`` is ``off``.
 
     Raises:
-        ValueError: If ``ORT_TRAINER_CACHE_MB`` is no positive number.
+        ValueError: If ``ORT_TRAINER_CACHE_MB`` is not a positive int.
     """
     chosen = os.environ.get("ORT_TRAINER_CACHE", "")
     if chosen.lower() in _OFF:
@@ -63,8 +63,8 @@ def export_cache() -> ExportCache | None:
     megabytes = os.environ.get("ORT_TRAINER_CACHE_MB") or str(_DEFAULT_MEGABYTES)
     if not megabytes.isdecimal() or int(megabytes) == 0:
         raise ValueError(
-            f"the environment variable ORT_TRAINER_CACHE_MB is {megabytes!r}, but must be a whole number of megabytes, "
-            "at least 1; to keep no exports set ORT_TRAINER_CACHE to 'off'"
+            f"the environment variable ORT_TRAINER_CACHE_MB must be a whole number of megabytes, at least 1, but is "
+            f"{megabytes!r}; to disable the cache, set ORT_TRAINER_CACHE to 'off'"
         )
     try:
         folder = Path(chosen).expanduser() if chosen else _users_caches() / "ort_trainer"
@@ -74,7 +74,7 @@ def export_cache() -> ExportCache | None:
 
 
 def _users_caches() -> Path:
-    """Returns where the system has its users' caches."""
+    """Returns the system's folder for the user's caches."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"])
     if sys.platform == "darwin":
@@ -85,13 +85,13 @@ def _users_caches() -> Path:
 
 
 class ExportCache:
-    """A folder of exports, of which those that were not used for longest go when there are too many.
+    """A folder of exports; if it grows too large, the least recently used are evicted.
 
-    Any number of processes may use it at once: a file appears whole, and one that has vanished was never there.
+    Any number of processes may use it at once: files appear atomically, and a file that vanishes counts as missing.
 
     Args:
-        folder: The folder; it is made when there is something to keep.
-        limit: How many bytes its files may have together.
+        folder: The folder, created by the first :meth:`store`.
+        limit: Maximum total size of its files in bytes.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -103,41 +103,41 @@ class ExportCache:
         return self.folder / f"{key}.export"
 
     def load(self, key: str) -> tuple[bytes | None, str]:
-        """Returns what is kept under a key, or None; and what there is to say about that, if anything."""
+        """Returns the content for a key, or None, and a message if there is a problem."""
         path = self.path(key)
         try:
             problem = _problem(self.folder.stat())
             if problem:
-                return None, f"exports kept in {self.folder} are not used: the folder {problem}"
+                return None, f"cached exports in {self.folder} are not used: the folder {problem}"
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 problem = _problem(status)
                 if status.st_size > self.limit:
-                    problem = "is larger than all files together may be"
+                    problem = "is larger than the cache limit"
                 data = b"" if problem else file.read(self.limit + 1)
         except FileNotFoundError:
             return None, ""
         except OSError as error:
-            return None, f"the kept export {path} can't be read ({error}), so the model is exported again"
+            return None, f"the cached export {path} can't be read ({error}), so the model is exported again"
         if problem:
-            return None, f"the kept export {path} is not used, so the model is exported again: the file {problem}"
+            return None, f"the cached export {path} is not used, so the model is exported again: the file {problem}"
         content = memoryview(data)[_HEADER:]
         if data[:_HEADER] != _header(key, content):
-            return None, f"the kept export {path} is damaged, so the model is exported again"
+            return None, f"the cached export {path} is damaged, so the model is exported again"
         with contextlib.suppress(OSError):
-            os.utime(path)  # the time of the last use, by which files are chosen to go
+            os.utime(path)  # records the time of the last use, for eviction
         return bytes(content), ""
 
     def store(self, key: str, content: bytes) -> str:
-        """Keeps something under a key; returns why that was not possible, or nothing."""
+        """Stores the content for a key; returns the reason if it can't, otherwise an empty string."""
         if len(content) + _HEADER > self.limit:
-            return f"this export is not kept: its {len(content) >> 20} MB are more than the cache may have"
+            return f"this export is not cached: its {len(content) >> 20} MB exceed the cache limit"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             problem = _problem(self.folder.stat())
             if problem:
-                return f"exports kept in {self.folder} are not used: the folder {problem}"
-            # Nobody but the owner may read what mkstemp makes.
+                return f"cached exports in {self.folder} are not used: the folder {problem}"
+            # mkstemp makes files that only the owner can read.
             handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.folder)
             try:
                 with os.fdopen(handle, "wb") as file:
@@ -148,11 +148,11 @@ class ExportCache:
                 Path(temporary).unlink(missing_ok=True)
             self._make_room()
         except OSError as error:
-            return f"this export is not kept: {error}"
+            return f"this export is not cached: {error}"
         return ""
 
     def _make_room(self) -> None:
-        """Deletes what was used longest ago until the rest is within the limit, and what killed processes left."""
+        """Evicts the least recently used files beyond the limit, and deletes files left by killed processes."""
         known = sorted(self._files(".export"), key=lambda found: found[1].st_mtime, reverse=True)
         total = 0
         for path, status in known:
@@ -166,7 +166,7 @@ class ExportCache:
     def _files(self, ending: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.folder.iterdir():
             if path.name.endswith(ending):
-                with contextlib.suppress(FileNotFoundError):  # another process makes room as well
+                with contextlib.suppress(FileNotFoundError):  # another process may have evicted it
                     yield path, path.stat()
 
 
@@ -177,11 +177,11 @@ def _header(key: str, content: bytes | memoryview) -> bytes:
 
 
 def _problem(status: os.stat_result) -> str:
-    """Returns why a file or folder can't be trusted to have what this user put there; nothing if it can."""
-    if os.name == "nt":  # which has no owners and modes of this kind; the user's folders are their own
+    """Returns why a file or folder could hold another user's data; empty if it can't."""
+    if os.name == "nt":  # has no such owners and modes; the user's folders are private
         return ""
     if status.st_uid != os.geteuid():
-        return "belongs to someone else"
+        return "belongs to another user"
     if stat.S_IMODE(status.st_mode) & 0o022:
-        return "may be written by others (chmod go-w makes it right)"
+        return "is writable by others (fix it with chmod go-w)"
     return ""

@@ -1,4 +1,4 @@
-"""What the two sources of training graphs have in common: a model with its weights, and what builds its graphs."""
+"""The common base of the two sources of training graphs: a model with its weights, and a builder of its graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BORROWED", "Builder", "Layouts", "ModelSource", "Named", "autocast_d
 Named = Mapping[str, torch.Tensor]
 Layouts = Sequence[tuple[str, Layout]]
 BORROWED = threading.RLock()
-"""Held while a model is looked at or exported: an export changes modes and functions of PyTorch for a while."""
+"""Held while a model is inspected or exported: an export temporarily changes PyTorch's modes and functions."""
 
 
 class Builder(Protocol):
@@ -31,7 +31,7 @@ class Builder(Protocol):
         ...
 
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:
-        """Returns what the model itself computes in evaluation mode."""
+        """Returns the outputs of the model itself in evaluation mode."""
         ...
 
 
@@ -39,13 +39,12 @@ class ModelSource(ABC):
     """A model with its weights.
 
     Attributes:
-        name: What messages call it.
-        fixed: Whether nobody can change its weights from outside.
+        name: Name of the model in error messages.
+        fixed: Whether its weights can't be changed from outside.
         inputs: Names of its inputs.
         canonical: Every name of a parameter or buffer -> the first name of the same tensor.
-        saved: What is in a state dict, tied names included, in order; of these and the following only shape and dtype
-            count.
-        non_persistent: What is not.
+        saved: Tensors in a state dict, including tied names, in order; only their shapes and dtypes are used.
+        non_persistent: Tensors not in a state dict; only their shapes and dtypes are used.
         trainable: Canonical names of the parameters to train.
     """
 
@@ -60,93 +59,98 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Named:
-        """All parameters by canonical name, trained or not, as the model has them now."""
+        """The model's current parameters by canonical name, trained or not."""
 
     @property
     @abstractmethod
     def buffers(self) -> Named:
-        """All buffers, likewise."""
+        """The model's current buffers by canonical name."""
 
     def adopt(self, device: torch.device) -> Named:
-        """Returns what the trainer works on, parameters and buffers by canonical name: copies, if nothing else is said.
+        """Returns the parameters and buffers that the trainer works on, by canonical name; by default, copies.
 
         Args:
-            device: Where they are to be.
+            device: The device for the tensors.
         """
         parameters = self.parameters
         return own_copies({**parameters, **self.buffers}, parameters, device)
 
     def take_changes(self) -> Named:
-        """Takes over what was changed in the model itself, where the trainer works on its tensors.
+        """Picks up changes to the model itself, if the trainer works on the model's tensors.
 
         Returns:
-            Those that have other memory now, by canonical name; mostly none.
+            The tensors whose memory has changed, by canonical name; usually none.
 
         Raises:
-            RuntimeError: If that can't be.
+            RuntimeError: If a change is not supported.
         """
         return {}
 
-    def publish(self, names: Collection[str]) -> None:  # noqa: B027 - likewise
-        """Shows the model what has become of its tensors, where it does not see that by itself.
+    def publish(self, names: Collection[str]) -> None:  # noqa: B027 - optional to override
+        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
 
         Args:
-            names: Canonical names of those that have changed.
+            names: Canonical names of the tensors that have changed.
         """
 
     def put(self, values: Named) -> Named:
-        """Gives the model values before :meth:`adopt`, where the trainer will work on its tensors.
+        """Sets the model's values before :meth:`adopt`, if the trainer will work on the model's tensors.
 
         Returns:
-            The values that the model can't take as they are, and that must be put into what the trainer works on.
+            The values that the model can't take directly, to be copied into the tensors that the trainer works on.
         """
         return values
 
     def add_gradients(self, gradients: Named) -> None:
-        """Adds gradients to those that the model's parameters hold, as a backward pass of PyTorch does.
+        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
 
         Args:
-            gradients: By canonical name, new tensors, which the model may keep.
+            gradients: New tensors by canonical name, which the model may keep.
 
         Raises:
-            RuntimeError: If the trainer does not work on the tensors of the model.
+            RuntimeError: If the trainer does not work on the model's tensors.
         """
         raise RuntimeError(
-            f"gradients can't go into {self.name}, as the trainer works on copies of its weights: use train_step, or "
-            "a PyTorch model without utils.share_weights=False"
+            f"{self.name} can't receive gradients, because the trainer works on copies of its weights: use train_step, "
+            "or a PyTorch model without utils.share_weights=False"
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients that the parameters to train hold, by canonical name."""
+        """Returns the gradients of the model's trained parameters, by canonical name."""
         return {}
 
-    def drop_gradients(self) -> None:  # noqa: B027 - a model that has no such gradients has none to drop
-        """Removes the gradients that the parameters to train hold."""
+    def drop_gradients(self) -> None:  # noqa: B027 - optional to override
+        """Removes the gradients of the model's trained parameters."""
 
-    def check_joint(self) -> None:  # noqa: B027 - likewise
-        """Checks that several processes can train it together, each with its part of the data.
+    def check_joint(self) -> None:  # noqa: B027 - optional to override
+        """Checks that several processes can train it together, each on its part of the data.
 
         Raises:
-            ValueError: If not.
+            ValueError: If they can't.
         """
 
     def variant(self, training: bool) -> Hashable:
-        """Returns what stands for all of the model and loss that graphs depend on; it differs where that has changed.
+        """Returns a key for everything in the model and loss that graphs depend on; it changes with them.
 
         Args:
-            training: Whether for training graphs.
+            training: Whether the key is for training graphs.
 
         Raises:
-            RuntimeError: If it has become another model, or has nothing to train.
+            RuntimeError: If the model has changed into another one, or has nothing to train.
         """
         self._check_trainable(training, self.trainable)
         return None
 
+    @property
+    def last_change(self) -> str:
+        """What has changed in the model since the call of :meth:`variant` before the last; empty if unknown."""
+        return ""
+
     def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
         if training and not trainable:
             raise RuntimeError(
-                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights; "
-                "eval_step works"
+                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights. "
+                "eval_step still works"
             )
 
     def names_of_trainable(self) -> dict[str, list[str]]:
@@ -160,27 +164,27 @@ class ModelSource(ABC):
     def name_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
     ) -> dict[str, Any]:
-        """Returns the arguments of a step by name, where there is no description yet."""
+        """Returns the arguments of a step by name, before there is a description."""
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
-        """Returns a batch of zeros, with 2 for every size that is open, where the model says what it takes.
+        """Returns a batch of zeros, with size 2 for every symbolic dimension, if the model declares its inputs.
 
         Raises:
-            RuntimeError: If only a real batch can tell.
+            RuntimeError: If only a real batch determines the inputs.
         """
         raise RuntimeError(
-            "what the model takes is unknown before the first batch: call prepare(), train_step() or eval_step() first"
+            "the model's inputs are unknown before the first batch: call prepare(), train_step() or eval_step() first"
         )
 
     @abstractmethod
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
-        """Returns a description that is derived from a sample batch.
+        """Returns a description derived from a sample batch.
 
         Args:
             batch: The tensors by input name.
-            layouts: How they make the arguments.
+            layouts: How the tensors form the arguments.
             parameters: The loss parameters.
         """
 
@@ -192,13 +196,13 @@ class ModelSource(ABC):
         parameters: Sequence[str] | None = None,
         portable: bool = False,
     ) -> Builder:
-        """Returns what builds the graphs.
+        """Returns a builder of graphs.
 
         Args:
             description: The model description.
             layouts: The arguments that are not one tensor, each with its layout.
-            parameters: The inputs that are loss parameters; None where that is not known yet.
-            portable: Whether the graphs are to run elsewhere too, so of ONNX's own operators.
+            parameters: The inputs that are loss parameters; None if not known yet.
+            portable: Whether the graphs must run on other engines too, so have only standard ONNX operators.
 
         Raises:
             ValueError: If the description does not fit the model.
@@ -206,22 +210,18 @@ class ModelSource(ABC):
 
 
 def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:
-    """Checks that frozen weights and parameter groups name parameters.
+    """Checks that frozen weights and parameter groups name known parameters.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If a name is unknown.
     """
     unknown = [name for name in options.utils.frozen_weights if name not in names]
     if unknown:
-        raise ValueError(
-            f"utils.frozen_weights names {unknown}, which are no parameters of the model; it has {sorted(names)}"
-        )
+        raise ValueError(f"unknown parameters {unknown} in utils.frozen_weights: the model has {sorted(names)}")
     for group in optim_config.params:
         unknown = [name for name in group["params"] if name not in names]
         if unknown:
-            raise ValueError(
-                f"a parameter group names {unknown}, which are no parameters of the model; it has {sorted(names)}"
-            )
+            raise ValueError(f"unknown parameters {unknown} in a parameter group: the model has {sorted(names)}")
 
 
 def autocast_dtype(options: ORTTrainerOptions) -> torch.dtype | None:

@@ -1,1 +1,1 @@
-"""The training loop and all that it counts and keeps."""
+"""The training loop, its counters and its state."""

@@ -1,4 +1,4 @@
-"""Turns the arguments of a step into tensors by name, and checks them before anything is counted or changed."""
+"""Turns the arguments of a step into tensors by name, and checks them before any counter or state changes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Batch(dict[str, torch.Tensor]):
     """Tensors by input name.
 
     Attributes:
-        layouts: The arguments that are not one tensor, each with its layout: graphs depend on them.
+        layouts: Each argument that is not a single tensor, with its layout; graphs depend on them.
     """
 
     layouts: tuple[tuple[str, Layout], ...] = ()
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Returns the same arguments with other tensors."""
+        """Returns a batch with these tensors and the same layouts."""
         batch = Batch(tensors)
         batch.layouts = self.layouts
         return batch
@@ -45,19 +45,19 @@ def read_batch(
     """Assigns the arguments of ``train_step`` or ``eval_step`` to the described inputs.
 
     Args:
-        names: The inputs, in the order of the description. Those of an argument that is a tuple or dict have its name,
-            a dot, and their place in it.
+        names: The inputs, in the order of the description. Each part of a tuple or dict argument is named by the
+            argument, a dot, and its key or index.
         args: Positional arguments in that order; or one dict, list or tuple that holds the batch.
-        kwargs: Keyword arguments by name, for those that no positional argument gives.
+        kwargs: Keyword arguments, for the inputs not given by position.
         optional: Inputs that may be left out.
-        arguments: The arguments in order; those that the names show, if there are none.
-        constants: Names of other arguments, which may be None, bools, numbers and strings.
+        arguments: The arguments in order; derived from ``names`` if empty.
+        constants: Names of further arguments, which may be None, bools, numbers or strings.
 
     Returns:
         Name -> contiguous, detached tensor, in the order of the description.
 
     Raises:
-        TypeError: If an argument is missing, unknown, given twice, or no tensor.
+        TypeError: If an argument is missing, unknown, given twice, or not a tensor.
     """
     args, kwargs = unpack(args, kwargs)
     arguments = arguments or tuple(dict.fromkeys(map(argument_of, names)))
@@ -80,7 +80,7 @@ def read_batch(
     strange = [name for name in given if name not in names]
     if strange:
         raise TypeError(
-            f"inputs {strange} are tensors, but the model description has no tensors for them: it has {list(names)}"
+            f"inputs {strange} are tensors, but the model description has no such tensors: it has {list(names)}"
         )
     if len(given) < len(names):
         missing = [name for name in names if name not in given and name not in optional]
@@ -89,14 +89,14 @@ def read_batch(
     batch = Batch({name: to_tensor(name, given[name]) for name in names if name in given})
     for name in batch:
         argument = argument_of(name)
-        if argument != name and argument not in layouts:  # its parts were given by their own names
+        if argument != name and argument not in layouts:  # the caller gave its parts by their own names
             layouts[argument] = default_layout(argument, batch)
     batch.layouts = tuple(sorted(layouts.items()))
     return batch
 
 
 def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Layout]]:
-    """Returns what may be a tensor by input name, and the layouts of arguments that are not one tensor."""
+    """Returns the leaves of all arguments by input name, and the layout of each argument that is not one tensor."""
     leaves: dict[str, Any] = {}
     layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
     layouts = {argument: layout for argument, layout in layouts.items() if layout != ("tensor", argument)}
@@ -106,7 +106,7 @@ def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[s
         if sorted(found) != sorted(expected):
             if expected == [argument]:
                 raise TypeError(_NO_TENSOR.format(argument, type(given[argument]).__name__, shown(given[argument])))
-            what = shown(given[argument]) if layout[0] == "value" else f"one with the parts {found}"
+            what = shown(given[argument]) if layout[0] == "value" else f"a nested value with the parts {found}"
             raise TypeError(
                 f"input {argument!r} is {what}, but the model description has "
                 + (f"{expected} for it" if expected else "no tensors for it")
@@ -115,7 +115,7 @@ def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[s
 
 
 def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Returns arguments by position and by name where one dict, list or tuple may hold the whole batch."""
+    """Returns positional and keyword arguments; unpacks a single dict, list or tuple that holds the whole batch."""
     if len(args) == 1 and not kwargs:
         (whole,) = args
         if isinstance(whole, Mapping):
@@ -132,7 +132,7 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         TypeError: If it is neither a dense tensor nor a numpy array.
     """
     if isinstance(value, (np.ndarray, np.generic)):
-        # PyTorch can't represent negative strides or foreign byte orders, and must not write to a read-only array.
+        # PyTorch supports neither negative strides nor foreign byte orders, and must not write to a read-only array.
         array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
         value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
     if not isinstance(value, torch.Tensor):
@@ -154,12 +154,12 @@ def check_batch(
         description: The model description.
         batch: The inputs by name.
         device: Where the tensors must be.
-        dtypes: The dtypes that the exported graph takes; None before there is one.
+        dtypes: The dtypes that the exported graph takes; None before the first export.
 
     Raises:
-        TypeError: If a tensor has a wrong dtype.
-        ValueError: If a tensor has a wrong shape, is empty, or is on another device; or if two inputs give one
-            symbolic dimension two sizes.
+        TypeError: If a tensor has the wrong dtype.
+        ValueError: If a tensor has the wrong shape, is empty, or is on another device; or if two inputs give one
+            symbolic dimension different sizes.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for entry in description.inputs:
@@ -188,7 +188,7 @@ def _check(
             if size != expected:
                 raise ValueError(
                     f"input {entry.name!r} has size {size} in dimension {axis}, but the model description says "
-                    f"{expected}: {described}. Give the dimension a name there if it may change"
+                    f"{expected}: {described}. If the size may change, give the dimension a name there"
                 )
             continue
         known, where = sizes.setdefault(expected, (size, entry.name))

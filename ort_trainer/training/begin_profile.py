@@ -1,4 +1,4 @@
-"""Begins to measure the steps of a loop."""
+"""Starts a profile of a loop's steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def begin_profile(loop: TrainingLoop, steps: int, trace: str | os.PathLike[str] 
     """Measures the next calls of ``loop.train``; see ``ORTTrainer.profile``.
 
     Raises:
-        RuntimeError: If steps are being measured already.
-        TypeError, ValueError, OSError: If an argument is none that can be.
+        RuntimeError: If a profile is already running.
+        TypeError, ValueError, OSError: If an argument is invalid.
     """
     if loop.profiler is not None:
         raise RuntimeError(
-            f"a profile of {loop.profiler.profile.steps} steps is under way, and {loop.profiler.profile.left} of "
-            "them are left: call train_step that often, then profile() again"
+            f"a profile of {loop.profiler.profile.steps} steps is running, with {loop.profiler.profile.left} left: "
+            "call train_step that often, then profile() again"
         )
     loop.profiler = Profiler(steps, trace, loop.device, loop.strategy.world_rank)
     return loop.profiler.profile

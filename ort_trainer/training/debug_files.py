@@ -1,4 +1,4 @@
-"""The options under ``debug.graph_save_paths``: writes the graphs that a training graph is on its way."""
+"""The options ``debug.graph_save_paths``: writes a training graph at each stage of its construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_graph_paths(paths: Mapping[str, str]) -> None:
-    """Checks that files can be written, before the work that they would hold.
+    """Checks that the files can be written, before the work to produce them starts.
 
     Raises:
         FileNotFoundError: If a folder does not exist.
@@ -45,20 +45,20 @@ def save_graphs(
     accumulate: bool,
     check_finite: bool,
 ) -> None:
-    """Writes the graphs that were asked for.
+    """Writes the graphs requested in the options.
 
     Args:
         options: All settings.
         graph: The first training graph.
-        session: Knows what is updated, and how ONNX Runtime is set up.
+        session: The session; it knows the trained parameters and ONNX Runtime's settings.
         config: The update rule.
         accumulate: Whether an update uses the gradients of several micro-batches.
-        check_finite: Whether an update is skipped where gradients are not finite.
+        check_finite: Whether an update is skipped when gradients are not finite.
     """
     paths = options.debug.graph_save_paths.to_dict()
     if not any(paths.values()):
         return
-    # Most users never ask for these files, and what writes them takes half a second to import.
+    # Few users need these files, and the modules that write them take half a second to import.
     from ..graph.prune import prune
     from ..optim.onnx_update import with_optimizer
     from ..optim.update_writer import ParameterUpdate
@@ -101,8 +101,8 @@ def _write(model: ir.Model, path: Path) -> None:
 def _write_optimized(session: StepSession, graph: TrainingGraph, path: Path) -> None:
     try:
         session.save_optimized(graph, path)
-    except Exception as error:  # ONNX Runtime has no class of its own for a file that it can't write
+    except Exception as error:  # ONNX Runtime has no exception class for a file that it can't write
         raise OSError(
-            f"ONNX Runtime can't write the graph that it runs into {str(path.parent)!r}: {error}; make room there, or "
+            f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "
             "choose another folder"
         ) from error

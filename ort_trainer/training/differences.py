@@ -1,4 +1,4 @@
-"""What a state dict has other than the trainer, collected, so that one error names all of it."""
+"""Collects the differences between a state dict and the trainer, so that one error reports all of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Differences", "compare_keys", "to_tensor"]
 
 
 class Differences:
-    """Keys that are missing, that are unexpected, and whose tensors do not fit.
+    """Missing keys, unexpected keys, and tensors with the wrong shape or dtype.
 
     Args:
-        strict: Whether missing and unexpected keys count.
+        strict: Whether missing and unexpected keys are errors.
     """
 
     def __init__(self, strict: bool) -> None:
@@ -27,7 +27,7 @@ class Differences:
         self._dtypes: list[str] = []
 
     def compare_keys(self, expected: Iterable[str], found: Iterable[str], where: str) -> None:
-        """Notes missing and unexpected keys of a part of the state dict."""
+        """Records missing and unexpected keys of a part of the state dict."""
         if not self.strict:
             return
         expected, found = dict.fromkeys(expected), dict.fromkeys(found)
@@ -39,10 +39,10 @@ class Differences:
             self._names.append(f"Unexpected keys: {unexpected} in {where}")
 
     def fitting(self, value: Any, like: torch.Tensor, where: str) -> torch.Tensor | None:
-        """Returns a tensor as the trainer keeps it; None if it does not fit, which is noted.
+        """Returns a tensor in the trainer's dtype; None if its shape or dtype is wrong, which is recorded.
 
         Raises:
-            TypeError: If it is none.
+            TypeError: If it is not a tensor.
         """
         tensor = to_tensor(value, where)
         if tensor.shape != like.shape:
@@ -54,10 +54,10 @@ class Differences:
         return tensor.to(owned_dtype(like.dtype))
 
     def check(self) -> None:
-        """Raises if there were any.
+        """Raises one error for all recorded differences.
 
         Raises:
-            RuntimeError: If keys are missing or unexpected; the message has all differences.
+            RuntimeError: If keys are missing or unexpected; the message lists all differences.
             ValueError: If only shapes or dtypes differ.
         """
         parts = list(self._names)
@@ -66,7 +66,7 @@ class Differences:
         if self._dtypes:
             parts.append(f"Keys of another dtype: {', and '.join(self._dtypes)}")
         if self._names:
-            # With shapes that differ, that would be refused too.
+            # strict=False does not help against wrong shapes.
             hint = ". To restore only what both have, pass strict=False" if parts == self._names else ""
             raise RuntimeError("; ".join(parts) + hint)
         if parts:
@@ -74,14 +74,14 @@ class Differences:
 
 
 def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
-    """Raises RuntimeError if keys differ, and ``strict`` is True; it lists all missing and unexpected ones."""
+    """Raises a RuntimeError that lists missing and unexpected keys, if ``strict`` is True."""
     differences = Differences(strict)
     differences.compare_keys(expected, found, where)
     differences.check()
 
 
 def to_tensor(value: Any, where: str) -> torch.Tensor:
-    """Returns a value as a tensor, in its own memory.
+    """Returns a tensor or array as a tensor that shares its memory.
 
     Raises:
         TypeError: If it is neither a tensor nor an array.

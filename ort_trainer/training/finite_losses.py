@@ -1,4 +1,4 @@
-"""Stops training whose losses are not finite: the option ``debug.max_nonfinite_losses``."""
+"""Stops training when losses are not finite: the option ``debug.max_nonfinite_losses``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OPTION = "debug.max_nonfinite_losses"
 
 
 class FiniteLosses:
-    """Counts losses in a row that are infinite or not a number.
+    """Counts consecutive losses that are infinite or NaN.
 
     Args:
-        limit: How many there may not be; None for any number.
+        limit: The number of them that is an error; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -24,22 +24,22 @@ class FiniteLosses:
         self._count = 0
 
     def check_fetched(self, names: Collection[str], loss: str) -> None:
-        """Checks that a step has a loss to look at.
+        """Checks that a step fetches the loss, if losses are to be checked.
 
         Raises:
-            ValueError: If it is not among the outputs.
+            ValueError: If the loss is not among the outputs.
         """
         if self._limit is not None and loss not in names:
             raise ValueError(
-                f"{_OPTION} is {self._limit}, but the outputs {list(names)} of the step are without the loss: add "
+                f"{_OPTION} is {self._limit}, but the step's outputs {list(names)} do not include the loss: add "
                 f"{loss!r} to train_step_info.fetches, or leave the option out"
             )
 
     def check(self, outputs: Mapping[str, torch.Tensor], loss: str) -> None:
-        """Looks at the loss of a run before anything is made of it.
+        """Checks the loss of a run before its results are used.
 
         Raises:
-            FloatingPointError: If there have been as many as the limit says, with this one, which is not counted then.
+            FloatingPointError: If this loss reaches the limit; it is not counted then.
         """
         if self._limit is None:
             return
@@ -53,6 +53,5 @@ class FiniteLosses:
             before = ", as was the one before it" if self._count == 1 else before
             raise FloatingPointError(
                 f"the loss is {value}{before}: {_OPTION} is {self._limit}. This step was not taken: weights, gradients "
-                "and counters are what they were before it. Look at the batch and at the learning rate, or go back to "
-                "a checkpoint"
+                "and counters are unchanged. Check the batch and the learning rate, or go back to a checkpoint"
             )

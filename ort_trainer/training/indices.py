@@ -1,4 +1,4 @@
-"""Looks for indices in a batch of PyTorch's tensors that its model does not have: classes, rows of an embedding."""
+"""Checks a batch of PyTorch tensors for indices out of range, such as classes or rows of an embedding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["check_indices"]
 
 
 def check_indices(plan: Plan, batch: Mapping[str, torch.Tensor]) -> None:
-    """Checks the inputs of a batch that operators index with; it takes one pass over each of them.
+    """Checks the inputs that operators use as indices, in one pass over each of them.
 
     Args:
-        plan: For the shapes of the batch.
+        plan: The plan for the batch's shapes.
         batch: The inputs by name.
 
     Raises:
-        IndexError: If one has a value that is out of range.
+        IndexError: If a value is out of range.
     """
     indices.check_indices(
         plan.indices,
@@ -31,7 +31,7 @@ def check_indices(plan: Plan, batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def _extremes(values: torch.Tensor, ignored: int | None) -> tuple[int, int]:
-    """Returns the lowest and the highest value that count, found where the tensor is; 0 stands for the others."""
+    """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
     lowest, highest = torch.aminmax(values)
     found = int(lowest.item()), int(highest.item())
     if ignored is not None and ignored in found:

@@ -14,7 +14,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def outside_inference_mode(method: Method) -> Method:
-    """Runs a method outside ``torch.inference_mode``, whose tensors could not be changed by later steps."""
+    """Runs a method outside ``torch.inference_mode``, because later steps could not change inference tensors."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

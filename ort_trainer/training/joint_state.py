@@ -1,4 +1,4 @@
-"""What the state of several processes has that no process has alone, and what each takes of it."""
+"""Gathers the joint state of several processes, and selects each process's part when it is loaded."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Gathered", "gather_state", "take_own"]
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the processes have put together.
+    """The joint state of all processes.
 
     Attributes:
         random_states: The states of their random generators, by rank.
-        window: The state of a window that has all their micro-batches.
-        slots: The optimizer's state tensors of whole parameters, by name and slot.
+        window: The state of one window with the micro-batches of all processes.
+        slots: The optimizer's state tensors of complete parameters, by name and slot.
         gradients: The gradients of that window.
     """
 
@@ -41,12 +41,12 @@ class Gathered:
 
 
 def gather_state(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> Gathered:
-    """Gathers it; all processes call this after a meeting.
+    """Gathers the joint state; all processes call this after a meeting.
 
     Args:
-        loop: Has begun, so it has a session.
-        meeting: Of kind ``state``, or ``model`` for a state without the optimizer.
-        keep: Whether this process needs it; if not, it takes part without memory for the tensors.
+        loop: A loop with a session.
+        meeting: A meeting of kind ``state``, or ``model`` for a state without the optimizer.
+        keep: Whether this process needs the result; if not, it takes part without memory for the tensors.
     """
     session, strategy, window = loop.session, loop.strategy, loop.window.state_dict()
     assert session is not None
@@ -71,25 +71,26 @@ def gather_state(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> Gat
 
 
 def take_own(restored: Restored, strategy: Strategy, device: torch.device) -> None:
-    """Makes of a state what this process restores of it.
+    """Reduces a state, in place, to what this process restores.
 
-    Rank 0 goes on with the window and its gradients, the others begin with nothing in it. Where there are as many
-    processes as have saved the state, each gets its own random state; else they are made of that of rank 0.
+    Rank 0 continues the window with its gradients; the others start with an empty contribution. If as many processes
+    load the state as saved it, each gets its own random state; otherwise theirs are derived from that of rank 0.
 
     Args:
-        restored: What was read.
+        restored: The state that was read.
         strategy: How the processes work together.
         device: Where training runs.
 
     Raises:
-        DistributedError: In all processes, if they were given different states.
+        DistributedError: In all processes, if their states differ.
     """
     own = _checksum(restored)
     sums = [int(found) for found in strategy.gather(str(own).encode())]
     different = [rank for rank, found in enumerate(sums) if found != sums[0]]
     if different:
         raise DistributedError(
-            f"ranks {different} were given another state to load than rank 0: give all the same; nothing has changed"
+            f"ranks {different} got a different state to load than rank 0: load the same state in all processes; "
+            "nothing has changed"
         )
     rank, states = strategy.world_rank, restored.random_states
     if states is not None and len(states) == strategy.world_size:
@@ -103,7 +104,7 @@ def take_own(restored: Restored, strategy: Strategy, device: torch.device) -> No
 
 
 def _checksum(restored: Restored) -> int:
-    """Returns a checksum of the weights, the counters and the window, and of the names of all else."""
+    """Returns a checksum of the weights, counters and window, and of the names of everything else."""
     window = None if restored.window is None else restored.window.state_dict()
     others = [sorted(restored.slots), sorted(restored.gradients or ()), restored.random is None, restored.counts]
     numbers = [restored.step, restored.optimization_step, window, *others]
@@ -115,6 +116,6 @@ def _checksum(restored: Restored) -> int:
 
 
 def _derived(state: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
-    """Returns the state of a generator that was seeded with a state and a rank."""
+    """Returns the state of a generator seeded with a hash of a state and a rank."""
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state()

@@ -1,4 +1,4 @@
-"""What the state of a trainer consists of, and what a state dict calls it."""
+"""The tensors of a trainer's state and their names in a state dict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """What the state of a trainer consists of; known from the model alone, before any export.
+    """The contents of a trainer's state; known from the model and optimizer, before any export.
 
     Attributes:
         tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
@@ -39,7 +39,7 @@ class Layout:
         slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
         counted: Canonical names of the parameters whose updates are counted.
         device: Where training runs.
-        torch_config: The optimizer of PyTorch that does the updates, if one does.
+        torch_config: The config of the PyTorch optimizer that does the updates; None for our own rules.
     """
 
     tensors: Mapping[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""The learning rates of the coming update: the config's, or what a schedule makes of them."""
+"""The learning rates of the coming update, from the config or from a schedule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["LearningRates", "Schedule", "learning_rates"]
 
 _GROUPS = "param_groups"
 Schedule = LRScheduler | TorchScheduler | Callable[[int], float]
-"""What the option ``lr_scheduler`` takes: one of ours, one of PyTorch's, or update number -> factor on the rates."""
+"""Values of the option ``lr_scheduler``: our schedules, PyTorch's, or a function from update number to factor."""
 
 
 class LearningRates:
-    """Those of the config: without a schedule, or with one of PyTorch's that the user steps.
+    """The config's rates: without a schedule, or with a PyTorch schedule that the user steps.
 
     Args:
-        config: Has the rates.
+        config: The config with the rates.
 
     Attributes:
         scheduler: The user's own object, or None.
@@ -43,45 +43,45 @@ class LearningRates:
         """Returns one learning rate for all parameters, or one per group and one for the others.
 
         Args:
-            info: Where training stands.
-            step: The ``step`` that the schedule gets to see.
+            info: The training progress.
+            step: The ``step`` passed to the schedule.
 
         Raises:
-            TypeError, ValueError: If the schedule returns something else.
+            TypeError, ValueError: If the schedule returns invalid rates.
         """
         return self._config.learning_rates
 
     def current(self, info: TrainStepInfo) -> list[float]:
-        """Returns the rates of the coming update, without asking the schedule for its next ones.
+        """Returns the rates of the coming update without advancing the schedule.
 
-        A schedule that only says its next rates when it is asked has those of the last update here.
+        For a schedule that computes its next rates only when it advances, returns those of the last update.
         """
         return self._config.learning_rates
 
     def updated(self) -> None:
-        """Is told that the weights were updated."""
+        """Called after the weights were updated."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the schedule's state; None where there is none."""
+        """Returns the schedule's state; None without a schedule."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """Restores what :meth:`state_dict` returned; None, and a state without a schedule for it, change nothing.
+        """Restores what :meth:`state_dict` returned; does nothing for None, or if there is no schedule.
 
         Raises:
-            RuntimeError, ValueError: If it does not fit. The schedule is what it was then.
+            RuntimeError, ValueError: If the state is invalid. The schedule is unchanged then.
         """
 
 
 class _Scheduled(LearningRates):
-    """A schedule of this package's interface computes the rates from the config's."""
+    """A schedule with this package's interface computes the rates from the config's."""
 
     scheduler: LRScheduler
 
     def __init__(self, config: OptimizerConfig, scheduler: LRScheduler) -> None:
         super().__init__(config)
         self.scheduler = scheduler
-        scheduler._config = config  # so that it can say what the first step will use
+        scheduler._config = config  # so that get_last_lr() can return the first step's rate beforehand
         config.scheduled()
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
@@ -93,7 +93,7 @@ class _Scheduled(LearningRates):
         try:
             return self._checked(given, type(scheduler).__name__)
         except (TypeError, ValueError):
-            scheduler._last_lr = before  # a refused rate was never in use, and no checkpoint could keep it
+            scheduler._last_lr = before  # a rejected rate was never used, and a checkpoint could not store it
             raise
 
     def current(self, info: TrainStepInfo) -> list[float]:
@@ -107,7 +107,7 @@ class _Scheduled(LearningRates):
             load_state(self.scheduler, state, "lr_scheduler", strict)
 
     def _checked(self, given: Sequence[Any], name: str) -> list[float]:
-        """Returns what get_lr() of a schedule returned as floats."""
+        """Checks the rates that a schedule's get_lr() returned and converts them to floats."""
         config = self._config
         try:
             rates = [float(rate) for rate in given]
@@ -124,10 +124,9 @@ class _Scheduled(LearningRates):
             )
         if len(rates) < groups and config.has_group_rates:
             raise ValueError(
-                f"get_lr() of {name} returned one learning rate, {shown(given)}, but parameter groups have their "
-                "own, which "
-                f"it would override: return {groups}, from train_step_info.optimizer_config.learning_rates, or leave "
-                "'lr' out of the groups"
+                f"get_lr() of {name} returned one learning rate, {shown(given)}, which would override those of the "
+                f"parameter groups: return {groups}, based on train_step_info.optimizer_config.learning_rates, or "
+                "leave 'lr' out of the groups"
             )
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(
@@ -137,7 +136,7 @@ class _Scheduled(LearningRates):
 
 
 class _Factor(LearningRates):
-    """A function gives the factor on the config's rates."""
+    """A function returns the factor on the config's rates."""
 
     def __init__(self, config: OptimizerConfig, factor: Callable[[int], float]) -> None:
         super().__init__(config)
@@ -159,7 +158,7 @@ class _Factor(LearningRates):
 
 
 class _FromTorch(LearningRates):
-    """A schedule of PyTorch changes the rates of its optimizer, one step after each update."""
+    """A PyTorch schedule changes the rates of its optimizer; it is stepped after each update."""
 
     scheduler: TorchScheduler
 
@@ -169,14 +168,14 @@ class _FromTorch(LearningRates):
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError(
                 f"option lr_scheduler: {name} needs a metric at each step: leave it out of the options and call "
-                "scheduler.step(metric) yourself. The rates of its optimizer count at every update"
+                "scheduler.step(metric) yourself. Every update reads the rates from its optimizer"
             )
         own = getattr(config, "optimizer", None)
         if scheduler.optimizer is not own:
             raise ValueError(
                 f"option lr_scheduler: {name} changes the rates of its own {type(scheduler.optimizer).__name__}, which "
-                "the trainer does not look at: give that optimizer as optim_config, or "
-                "ort_trainer.optim.from_torch(optimizer)"
+                "the trainer does not use: pass that optimizer, or ort_trainer.optim.from_torch(optimizer), as "
+                "optim_config"
             )
         self.scheduler = scheduler
 
@@ -192,12 +191,12 @@ class _FromTorch(LearningRates):
         state, groups, own = dict(state), state.get(_GROUPS), self._groups()
         state.pop(_GROUPS, None)
         load_state(self.scheduler, _like(state, self.scheduler.state_dict()), "lr_scheduler", strict)
-        # What a schedule has changed besides its own state: rates, and of some the momentum.
+        # Besides its own state, a schedule changes its optimizer's rates, and some change the momentum.
         for group, values in zip(self.scheduler.optimizer.param_groups, _like(groups or own, own), strict=True):
             group.update(values)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the hyper-parameters of the optimizer's groups."""
+        """Returns the hyper-parameters of the optimizer's groups that a schedule may change."""
         return [
             {key: value for key, value in group.items() if key in ("lr", "momentum", "betas")}
             for group in self.scheduler.optimizer.param_groups
@@ -205,14 +204,14 @@ class _FromTorch(LearningRates):
 
 
 def _plain(value: Any) -> Any:
-    """Returns the state of a schedule with str keys throughout, as a checkpoint takes it."""
+    """Returns the state of a schedule with str keys and lists only, as checkpoints require."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _like(value: Any, own: Any) -> Any:
-    """Returns what :func:`_plain` made with the types of a schedule's own state."""
+    """Reverses :func:`_plain`: restores the types of a schedule's own state."""
     if isinstance(own, Counter):
         return Counter({int(key): count for key, count in value.items()})
     if isinstance(own, Mapping) and isinstance(value, Mapping):
@@ -223,14 +222,14 @@ def _like(value: Any, own: Any) -> Any:
 
 
 def learning_rates(config: OptimizerConfig, scheduler: Schedule | None) -> LearningRates:
-    """Returns what asks a schedule, whatever kind it is.
+    """Returns the learning rates of a config with a schedule of any kind.
 
     Args:
-        config: Has the rates that a schedule starts from.
+        config: The config with the initial rates.
         scheduler: The user's own object, or None.
 
     Raises:
-        ValueError: If it is one of PyTorch's for another optimizer, or one that can't be stepped after each update.
+        ValueError: If it is a PyTorch schedule of another optimizer, or one that can't be stepped after each update.
     """
     if scheduler is None:
         return LearningRates(config)

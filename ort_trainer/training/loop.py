@@ -1,6 +1,6 @@
 """The step loop: forward and backward pass, accumulation window, loss scale, schedule, update, and their counters.
 
-All faces of the trainer run this one loop and translate arguments only.
+All interfaces of the trainer translate arguments and run this one loop.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class TrainingLoop:
         window: The micro-batches since the last update.
         precision: Loss scale and check for finite gradients.
         rates: The learning rates.
-        strategy: Where gradients of several processes meet.
+        strategy: Combines the gradients of several processes.
         info: The counters.
-        losses: Looks whether they are finite.
-        profiler: Measures the steps, where that was asked for.
-        layout: What the state consists of.
-        holds_gradients: Whether the model's parameters hold gradients that were made for an update.
+        losses: Checks that losses are finite.
+        profiler: Measures steps while a profile is running; else None.
+        layout: The contents of the state.
+        holds_gradients: Whether ``p.grad`` holds gradients for an update.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class TrainingLoop:
         self.pending_dict: Mapping[str, Any] = {}
         if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
-                f"with batch.gradient_reduction 'weighted' train_step takes {GRADIENT_WEIGHT!r} for itself, but the "
-                "model has an input of that name: rename the input"
+                f"batch.gradient_reduction 'weighted' reserves the argument {GRADIENT_WEIGHT!r} of train_step, but "
+                "the model has an input of that name: rename the input"
             )
         traits = {}
         if self.strategy.world_size > 1:
@@ -104,9 +104,9 @@ class TrainingLoop:
         with BORROWED:
             tensors = {**source.parameters, **source.buffers}
             self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
-        # A PyTorch model may still change until the first step; an ONNX model is what it is, and has its state at once.
+        # A PyTorch model may change until the first step; an ONNX model is fixed, so its session is created at once.
         self._session = self._make_session() if source.fixed else None
-        # Last, so that a trainer that could not be made uses nothing.
+        # Last, so that a constructor that fails claims nothing.
         for thing, option in (
             (self.precision.scaler, "mixed_precision.loss_scaler"),
             (self.rates.scheduler, "lr_scheduler"),
@@ -117,10 +117,10 @@ class TrainingLoop:
 
     @property
     def session(self) -> StepSession | None:
-        """The session with all tensors; None before the first step, if the model is a PyTorch model.
+        """The session with all tensors; None before the first step of a PyTorch model.
 
         Raises:
-            RuntimeError: If a tensor of the model was changed to one that it can't take over.
+            RuntimeError: If a tensor of the model was replaced by one that the session can't use.
         """
         if self._session is not None:
             self.graphs.refresh(self._session)
@@ -128,11 +128,11 @@ class TrainingLoop:
 
     @property
     def pending(self) -> Restored | None:
-        """The state that waits for training to begin."""
+        """The loaded state that is applied when training begins; None if there is none."""
         return self._pending
 
     def wait_with(self, restored: Restored, state_dict: Mapping[str, Any]) -> None:
-        """Keeps a state for when training begins, over one that waits already.
+        """Keeps a state to apply when training begins, merged over one kept earlier.
 
         Args:
             restored: The state.
@@ -144,17 +144,17 @@ class TrainingLoop:
         self._pending, self.pending_dict = restored, state_dict
 
     def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Returns what runs a step for a batch; makes session and graph where there are none yet.
+        """Returns the plan that runs a step for a batch; makes the session and the graph if needed.
 
         Args:
             batch: A checked batch, from ``graphs.bind``.
             training: Whether for :meth:`step`, or for evaluation.
-            names: Outputs to return, from :meth:`fetches`.
-            backward: Whether a step makes gradients.
+            names: Outputs to return, from ``graphs.fetches``.
+            backward: Whether a step computes gradients.
 
         Raises:
-            ExportError: If the model can't be exported. Everything is as it was then.
-            TypeError: If an input is missing that is needed.
+            ExportError: If the model can't be exported. The loop is unchanged then.
+            TypeError: If a required input is missing.
         """
         if self.graphs.has_started:
             assert self._session is not None
@@ -162,11 +162,11 @@ class TrainingLoop:
         return self._start(batch, training, names, backward)
 
     def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Does what :meth:`prepare` does for a batch that is run then; so it looks at its values as well.
+        """Calls :meth:`prepare` for a batch that is about to run, and checks its values.
 
         Raises:
-            IndexError: If one is an index that is out of range.
-            ValueError: If losses are to be looked at, and there would be none.
+            IndexError: If an index is out of range.
+            ValueError: If losses are to be checked, but the loss is not fetched.
         """
         plan = self.prepare(batch, training, names, backward)
         if training and backward:
@@ -180,17 +180,17 @@ class TrainingLoop:
 
         Args:
             args: Arguments by position, as for ``ORTTrainer.train_step``.
-            kwargs: Arguments by name, the weight of the micro-batch among them where the window asks for one.
+            kwargs: Arguments by name, including the weight of the micro-batch if the window needs one.
 
         Returns:
-            The outputs that ``info.fetches`` asks for.
+            The outputs named in ``info.fetches``.
         """
         profiler = self.profiler
         if profiler is None:
             return self._train(args, kwargs)
         outputs = profiler.step(lambda: self._train(args, kwargs))
         if profiler.finished:
-            self.profiler = None  # before anything else, so that whatever happens no later step is measured
+            self.profiler = None  # first, so that no later step is measured even if the report fails
             profiler.report()
         return outputs
 
@@ -202,9 +202,9 @@ class TrainingLoop:
         Args:
             plan: From :meth:`prepare`, for this batch.
             batch: The batch.
-            weight: What the micro-batch counts in the window's mean.
-            rates: Learning rates, one for all parameters or one per group and one for the others; None for those of
-                schedule and config.
+            weight: The weight of the micro-batch in the window's mean.
+            rates: Learning rates, one for all parameters or one per group and one for the others; None to take them
+                from the schedule or config.
 
         Returns:
             The outputs that the plan fetches.
@@ -213,12 +213,12 @@ class TrainingLoop:
         if self.config.needs_closure:
             if self.window.size > 1:
                 raise RuntimeError(
-                    f"{self.config.name} computes the loss several times in an update, and the batches of a window are "
+                    f"{self.config.name} computes the loss several times in an update, but the batches of a window are "
                     "not kept: set gradient_accumulation_steps to 1, or write the loop with forward_backward() and "
                     "optimizer.step(closure)"
                 )
             again = functools.partial(self._again, batch)
-        # Asked before anything has changed, as either may refuse.
+        # Before anything changes, because both may raise.
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
         with undone_without_update(self, plan):
@@ -228,12 +228,12 @@ class TrainingLoop:
         return outputs
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
-        """Runs forward and backward pass, adds to the window's gradients and counts the micro-batch.
+        """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
 
         Args:
             plan: From :meth:`prepare`, for this batch.
             batch: The batch.
-            weight: What the micro-batch counts in the window's mean.
+            weight: The weight of the micro-batch in the window's mean.
 
         Returns:
             The outputs that the plan fetches.
@@ -250,12 +250,12 @@ class TrainingLoop:
     def gradients_of(
         self, plan: Plan, batch: Batch, check: Check | None = None
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Runs forward and backward pass and changes nothing but random state and buffers.
+        """Runs the forward and backward pass; changes only the random state and buffers.
 
         Args:
             plan: From :meth:`plan`, for this batch.
             batch: The batch.
-            check: Looks at the outputs before that, and may raise.
+            check: Called with the outputs before any change; may raise.
 
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
@@ -269,20 +269,20 @@ class TrainingLoop:
         return outputs, gradients
 
     def optimizer_step(self, rates: Sequence[float] | None = None, again: Again | None = None) -> bool:
-        """Updates the weights with the gradients of the window so far, whether it is complete or not, and ends it.
+        """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
 
         Args:
             rates: As for :meth:`step`.
-            again: Computes loss and gradients anew.
+            again: Recomputes the loss and gradients.
 
         Returns:
-            Whether all gradients were finite. If not, the weights are what they were; True where that was not checked.
+            Whether all gradients were finite; if not, the weights are unchanged. True if this was not checked.
 
         Raises:
-            RuntimeError: If the window has no micro-batch. (Of several processes, some may have none.)
+            RuntimeError: If the window has no micro-batch. (With several processes, some may have none.)
         """
         if self.strategy.world_size == 1 and (self._session is None or not self.window.micro_batches):
-            raise RuntimeError("there are no gradients to update the weights with: run a backward pass before")
+            raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
         return self.update(None, rates, again)
 
     def update(
@@ -296,7 +296,7 @@ class TrainingLoop:
         Args:
             gradients: By parameter name; they are divided and clipped in place. None for those of the window.
             rates: As for :meth:`step`.
-            again: Computes loss and gradients anew.
+            again: Recomputes the loss and gradients.
 
         Returns:
             As :meth:`optimizer_step`.
@@ -304,7 +304,7 @@ class TrainingLoop:
         return update(self, gradients, rates, again)
 
     def follow(self) -> str:
-        """Takes part in what the other processes do next, with no data left; returns what that was."""
+        """Joins the other processes' next operation, without data of its own; returns its kind."""
         with uninterrupted():
             return follow(self)
 
@@ -320,7 +320,7 @@ class TrainingLoop:
         Args:
             args: Arguments by position, as for ``ORTTrainer.eval_step``.
             kwargs: Arguments by name.
-            fetches: Outputs to return, all if it is empty. Inputs that they do not need may be left out.
+            fetches: Outputs to return; all if empty. Inputs that they do not need may be left out.
 
         Returns:
             The outputs.
@@ -331,7 +331,7 @@ class TrainingLoop:
         return self._session.evaluate(plan, batch)
 
     def take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-        """Returns what the micro-batch counts in the window's mean, and the arguments without it."""
+        """Returns the weight of the micro-batch in the window's mean, and the other arguments."""
         if self.window.reduction == "weighted":
             others = {name: value for name, value in kwargs.items() if name != GRADIENT_WEIGHT}
             return self.window.checked_weight(kwargs.get(GRADIENT_WEIGHT)), others
@@ -356,17 +356,17 @@ class TrainingLoop:
         return make_session(self.source, self.config, self.options, self.device, self._seed, self.strategy)
 
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns loss and gradients of a batch with the weights of now."""
+        """Returns the loss and gradients of a batch with the current weights."""
         assert self._session is not None
         plan = self.graphs.plan(self._session, batch, True, [self.graphs.description.loss.name])
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
 
     def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
-        """Makes session and first graph; keeps them last, so that a failure leaves the loop as it was."""
+        """Makes the session and the first graph; stores them last, so that a failure leaves the loop unchanged."""
         missing = [name for name in self.graphs.description.input_names if name not in batch]
         if missing:
-            raise TypeError(f"inputs {missing} are missing: the first step needs all inputs, to export the model")
+            raise TypeError(f"inputs {missing} are missing: the first step needs all inputs to export the model")
         session = self._session or self._make_session()
         if self.options.debug.check_model_export and not self.source.fixed:
             self.graphs.check_export(session, batch)
@@ -378,7 +378,7 @@ class TrainingLoop:
         return plan
 
     def start_session(self) -> StepSession:
-        """Returns the session; makes it where there was no batch yet."""
+        """Returns the session; makes it if there is none yet."""
         if self._session is None:
             self._take_session(self._make_session())
         assert self._session is not None
@@ -392,8 +392,8 @@ class TrainingLoop:
         self._session = session
 
     def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
-        """Does what is due for a new graph: the files of ``debug.graph_save_paths``, for the first to train with."""
+        """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
         self.precision.name_input(graph)
-        if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # all have the same
+        if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
             save_graphs(self.options, graph, session, self.config, accumulate, check_finite)

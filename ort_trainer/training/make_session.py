@@ -1,4 +1,4 @@
-"""Makes the session that owns, or shares, a model's tensors, with all options that concern it."""
+"""Makes the session, which owns or shares a model's tensors, from the options."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def make_session(
         config: The optimizer.
         options: All settings.
         device: Where training runs.
-        seed: Of the random numbers of training.
+        seed: Seed of training's random numbers.
         strategy: How several processes work together.
     """
-    with BORROWED:  # an export puts others into the model for a while
+    with BORROWED:  # an export temporarily puts other tensors into the model
         parameters, buffers = source.parameters, source.buffers
         tensors = source.adopt(device)
     trainable = source.names_of_trainable()

@@ -1,4 +1,4 @@
-"""Writes what a training loop has learnt as an ONNX model."""
+"""Writes a training loop's model as ONNX, with the current weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
     """Writes the evaluation graph with the current weights; see ``ORTTrainer.save_as_onnx``.
 
     Args:
-        loop: Has begun.
+        loop: A loop with a session.
         path: Where to write.
-        names: The described outputs that the file has.
+        names: The described outputs to include.
 
     Raises:
-        TypeError, ValueError: If the path is none.
+        TypeError, ValueError: If the path is invalid.
         FileNotFoundError: If the folder does not exist.
     """
-    from ..graph.onnx_file import save_model  # with all that writes ONNX, which training does not need
+    from ..graph.onnx_file import save_model  # a slow import, which training does not need
 
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
@@ -42,11 +42,11 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
 
 
 def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
-    """Returns what :func:`save_onnx` writes.
+    """Returns the model that :func:`save_onnx` writes.
 
     Args:
-        loop: Has begun.
-        names: The described outputs that the model has.
+        loop: A loop with a session.
+        names: The described outputs to include.
     """
     import onnx_ir as ir
 
@@ -64,7 +64,7 @@ def _graph(loop: TrainingLoop, names: Sequence[str]) -> TrainingGraph:
 
 
 def names_without_loss(description: ModelDescription) -> list[str]:
-    """Returns the described outputs that inference is for.
+    """Returns the described outputs other than the loss.
 
     Raises:
         ValueError: If there are none.
@@ -72,7 +72,7 @@ def names_without_loss(description: ModelDescription) -> list[str]:
     names = [output.name for output in description.outputs if not output.is_loss]
     if not names:
         raise ValueError(
-            "model_desc describes no output but the loss, so nothing is left to infer: describe the prediction too"
+            "model_desc describes only the loss, so there is no output for inference: describe the prediction too"
         )
     return names
 
@@ -82,11 +82,12 @@ def inference_names(description: ModelDescription, chosen: Sequence[str] | None)
 
     Args:
         description: The model description.
-        chosen: What the user asked for; None for all but the loss.
+        chosen: The names that the user passed; None for all but the loss.
 
     Raises:
-        TypeError: If it is no list of names.
-        ValueError: If it is empty, or has an unknown name, the loss, or a name twice; if there is none but the loss.
+        TypeError: If it is not a list of names.
+        ValueError: If it is empty, or has an unknown name, the loss, or a repeated name; or if the loss is the only
+            described output.
     """
     known = names_without_loss(description)
     if chosen is None:
@@ -94,15 +95,15 @@ def inference_names(description: ModelDescription, chosen: Sequence[str] | None)
     if not isinstance(chosen, (list, tuple)) or not all(isinstance(name, str) for name in chosen):
         raise TypeError(f"output_names must be a list of names, but {shown(chosen)} was given: choose from {known}")
     if not chosen:
-        raise ValueError(f"output_names is empty, so nothing is left to infer: name some of {known}, or leave it out")
+        raise ValueError(f"output_names is empty: name at least one of {known}, or leave it out")
     if description.loss.name in chosen:
         raise ValueError(
             f"output_names has the loss, {description.loss.name!r}, which needs the label and is not for inference: "
-            f"choose from {known}, or write all with save_as_onnx()"
+            f"choose from {known}, or write all outputs with save_as_onnx()"
         )
     wrong = [name for name in chosen if name not in known]
     if wrong:
-        raise ValueError(f"output_names has {wrong}, which the model description does not have: choose from {known}")
+        raise ValueError(f"output_names has unknown names {wrong}: choose from {known}")
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"output_names has a name twice: {list(chosen)}")
+        raise ValueError(f"output_names has a repeated name: {list(chosen)}")
     return list(chosen)

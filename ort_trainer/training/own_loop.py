@@ -1,4 +1,4 @@
-"""For loops of the user's own: passes that only fill ``p.grad``, or nothing, and updates when the user says so."""
+"""Steps for the user's own loops: passes that fill ``p.grad`` or change nothing, and explicit updates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
     if loop.window.micro_batches:
         raise RuntimeError(
             f"forward_backward() was called after {loop.window.micro_batches} of {loop.window.size} micro-batches of a "
-            "window of train_step(), whose gradients are kept elsewhere: end it with optimizer_step() first"
+            "train_step() window, whose gradients are not in p.grad: end the window with optimizer_step() first"
         )
     _check_not_joining(loop, "forward_backward")
-    loop.source.add_gradients({})  # which is refused where there is no place for them
+    loop.source.add_gradients({})  # raises early if the model can't hold gradients
     batch = loop.graphs.bind(args, kwargs)
     plan = loop.plan(batch, True, loop.graphs.fetches(loop.info.fetches))
     with uninterrupted():
@@ -55,15 +55,14 @@ def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @noted
 def optimizer_step(loop: TrainingLoop) -> bool:
-    """Updates the weights with what there is; see ``ORTTrainer.optimizer_step``."""
-    alone = loop.strategy.world_size == 1  # if not, others may have micro-batches, so all go through the update
+    """Updates the weights with the gradients so far; see ``ORTTrainer.optimizer_step``."""
+    alone = loop.strategy.world_size == 1  # otherwise others may have micro-batches, so all run the update
     in_window = bool(loop.window.micro_batches) or not (alone or loop.holds_gradients)
     if not in_window and not loop.holds_gradients:
         return False
     if loop.session is None and loop.pending is not None and alone:
         raise RuntimeError(
-            "the accumulation window that was loaded waits for training to begin: call prepare() before "
-            "optimizer_step()"
+            "the loaded accumulation window is applied when training begins: call prepare() before optimizer_step()"
         )
     if loop.config.needs_closure:
         raise RuntimeError(
@@ -96,6 +95,7 @@ def lazy_reset_grad(loop: TrainingLoop) -> None:
 def _check_not_joining(loop: TrainingLoop, method: str) -> None:
     if loop.strategy.joining:
         raise RuntimeError(
-            f"{method}() was called inside trainer.join() with gradients in p.grad, but a process without data takes "
-            "part in train_step() only: use that, or give all processes as many batches and leave out trainer.join()"
+            f"{method}() was called inside trainer.join() with gradients in p.grad, but a process without data can "
+            "only take part in train_step(): use that, or give all processes the same number of batches and leave out "
+            "trainer.join()"
         )

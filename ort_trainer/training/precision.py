@@ -10,16 +10,16 @@ from ..graph import TrainingGraph
 from ..optim.step_info import TrainStepInfo
 from .user_objects import load_state
 
-__all__ = ["FedScale", "Precision", "ScaledPrecision", "choose_precision"]
+__all__ = ["Precision", "ScaledPrecision", "choose_precision"]
 
 
 class Precision:
-    """Without a loss scale: fp32, and bfloat16, which has the exponents of fp32, so that gradients do not vanish.
+    """Precision without a loss scale: fp32 or bfloat16, whose exponent range is that of fp32.
 
     Attributes:
         mixed: Whether matrix products and convolutions are computed in a narrower dtype.
         scaler: The loss scaler, or None.
-        checks_finite: Whether an update is skipped where a gradient is not finite.
+        checks_finite: Whether an update is skipped if a gradient is not finite.
     """
 
     scaler: LossScaler | None = None
@@ -30,86 +30,83 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What the coming loss is multiplied by before the backward pass."""
+        """The factor on the coming loss for the backward pass."""
         return 1.0
 
     def name_input(self, graph: TrainingGraph) -> None:
-        """Notes by which input a new graph takes the scale."""
+        """Records the name of the input by which a new graph takes the scale."""
 
     def update(self, info: TrainStepInfo) -> None:
-        """Chooses the next scale after an update, or after one that was skipped (``info.all_finite``)."""
+        """Sets the next scale after an update, including a skipped one (see ``info.all_finite``)."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns what a checkpoint keeps; None for nothing."""
+        """Returns the state for a checkpoint; None if there is none."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """Restores what :meth:`state_dict` returned; None, and a state without a scaler for it, change nothing.
+        """Restores what :meth:`state_dict` returned; does nothing for None, or if there is no scaler.
 
         Args:
             state: The state.
-            strict: Whether it must have exactly the keys that the scaler's has.
+            strict: Whether its keys must be exactly those of the scaler's own state.
 
         Raises:
-            RuntimeError, ValueError: If it does not fit. The scaler is what it was then.
+            RuntimeError, ValueError: If it is invalid. The scaler is unchanged then.
         """
 
 
 class ScaledPrecision(Precision):
-    """With a loss scale, so that the small gradients of fp16 do not vanish.
+    """Precision with a loss scale, which keeps the small gradients of fp16 from vanishing.
 
     Args:
         scaler: The user's own object, or the default.
 
     Raises:
-        TypeError: If it does not say how the scale changes, or has no scale.
+        TypeError: If it has no scale.
     """
 
     checks_finite = True
 
     def __init__(self, scaler: LossScaler) -> None:
         super().__init__(mixed=True)
-        _check(scaler)
+        if not hasattr(scaler, "loss_scale"):  # else an error would appear only after the first update
+            raise TypeError(
+                f"mixed_precision.loss_scaler: {type(scaler).__name__} has no scale yet: call "
+                "super().__init__(loss_scale) in its __init__"
+            )
         self.scaler: LossScaler = scaler
 
     @property
     def loss_scale(self) -> float:
-        """The scaler's."""
+        """The scaler's scale."""
         return self.scaler.loss_scale
 
     def name_input(self, graph: TrainingGraph) -> None:
-        """Gives the scaler the name of the graph's input."""
+        """Sets the scaler's ``input_name`` to the graph's input."""
         if graph.loss_scale is not None:
             self.scaler.input_name = graph.loss_scale.name
 
     def update(self, info: TrainStepInfo) -> None:
-        """Asks the scaler, which may return the next scale or set it itself."""
+        """Calls the scaler, which may return the next scale or set it itself."""
         scale = self.scaler.update(info)
         if scale is not None:
             self.scaler.loss_scale = scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scaler's."""
+        """Returns the scaler's state."""
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """Restores the scaler's."""
+        """Restores the scaler's state."""
         if state is not None:
             load_state(self.scaler, state, "loss_scaler", strict)
 
 
-class FedScale(LossScaler):
-    """A scale that the caller feeds with every step; nothing else changes it."""
-
-    def update(self, train_step_info: TrainStepInfo) -> None:
-        """Leaves the scale alone."""
-
-
 def choose_precision(mixed_precision: Any) -> Precision:
-    """Returns what the options ``mixed_precision`` ask for.
+    """Returns the precision selected by the options ``mixed_precision``.
 
     Raises:
-        TypeError: If the loss scaler in it is not complete.
+        TypeError: If their loss scaler is incomplete.
     """
     if not mixed_precision.enabled:
         return Precision(mixed=False)
@@ -117,17 +114,3 @@ def choose_precision(mixed_precision: Any) -> Precision:
     if scaler is None and mixed_precision.dtype == "float16":
         scaler = DynamicLossScaler()
     return Precision(mixed=True) if scaler is None else ScaledPrecision(scaler)
-
-
-def _check(scaler: LossScaler) -> None:
-    """Checks what a user's own scaler needs, which would otherwise show after the first update only."""
-    name = type(scaler).__name__
-    if type(scaler).update is LossScaler.update:
-        raise TypeError(
-            f"mixed_precision.loss_scaler: {name} does not say how the scale changes: override update(), or keep the "
-            "scale constant with DynamicLossScaler(automatic_update=False, loss_scale=...)"
-        )
-    if not hasattr(scaler, "loss_scale"):
-        raise TypeError(
-            f"mixed_precision.loss_scaler: {name} has no scale yet: call super().__init__(loss_scale) in its __init__"
-        )

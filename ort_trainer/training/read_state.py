@@ -1,4 +1,4 @@
-"""Reads a state dict: checks all that comes back against what the trainer has, and changes nothing."""
+"""Reads a state dict and checks it against the trainer; changes nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .window import AccumulationWindow
 
 __all__ = ["Restored", "apply_to_session", "copied", "read"]
 
-# What legacy wrote, and what came after. Only a state dict of this package has a window, and the others as well.
+# The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
 _NEW_KEYS = (
     *("window", "random", "random_states", "transient_buffers", "gradients"),
     *("loss_scaler", "lr_scheduler", "torch_optimizer"),
 )
-# Of steps and updates.
+# Limit for the counts of steps and updates.
 _HIGHEST_COUNT = 1 << 62
 
 
 @dataclass
 class Restored:
-    """A state dict that was read and found to fit; None stands for what it does not have."""
+    """A state dict that was read and matches the trainer; None for entries that it lacks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Restored:
     torch_optimizer: Mapping[str, Any] | None = None
 
     def over(self, earlier: Restored | None) -> Restored:
-        """Returns this state with what it lacks from one that was loaded earlier."""
+        """Returns this state, with missing entries taken from a state loaded earlier."""
         if earlier is None:
             return self
         merged = Restored()
@@ -64,18 +64,18 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
     """Checks a state dict of either format against a layout; changes nothing.
 
     Args:
-        state_dict: What ``ORTTrainer.state_dict`` gave, in either format, or a PyTorch model's state dict.
-        layout: What the trainer has.
-        window: Its accumulation window; it is not changed.
+        state_dict: The result of ``ORTTrainer.state_dict``, in either format, or a PyTorch model's state dict.
+        layout: The trainer's layout.
+        window: The trainer's accumulation window; it is not changed.
         strict: Whether names must match exactly; if not, only names that both have are restored.
 
     Returns:
-        Everything that is to be restored, for the most part in the memory of the state dict.
+        The state to restore, mostly in the memory of the state dict.
 
     Raises:
-        RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
-        TypeError: If a value is no tensor or array.
-        ValueError: If a shape, dtype or value does not fit.
+        RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
+        TypeError: If a value is neither a tensor nor an array.
+        ValueError: If a shape, dtype or value does not match.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
@@ -96,7 +96,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
     if layout.torch_config is not None and "optimizer" in state_dict and "torch_optimizer" not in state_dict:
         kind = type(layout.torch_config.optimizer).__name__
-        warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps the moments that it has")
+        warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")
     _read_counters(state_dict, layout, window, differences, restored)
     if "random" in state_dict:
         restored.random = to_tensor(state_dict["random"], "state_dict[random]").to(torch.uint8, copy=True)
@@ -111,7 +111,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
 
 
 def copied(value: Any) -> Any:
-    """Returns a state, or a part of it, with copies of its containers, tensors and arrays, on the CPU."""
+    """Returns a deep copy of a state, or of a part of it, with tensors on the CPU."""
     if isinstance(value, Mapping):
         return {key: copied(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -123,7 +123,7 @@ def copied(value: Any) -> Any:
 
 
 def apply_to_session(restored: Restored, session: StepSession) -> None:
-    """Puts what :func:`read` returned into a session's tensors."""
+    """Copies the result of :func:`read` into a session's tensors."""
     for name, value in restored.tensors.items():
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
     for name, slots in restored.slots.items():
@@ -149,17 +149,17 @@ def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, An
 
 
 def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str) -> None:
-    """Raises RuntimeError if there are names, and not one is known, so that nothing would be restored."""
+    """Raises RuntimeError if no name is known, so that nothing would be restored; an empty part is fine."""
     found, expected = list(found), list(expected)
     if found and expected and not set(found) & set(expected):
         raise RuntimeError(
             f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(found)}, "
-            f"and the trainer {shown(expected)}"
+            f"but the trainer has {shown(expected)}"
         )
 
 
 def _compare_top(state_dict: Mapping[str, Any], layout: Layout, differences: Differences) -> None:
-    """Reports keys that are unknown, and missing keys that no other message reports."""
+    """Reports unknown keys, and missing keys that no other message reports."""
     unknown = [key for key in state_dict if key not in (*_LEGACY_KEYS, *_NEW_KEYS)]
     differences.compare_keys((), unknown, "state_dict")
     if isinstance(state_dict.get("trainer_options"), Mapping):
@@ -180,7 +180,7 @@ def _read_weights(state_dict: Mapping[str, Any], layout: Layout, differences: Di
         _refuse_nothing(precisions, ["full_precision"], "state_dict[model]")
         weights = _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
         _read_tensors(weights, layout.tensors, layout, differences, "state_dict[model][full_precision]", restored)
-        if not differences.strict:  # that of an export has all buffers among the weights
+        if not differences.strict:  # an export's state dict has all buffers among the weights
             _read_tensors(
                 weights, layout.non_persistent, layout, differences, "state_dict[model][full_precision]", restored
             )
@@ -199,7 +199,7 @@ def _read_tensors(
     where: str,
     restored: Restored,
 ) -> None:
-    # A tied tensor is there if any of its names is: legacy wrote it under its first name only.
+    # One of a tied tensor's names is enough: legacy wrote it under its first name only.
     tied = {layout.canonical[name] for name in given if name in expected}
     needed = [name for name in expected if name in given or layout.canonical[name] not in tied]
     differences.compare_keys(needed, given, where)
@@ -215,7 +215,7 @@ def _read_tensors(
         known = restored.tensors.get(canonical)
         if known is not None and not torch.equal(known, tensor):
             raise ValueError(
-                f"{where} has different values for {canonical!r} and {name!r}, which are one tied tensor in the model"
+                f"{where} has different values for {canonical!r} and {name!r}, which are tied in the model"
             )
         restored.tensors[canonical] = tensor
 
@@ -230,15 +230,18 @@ def _read_optimizer(
     name = name.decode() if isinstance(name, bytes) else name
     if name is None and differences.strict:
         raise RuntimeError(
-            "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which says what state_dict[optimizer] is"
+            "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which names the optimizer of "
+            "state_dict[optimizer]"
         )
     if name is not None and name != layout.rule.name:
         raise ValueError(
-            f"the state is that of {name}, but the trainer uses {layout.rule.name}: make the trainer with the same "
-            "optimizer config, or leave the key 'optimizer' out of the state dict"
+            f"the state is from {name}, but the trainer uses {layout.rule.name}: create the trainer with the same "
+            "optimizer config, or remove the key 'optimizer' from the state dict"
         )
     shares_count = layout.rule.shares_count
     shared = state.pop(SHARED, None) if shares_count else None
+    if isinstance(shared, Mapping) and STEP not in shared:  # the legacy documentation has it in lower case
+        shared = {STEP if key == STEP.lower() else key: value for key, value in shared.items()}
     each_counts = () if shares_count else layout.counted
     expected = {name: [*layout.slots[name], *([UPDATE_COUNT] if name in each_counts else [])] for name in layout.slots}
     differences.compare_keys([name for name, keys in expected.items() if keys], state, where)
@@ -268,7 +271,7 @@ def _read_optimizer(
 def _update_count(value: Any, where: str) -> int:
     tensor = to_tensor(np.asarray(value) if isinstance(value, int) else value, where)
     if tensor.numel() != 1 or not 1 <= float(tensor) <= _HIGHEST_COUNT:
-        raise ValueError(f"{where} must be one number, at least 1, but it is {shown(value)}")
+        raise ValueError(f"{where} must be a single number, at least 1, but it is {shown(value)}")
     return int(tensor) - 1
 
 
@@ -306,39 +309,39 @@ def _read_window(
     has_gradients: bool,
     differences: Differences,
 ) -> None:
-    """Reads where in a window the state was taken; without its gradients a window starts over."""
+    """Reads the position in the accumulation window; without its gradients the window starts over."""
     options = state_dict.get("trainer_options", {})
     size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
     if "window" in state_dict:
         saved = dict(_mapping(state_dict, "window", "state_dict"))
         differences.compare_keys(window.state_dict(), saved, "state_dict[window]")
         if differences.strict and window.state_dict().keys() - saved.keys():
-            differences.check()  # what follows needs all of it
-    else:  # the legacy layout, which knows the mean only
+            differences.check()  # raises here, because the code below needs all keys
+    else:  # the legacy layout, which only supports the mean
         size = window.given_size if size is None or not has_gradients else size
         behind = (restored.step or 0) % max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
         scaler = restored.loss_scaler or {}
         saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
         saved["scale"] = scaler.get("loss_scale", 1)
     incomplete = not differences.strict and bool(window.state_dict().keys() - saved.keys())
-    if incomplete:  # without all of the window its gradients mean nothing
+    if incomplete:  # gradients are meaningless without the complete state of their window
         has_gradients, saved = False, {**window.state_dict(), "micro_batches": 0, **saved}
     behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
     if not has_gradients:
         if behind and restored.step is not None:
             warn(
                 f"the state was taken after {behind} of {size} micro-batches of a window, without their gradients: the "
-                "window begins anew"
+                "window starts over"
             )
             restored.step -= behind
         saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
     elif not behind:
-        raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batch")
+        raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batches")
     restored.window = copying.copy(window)
     try:
         restored.window.load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"state_dict[window] does not fit: {error}") from error
+        raise ValueError(f"state_dict[window] is invalid: {error}") from error
 
 
 def _count(value: Any, where: str) -> int:
@@ -349,6 +352,6 @@ def _count(value: Any, where: str) -> int:
 
 def _check_random_state(state: torch.Tensor, device: torch.device, key: str = "random") -> None:
     try:
-        torch.Generator(device).set_state(state.clone())  # one in a file has any address, which PyTorch crashes on
+        torch.Generator(device).set_state(state.clone())  # PyTorch crashes on unaligned memory, as in a mapped file
     except RuntimeError as error:
-        raise ValueError(f"state_dict[{key}] is no state of a random generator on {device}: {error}") from error
+        raise ValueError(f"state_dict[{key}] is not a state of a random generator on {device}: {error}") from error

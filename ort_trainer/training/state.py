@@ -45,49 +45,49 @@ NOT_INITIALIZED = (
 def check_started(loop: TrainingLoop, method: str) -> None:
     """Raises a RuntimeError before the first step, when there is nothing to save."""
     if loop.session is None:
-        loaded = "" if loop.pending is None else " but the state that was loaded, which is still where it came from"
+        loaded = "" if loop.pending is None else " but the loaded state, which has not changed"
         raise RuntimeError(
             f"there is nothing to save yet{loaded}: call prepare(), train_step() or eval_step() before {method}()"
         )
 
 
 def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = True) -> StateDict:
-    """Returns the whole state in the legacy layout, with keys of our own for what legacy forgot.
+    """Returns the complete state in the legacy layout, with additional keys for what legacy omitted.
 
     Args:
-        loop: Has begun, so it has a session.
-        include_optimizer: Whether to put in the optimizer's state and the accumulated gradients.
-        copy: Whether arrays are copies; if not, they are the trainer's own memory.
+        loop: A loop with a session.
+        include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
+        copy: Whether arrays are copies; if not, they share the trainer's memory.
     """
     gathered = gather_state(loop, meet(loop, "state" if include_optimizer else "model"))
     return _collect(loop, gathered, include_optimizer, copy)
 
 
 def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict], None], copy: bool = False) -> None:
-    """Gives the whole state to a function that writes it, in one process; the others wait until that is done.
+    """Passes the complete state to a function that writes it, in one process; the others wait until it is done.
 
     Args:
-        loop: Has begun, so it has a session.
+        loop: A loop with a session.
         include_optimizer: As for :func:`collect`.
-        write: Writes it.
-        copy: As for :func:`collect`; for a function that writes later.
+        write: Writes the state.
+        copy: As for :func:`collect`; True for a function that writes later.
 
     Raises:
-        DistributedError: If another process could not write it.
+        DistributedError: If another process failed to write it.
     """
     write_by_one(loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy)))
 
 
 def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[Gathered], None]) -> None:
-    """Has one process write what all of them have put together; the others wait until that is done.
+    """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
     Args:
-        loop: Has begun, so it has a session.
+        loop: A loop with a session.
         include_optimizer: As for :func:`collect`.
-        write: Is called in that process alone.
+        write: Called in the writing process only.
 
     Raises:
-        DistributedError: If another process could not write it.
+        DistributedError: If another process failed to write it.
     """
     meeting = meet(loop, "state" if include_optimizer else "model")
     is_writer = meeting.doing == loop.strategy.world_rank
@@ -126,7 +126,7 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
 
 
 def trainer_options(loop: TrainingLoop) -> StateDict:
-    """Returns what a state dict says about the trainer that it is of."""
+    """Returns the part of a state dict that describes the trainer."""
     strategy = loop.strategy
     return {
         "mixed_precision": loop.precision.mixed,
@@ -141,7 +141,7 @@ def trainer_options(loop: TrainingLoop) -> StateDict:
 
 
 def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:
-    """Returns state tensors and update counts; legacy counts start at 1, so they are updates done plus 1."""
+    """Returns state tensors and update counts; legacy counts start at 1, so 1 is added to the completed updates."""
     state: StateDict = {name: {slot: array(value) for slot, value in own.items()} for name, own in slots.items() if own}
     counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in counted.items()}
     if layout.rule.shares_count:
@@ -167,19 +167,19 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
     Args:
-        loop: What is restored. Before it has begun, the state waits for that.
-        given: Returns the state; of several processes, all must be given the same.
+        loop: The loop to restore. Before its first step, the state is kept until training begins.
+        given: Returns the state, which must be the same in all processes.
         strict: Whether names must match exactly; if not, only names that both have are restored.
-        owned: Whether nothing else uses the memory of that state, so that it need not be copied.
+        owned: Whether nothing else uses the state's memory, so that it need not be copied.
 
     Raises:
-        RuntimeError: If names do not match and ``strict`` is True; or if it is not, and no name does.
-        TypeError, ValueError: If anything does not fit. Nothing has changed then, in any process.
-        DistributedError: If another process could not read it, or was given another state.
+        RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
+        TypeError, ValueError: If a value is invalid. Nothing has changed then, in any process.
+        DistributedError: If another process failed to read it, or got a different state.
     """
 
     def checked() -> tuple[Mapping[str, Any], Restored, StepSession | None]:
-        session = loop.session  # which raises where the model has become one that can't be written to
+        session = loop.session  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
         own = state_dict if owned and session is not None else copied(state_dict)
         return state_dict, read(own, loop.layout, loop.window, strict), session
@@ -214,7 +214,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
 
 def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> None:
-    """Warns where a complete state dict has a state that the trainer does not have, or lacks one that it has."""
+    """Warns if only one of the trainer and a complete state dict has the state of a scaler or schedule."""
     if (own is None) != (given is None):
-        what = f"Missing key: {key} in" if given is None else f"The trainer has none, so it leaves out {key} of"
+        what = f"Missing key: {key} in" if given is None else f"The trainer has no {key}, so it ignores that of"
         warn(f"{what} state_dict")

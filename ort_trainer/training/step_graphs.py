@@ -1,4 +1,4 @@
-"""Finds the graph for a batch, or has one built: the description, the sizes that it leaves open, and the exports."""
+"""Finds the graph for a batch or builds one: the model description, its symbolic sizes, and the exports."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .batch import Batch, check_batch, read_batch, to_tensor, unpack
 __all__ = ["StepGraphs"]
 
 _log = logging.getLogger(__name__)
-# Each graph for other sizes costs an export; a model that fixes a dimension must not export without end.
+# Each graph costs an export; a model that fixes a dimension must not be exported without end.
 _MAXIMUM_GRAPHS = 16
-# Kinds of batches (shapes, dtypes, devices) that are known to fit the description.
+# Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024
 
 
 class StepGraphs:
-    """Knows the model description and builds the graphs of a trainer.
+    """Holds the model description and builds the graphs of a trainer.
 
     Args:
         source: The model.
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
-        lenient: Whether fixed sizes and ranks that a batch does not have are corrected, with a warning.
-        built: Is called with every new graph, after it was added to the session.
+        lenient: Whether fixed sizes and ranks that contradict a batch are corrected, with a warning.
+        built: Called with every new graph, after it was added to the session.
 
     Attributes:
         loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
 
     Raises:
-        TypeError, ValueError: If the description is invalid or does not fit the model.
+        TypeError, ValueError: If the description is invalid or does not match the model.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepGraphs:
         """The model description.
 
         Raises:
-            RuntimeError: Before the first batch, where it is derived from that.
+            RuntimeError: With ``"auto"``, before the first batch.
         """
         if self._description is None:
             raise RuntimeError(
@@ -88,18 +88,18 @@ class StepGraphs:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the described outputs, in order; none before there is a description."""
+        """Names of the described outputs, in order; empty while there is no description."""
         return self._output_names
 
     def possible_inputs(self) -> set[str]:
-        """Returns the names that an input may have: those of the model, and of the description if there is one."""
+        """Returns all valid input names: the model's, and the description's if there is one."""
         return {*self._source.inputs, *self._input_names}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], partly: bool = False) -> Batch:
-        """Returns the arguments of a step as a checked batch; of a batch ``partly`` needed, inputs may be left out.
+        """Returns the arguments of a step as a checked batch; with ``partly``, inputs may be left out.
 
         Raises:
-            TypeError, ValueError: If they do not fit the description.
+            TypeError, ValueError: If they do not match the description.
         """
         if self._description is None:
             self._describe(args, kwargs)
@@ -107,7 +107,7 @@ class StepGraphs:
             names = self._input_names
             batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
             self._add_parameters(batch)
-            if partly and self._layouts:  # parts that are left out are laid out as they were
+            if partly and self._layouts:  # arguments that are left out keep their known layouts
                 known = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
                 batch.layouts = tuple(sorted({**known, **dict(batch.layouts)}.items()))
             kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
@@ -121,26 +121,27 @@ class StepGraphs:
             if not self.description.inferred:
                 raise
             raise type(error)(
-                f"{error}. (The description was derived from the first batch, model_desc='auto': where batches differ "
-                "more than that shows, write one. Outputs that need no label can be had with train_step_info.fetches)"
+                f"{error}. (model_desc='auto' derived the description from the first batch: if batches differ in ways "
+                "that it does not cover, write a description. To get outputs without a label, set "
+                "train_step_info.fetches)"
             ) from error
 
     @property
     def has_started(self) -> bool:
-        """Whether there has been a batch with which training or evaluation began."""
+        """Whether training or evaluation has begun."""
         return self._sample is not None
 
     def started(self, batch: Batch) -> None:
-        """Remembers the shapes and dtypes of the batch with which training began."""
+        """Records the shapes and dtypes of the first batch."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
         self._layouts = dict(batch.layouts)
         self._fitting.clear()
 
     def blank_batch(self) -> Batch:
-        """Returns a batch of zeros like the first: an evaluation graph depends on dtypes and fixed sizes alone.
+        """Returns a batch of zeros like the first: an evaluation graph depends only on dtypes and fixed sizes.
 
         Raises:
-            RuntimeError: If there has been none, and the model itself does not say what it takes.
+            RuntimeError: If there was no batch yet, and the model does not define its inputs itself.
         """
         if self._sample is None:
             return Batch(self._source.blank_batch(self.description))
@@ -154,26 +155,26 @@ class StepGraphs:
         return batch
 
     def fetches(self, names: Sequence[str]) -> Sequence[str]:
-        """Returns the outputs that a step returns; all of them where no name is given.
+        """Returns the names of a step's outputs: the given ones, or all if none is given.
 
         Raises:
-            RuntimeError: If a name is unknown, or there twice.
+            RuntimeError: If a name is unknown or repeated.
         """
         known = self._output_names
         if not names:
             return known
         if not set(names) <= set(known) or len(set(names)) < len(names):
             raise RuntimeError(
-                f"The specified fetches list contains invalid output names: {list(names)}; each of {list(known)} may "
-                "be in it once"
+                f"The specified fetches list contains invalid output names: {list(names)}; it may contain each of "
+                f"{list(known)} once"
             )
         return names
 
     def refresh(self, session: StepSession) -> None:
-        """Makes a session work on what was changed in the model itself.
+        """Makes the session use tensors that the user replaced in the model.
 
         Raises:
-            RuntimeError: If that can't be.
+            RuntimeError: If the session can't use one of them.
         """
         with BORROWED:
             changed = self._source.take_changes()
@@ -190,12 +191,12 @@ class StepGraphs:
             batch: The batch.
             training: Whether in training mode.
             names: Outputs to return.
-            backward: Whether a run in training mode makes gradients.
+            backward: Whether a run in training mode computes gradients.
 
         Raises:
-            RuntimeError: If there are too many graphs already, or the model has become another one.
+            RuntimeError: If there are too many graphs already, or the model has changed incompatibly.
             ExportError: If the model can't be exported.
-            TypeError: If an input was left out that the outputs need.
+            TypeError: If an input that the outputs need was left out.
         """
         self._choose_variant(session, batch, training)
         self.refresh(session)
@@ -207,14 +208,14 @@ class StepGraphs:
         return plan
 
     def portable(self, session: StepSession, training: bool) -> TrainingGraph:
-        """Returns a graph of ONNX's own operators for batches like the first, whatever the session computes with.
+        """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the session uses.
 
         Args:
-            session: Has the graphs; one of them, if it is such a graph.
+            session: Has the graphs; a suitable one is reused.
             training: Whether in training mode.
 
         Raises:
-            RuntimeError: If the model has become another one.
+            RuntimeError: If the model has changed incompatibly.
             ExportError: If the model can't be exported.
         """
         batch = self.blank_batch()
@@ -225,10 +226,10 @@ class StepGraphs:
         return self._build(batch, training, portable=True)
 
     def check_export(self, session: StepSession, batch: Batch) -> None:
-        """The option ``debug.check_model_export``.
+        """Compares the exported graph with the model: the option ``debug.check_model_export``.
 
         Raises:
-            RuntimeError: If the exported graph and the model give different outputs.
+            RuntimeError: If their outputs differ.
         """
         plan = self.plan(session, batch, False, self._output_names)
         found = session.evaluate(plan, batch)
@@ -243,7 +244,7 @@ class StepGraphs:
                 )
 
     def _set_description(self, description: ModelDescription, parameters: Sequence[str] | None = None) -> None:
-        # Which checks it; which arguments of a loss are its parameters is known with the first batch.
+        # This checks the description; which arguments of a loss are its parameters is known from the first batch on.
         self._source.builder(description, parameters=parameters)
         self._description, self._input_names = description, tuple(description.input_names)
         self._output_names = tuple(description.output_names)
@@ -260,17 +261,17 @@ class StepGraphs:
         self._add_parameters(parameters)
         with BORROWED:
             self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
-        # By position they come as they came first, but for labels, which are last.
+        # Positional arguments keep the order of the first batch, with the labels last.
         in_order = iter(self._arguments)
         self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
         _log.info("derived from the first batch: %s", self._description)
 
     def _choose_variant(self, session: StepSession, batch: Batch, training: bool) -> None:
-        with BORROWED:  # by an export in another thread, whose modes are not the user's
+        with BORROWED:  # an export in another thread may have set other modes for a while
             session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
 
     def _builder(self, batch: Batch, portable: bool = False) -> Builder:
-        """Returns what builds graphs for arguments like those of a batch, with the loss parameters that there are."""
+        """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""
         description = self.description
         if self._parameters:
             known = description.to_dict()
@@ -279,11 +280,11 @@ class StepGraphs:
         return self._source.builder(description, batch.layouts, tuple(self._parameters), portable)
 
     def _add_parameters(self, batch: Batch) -> None:
-        """Adds the loss parameters to a batch, as tensors that are filled anew where a number has changed."""
+        """Adds the loss parameters to a batch, as tensors that are refilled when a number has changed."""
         if self._parameters.keys() != self.loss_parameters.keys():
             taken = [name for name in self.loss_parameters if name in self._input_names or not name.isidentifier()]
             if taken:
-                raise ValueError(f"loss_parameters {taken} must be names of arguments, and none of the inputs")
+                raise ValueError(f"loss_parameters {taken} must be valid argument names and differ from the inputs")
             self._parameters = {name: (math.nan, torch.zeros((), device=self._device)) for name in self.loss_parameters}
         for name, value in self.loss_parameters.items():
             known, tensor = self._parameters[name]
@@ -294,7 +295,7 @@ class StepGraphs:
             batch[name] = tensor
 
     def _check(self, batch: Batch) -> None:
-        """Checks a batch of a new kind; a derived description is widened for it."""
+        """Checks a batch of a new kind, after widening a derived description for it."""
         if self.description.inferred or self._lenient:
             self._widen(batch)
         dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
@@ -312,18 +313,18 @@ class StepGraphs:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
             if known.inferred:
                 sizes = ", ".join(map(str, changed))
-                _log.warning("a batch has other sizes than the ones before, so the model is exported anew: %s", sizes)
+                _log.warning("a batch has other sizes than earlier ones, so the model is exported again: %s", sizes)
             else:
                 wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
                 warn(
-                    f"model_desc does not fit the batch, and is corrected: inputs {', '.join(wrong)} have the shapes "
+                    f"model_desc contradicts the batch and is corrected: inputs {', '.join(wrong)} have the shapes "
                     f"{', '.join(str(list(shapes[entry.name])) for entry in changed)}"
                 )
             self._narrower = known
             self._set_description(wider)
 
     def _narrow(self) -> None:
-        """Puts the description back: the batch was wrong, not the description."""
+        """Restores the description from before :meth:`_widen`: the batch was wrong, not the description."""
         narrower, self._narrower = self._narrower, None
         if narrower is not None:
             self._set_description(narrower)
@@ -331,39 +332,53 @@ class StepGraphs:
     def _add_graph(self, session: StepSession, batch: Batch, training: bool) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = session.graphs(training)
-        constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
-        if graphs and constants:
-            _log.info("exported anew, with the constants %s", constants)
+        if graphs:
+            _log.info("exporting again: %s", self._why_again(session, batch, training))
         if len(graphs) >= _MAXIMUM_GRAPHS:
             fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
             raise RuntimeError(
-                f"the model fixes dimensions ({fixed}), and has been exported for {len(graphs)} sizes already; {sizes} "
-                "would be one more. Pad the inputs to fewer different sizes"
+                f"the model fixes dimensions ({fixed}) and has been exported for {len(graphs)} sizes already; "
+                f"{sizes} would be one more. Pad the inputs to fewer different sizes"
                 if fixed
-                else f"modes and settings of the model (a dropout's p, a float attribute), or inputs that are no "
-                f"tensors (numbers, bools), have changed so often that it has been exported {len(graphs)} times "
-                "already. Make what changes all the time a tensor that is an input, or one of trainer.loss_parameters"
+                else "modes and settings of the model (a dropout's p, a float attribute) or inputs that are not "
+                f"tensors (numbers, bools) have changed so often that it has been exported {len(graphs)} times "
+                "already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
             )
         if self._sample is not None:
-            # Inputs that were left out are not needed for the outputs asked for, but for an export.
+            # An export needs all inputs, also those that the requested outputs do not depend on. Their sizes follow
+            # the dimensions that they were equal to in the first batch.
+            first = self.description.sizes({name: tuple(shape) for name, (shape, _) in self._sample.items()})
+            like = {first[name]: size for name, size in sizes.items()}
+            sizes = {name: like.get(size, size) for name, size in first.items()} | sizes
             for entry in self.description.inputs:
                 if entry.name not in batch:
-                    shape = [sizes.get(size, 2) if isinstance(size, str) else size for size in entry.shape]
+                    shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
         graph = self._build(batch, training)
         try:
             session.add_graph(graph)
         except RuntimeError:
-            if graph.kept:  # no later process shall find what does not load
+            if graph.kept:  # a later process must not find a cached graph that fails to load
                 Path(graph.kept).unlink(missing_ok=True)
             raise
         return_freed_memory()
         self._built(session, graph)
 
+    def _why_again(self, session: StepSession, batch: Batch, training: bool) -> str:
+        """Returns why no graph can be used for a batch."""
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        graphs = session.graphs_of_variant(training)
+        if graphs:
+            return next(graphs[-1].objections(shapes))
+        constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
+        if self._source.last_change:
+            return f"the model has changed: {self._source.last_change}"
+        return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
+
     def _build(self, batch: Batch, training: bool, portable: bool = False) -> TrainingGraph:
         try:
-            with BORROWED, torch.enable_grad():  # in whatever mode the caller's autograd is
+            with BORROWED, torch.enable_grad():  # the caller may be under no_grad
                 graph = self._builder(batch, portable).build(_without_inference(batch), training)
         except BaseException:
             self._narrow()

@@ -1,7 +1,7 @@
-"""Where several processes meet that train one model: the seam between the backward pass and the weight update.
+"""How the processes that train one model cooperate: the seam between the backward pass and the weight update.
 
-Nothing else in the package knows about ranks. ``SingleProcess`` is what one process does; ``distributed/`` has the
-others.
+Nothing else in the package knows about ranks. ``SingleProcess`` is the strategy of a single process; ``distributed/``
+has the others.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the processes have agreed on before they do something together.
+    """What the processes agreed on before a joint operation.
 
     Attributes:
-        kind: What they do: ``update`` with the gradients of windows, ``step`` with those in ``p.grad``, ``pass`` (a
-            backward pass of a loop of the user's own), ``state`` or ``model`` (which is collected, with the optimizer
-            or without), ``save`` or ``load`` (which is done, or has failed), or ``gather``.
-        shares: What each process brings, by rank.
+        kind: The operation: ``update`` with the gradients of windows, ``step`` with those in ``p.grad``, ``pass`` (a
+            backward pass of the user's own loop), ``state`` or ``model`` (collect the state with or without the
+            optimizer), ``save`` or ``load`` (report whether it succeeded), or ``gather``.
+        shares: The contribution of each process, by rank.
         rates: The learning rates.
         present: Parameters that have gradients in any process.
         changed: Buffers that training changes in any process.
-        step: The ``train_step`` calls so far, of the process with most.
-        doing: The lowest rank that does not only follow.
+        step: The highest number of ``train_step`` calls in any process.
+        doing: The lowest rank that does not merely follow.
     """
 
     kind: str
@@ -51,28 +51,28 @@ class Meeting:
 
     @property
     def weight(self) -> float:
-        """What all micro-batches count."""
+        """The total weight of all micro-batches."""
         return sum(share.weight for share in self.shares)
 
     @property
     def leader(self) -> int:
-        """The lowest rank that brings something; 0 where none does."""
+        """The lowest rank with a contribution; 0 if there is none."""
         return next((rank for rank, share in enumerate(self.shares) if share.weight), 0)
 
 
 class Strategy(ABC):
     """How the processes that train one model work together.
 
-    Of the methods, :meth:`lay_out`, :meth:`started` and :meth:`failed` concern this process alone. The others are
-    called by all at the same place, after a :meth:`meet` that has said which.
+    :meth:`lay_out`, :meth:`started` and :meth:`failed` concern only this process. All processes call the other methods
+    together, after a :meth:`meet` that agreed on the operation.
 
     Attributes:
-        world_size: Number of processes.
-        world_rank: The number of this one, from 0.
+        world_size: The number of processes.
+        world_rank: The rank of this process, from 0.
         zero_stage: 1 if each process keeps a part of the optimizer's state; else 0.
         joining: Whether this process is in a context of :meth:`join`.
-        stop_asked: Whether this process wants all to stop; the others learn it when they meet.
-        stop_heard: Whether any process wanted that when they last met.
+        stop_asked: Whether this process wants all to stop; the others learn it at the next meeting.
+        stop_heard: Whether any process asked to stop at the last meeting.
     """
 
     world_size: int
@@ -84,30 +84,30 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
-        """Makes sure that all processes train the same, and gives all the weights of rank 0.
+        """Checks that all processes train the same model, and copies the weights of rank 0 to all.
 
         Args:
-            tensors: Parameters and buffers; they are overwritten, in place.
-            traits: What must be equal in all processes, by what messages call it: JSON values.
-            seed: Of the random numbers of training.
+            tensors: Parameters and buffers; they are overwritten in place.
+            traits: Settings that must be equal in all processes: JSON values by their names in messages.
+            seed: Seed of training's random numbers.
 
         Returns:
             The seed of this process.
 
         Raises:
-            DistributedError: If something is not equal, in all processes.
+            DistributedError: If settings differ; it is raised in all processes.
         """
 
     @abstractmethod
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
-        """Returns where gradients are to lie by parameter name, if not anywhere, and what this process updates."""
+        """Returns the required gradient memory by parameter name, if any, and the parts that this process updates."""
 
     @abstractmethod
     def started(self, dtypes: Mapping[str, str]) -> None:
-        """Is told of the batch that training begins with, which the next :meth:`meet` for an update compares.
+        """Records the dtypes of the first batch; the next :meth:`meet` for an update compares them.
 
         Args:
-            dtypes: By input name.
+            dtypes: Dtypes by input name.
         """
 
     @abstractmethod
@@ -120,61 +120,61 @@ class Strategy(ABC):
         changed: Collection[str] = (),
         step: int = 0,
     ) -> Meeting:
-        """Waits for the others and learns what they bring.
+        """Waits for the other processes and agrees with them on the next operation.
 
         Args:
-            kind: As in :class:`Meeting`. A process that has no data left says ``follow`` and learns what the others do.
-            share: What this process brings.
-            rates: The learning rates, which must be equal; one that follows takes those of the others.
+            kind: As in :class:`Meeting`. A process that has no data left passes ``follow`` to do what the others do.
+            share: The contribution of this process.
+            rates: The learning rates, which must be equal; a process that follows takes those of the others.
             present: Parameters that have gradients here.
             changed: Buffers that training changes here.
             step: The ``train_step`` calls so far.
 
         Raises:
-            DistributedError: If another process does not come in time, or does something else, or with other rates,
-                loss scale or, of kind ``step``, other parameters.
+            DistributedError: If another process does not arrive in time, or requests another operation, or has other
+                rates, another loss scale or, for ``step``, gradients of other parameters.
         """
 
     @abstractmethod
     def reduce(self, meeting: Meeting, gradients: Named) -> tuple[Named, Share]:
-        """Puts the gradients of all windows together.
+        """Combines the gradients of all windows.
 
         Args:
             meeting: From :meth:`meet`.
-            gradients: Those of this process, multiplied by the loss scale, where :meth:`lay_out` has them; they may be
-                overwritten.
+            gradients: The gradients of this process, multiplied by the loss scale, in the memory from :meth:`lay_out`;
+                they may be overwritten.
 
         Returns:
-            What this process updates its parts with, and what the sum in it counts.
+            The gradients for the parts that this process updates, and the share that they represent.
         """
 
     @abstractmethod
     def average(self, meeting: Meeting, gradients: Named) -> dict[str, torch.Tensor]:
-        """Returns the mean of new gradients over the processes; it may be written into them."""
+        """Returns the mean of new gradients over the processes; may overwrite the gradients."""
 
     @abstractmethod
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:
-        """Gives all processes what only some have after a pass or an update.
+        """Copies results of a pass or update to the processes that lack them.
 
         Args:
-            meeting: That of the pass or update.
-            parameters: Those that were updated, each process its parts; empty where none was.
+            meeting: The meeting of the pass or update.
+            parameters: The parameters whose parts this process updated; empty if there was no update.
             buffers: All buffers; those that training changes get the leader's values.
         """
 
     @abstractmethod
     def total(self, meeting: Meeting, gradients: Named, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the sum of the gradients of all windows so far, which go on.
+        """Returns the sum of the gradients of all windows so far; the windows continue.
 
         Args:
-            meeting: From :meth:`meet`; the sum counts its weight, in the leader's unit.
-            gradients: Those of this process, as for :meth:`reduce`.
+            meeting: From :meth:`meet`; the sum has its total weight, in the leader's unit.
+            gradients: The gradients of this process, as for :meth:`reduce`.
             keep: Whether this process needs the result; if not, it is empty.
         """
 
     @abstractmethod
     def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Returns tensors of which each process has its parts, in the shapes of the parameters.
+        """Assembles tensors from the parts of all processes, in the shapes of the parameters.
 
         Args:
             parts: By parameter name.
@@ -183,23 +183,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of all processes, by rank."""
+        """Returns the data of all processes, by rank."""
 
     @abstractmethod
     def join(self, follow: Callable[[], Any]) -> AbstractContextManager[None]:
-        """Returns a context at whose end a process that has no data left does what the others do, until all are there.
+        """Returns a context that, at its end, follows the other processes until all of them have reached it.
 
         Args:
-            follow: Does that once: meets, and takes part with nothing to bring.
+            follow: Follows once: meets, and takes part without a contribution.
         """
 
     @abstractmethod
     def failed(self, error: BaseException) -> None:
-        """Is told that a step of this process has raised, so that the others can say why they wait in vain."""
+        """Records that a step of this process raised, so that the others can report why they waited in vain."""
 
 
 class SingleProcess(Strategy):
-    """One process: everything is what it is."""
+    """The strategy of a single process, which has nothing to exchange."""
 
     world_size, world_rank = 1, 0
 
@@ -208,11 +208,11 @@ class SingleProcess(Strategy):
         return seed
 
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
-        """Leaves it open where gradients lie."""
+        """Requires no particular memory."""
         return {}, Parts()
 
     def started(self, dtypes: Mapping[str, str]) -> None:
-        """Has nobody to compare it with."""
+        """Does nothing."""
 
     def meet(
         self,
@@ -223,7 +223,7 @@ class SingleProcess(Strategy):
         changed: Collection[str] = (),
         step: int = 0,
     ) -> Meeting:
-        """Meets nobody."""
+        """Returns the caller's own values."""
         return Meeting(kind, (share,), rates, present, changed, step)
 
     def reduce(self, meeting: Meeting, gradients: Named) -> tuple[Named, Share]:
@@ -235,7 +235,7 @@ class SingleProcess(Strategy):
         return dict(gradients)
 
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:
-        """Has nobody to give anything."""
+        """Does nothing."""
 
     def total(self, meeting: Meeting, gradients: Named, keep: bool = True) -> dict[str, torch.Tensor]:
         """Returns the gradients."""
@@ -246,7 +246,7 @@ class SingleProcess(Strategy):
         return dict(parts)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns the bytes."""
+        """Returns the data."""
         return [data]
 
     def join(self, follow: Callable[[], Any]) -> AbstractContextManager[None]:
@@ -254,7 +254,7 @@ class SingleProcess(Strategy):
         return contextlib.nullcontext()
 
     def failed(self, error: BaseException) -> None:
-        """Has nobody to tell."""
+        """Does nothing."""
 
 
 class _Loop(Protocol):
@@ -269,7 +269,7 @@ Step = Callable[Concatenate[SomeLoop, Arguments], Result]
 
 
 def noted(step: Step[SomeLoop, Arguments, Result]) -> Step[SomeLoop, Arguments, Result]:
-    """Returns a step of a loop that tells the other processes when it raises."""
+    """Wraps a step of a loop so that it tells the other processes when it raises."""
 
     @functools.wraps(step)
     def tell(loop: SomeLoop, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

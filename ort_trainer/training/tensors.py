@@ -1,4 +1,4 @@
-"""Reads and replaces single parameters and gradients of a training loop."""
+"""Reads and replaces individual parameters and gradients of a training loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def set_parameter(loop: TrainingLoop, name: str, value: Any) -> None:
 
 
 def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
-    """Returns a copy of a gradient of the window so far; see ``ORTTrainer.get_gradient``."""
+    """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
     canonical = _canonical(loop, name)
     session = loop.session
     if session is None:
@@ -49,42 +49,42 @@ def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
 
 
 def set_gradient(loop: TrainingLoop, name: str, value: Any) -> None:
-    """Replaces a gradient of the window so far; see ``ORTTrainer.set_gradient``."""
+    """Replaces a gradient accumulated in the window so far; see ``ORTTrainer.set_gradient``."""
     canonical = _canonical(loop, name)
     if canonical not in loop.source.trainable:
         raise ValueError(f"{name!r} is not trained, so it has no gradient")
     session = _session(loop, "set_gradient")
     if not loop.window.micro_batches:
         raise RuntimeError(
-            "set_gradient works inside an accumulation window, after its first micro-batch and before the update: now "
-            "there are no gradients"
+            "there are no gradients now: call set_gradient() inside an accumulation window, after its first "
+            "micro-batch and before the update"
         )
     checked = _like(session.parameters[canonical], name, value)
     session.restore_gradients({**session.present_gradients(), canonical: checked * loop.window.divisor})
 
 
 def _canonical(loop: TrainingLoop, name: str) -> str:
-    """Returns the first name of a parameter."""
+    """Returns the canonical (first) name of a parameter."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given")
     canonical, parameters = loop.source.canonical, loop.source.parameters
     if canonical.get(name) not in parameters:
         names = sorted(own for own, first in canonical.items() if first in parameters)
-        raise ValueError(f"{name!r} is no parameter of the model; it has {names}")
+        raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
     return canonical[name]
 
 
 def _session(loop: TrainingLoop, method: str) -> StepSession:
     if loop.session is None:
         raise RuntimeError(
-            f"training has not begun: call prepare(), train_step() or eval_step() before {method}(), or change the "
+            f"training has not started: call prepare(), train_step() or eval_step() before {method}(), or change the "
             "model itself"
         )
     return loop.session
 
 
 def _like(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-    """Returns a tensor or array on the device of a parameter, after a check of its shape and dtype."""
+    """Checks the shape and dtype of a value against a parameter's, and moves it to the parameter's device."""
     given = to_tensor(name, value)
     given = given.to(owned_dtype(given.dtype))
     if given.shape != current.shape or given.dtype != current.dtype:

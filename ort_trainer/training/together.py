@@ -1,4 +1,4 @@
-"""What may fail in one process: then all of them raise, and none goes on as if it had been done."""
+"""Actions that may fail in one process: all processes raise then, and none continues as if they had succeeded."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Result = TypeVar("Result")
 
 
 def together(strategy: Strategy, kind: str, action: Callable[[], Result]) -> Result:
-    """Does something in all processes, or in some of them, and waits until it is done everywhere.
+    """Runs an action in all processes, and waits until it is done everywhere.
 
     Args:
-        strategy: How the processes work together; all of them call this at the same place.
-        kind: What is done, as in ``Meeting``.
-        action: Does it; in processes that have nothing to do it just returns.
+        strategy: How the processes work together; all of them call this at the same point.
+        kind: The kind of action, as in ``Meeting``.
+        action: The action; in processes that have nothing to do it just returns.
 
     Returns:
-        What the action has returned here.
+        The result of the action here.
 
     Raises:
-        Exception: What the action has raised here.
-        DistributedError: If it has raised in other processes only.
+        Exception: Whatever the action raised here.
+        DistributedError: If it raised in other processes only.
     """
     if strategy.world_size == 1:
         return action()
@@ -41,17 +41,17 @@ def together(strategy: Strategy, kind: str, action: Callable[[], Result]) -> Res
 
 
 def check_done(strategy: Strategy, meeting: Meeting, failure: str = "") -> None:
-    """Finds out whether all processes have done it.
+    """Checks that an action succeeded in all processes.
 
     Args:
         strategy: How the processes work together.
-        meeting: After which all of them call this.
-        failure: What has gone wrong here; the caller raises it.
+        meeting: The meeting after which all of them call this.
+        failure: The error of this process, which the caller raises; empty if it succeeded.
 
     Raises:
-        DistributedError: If nothing has gone wrong here, but elsewhere.
+        DistributedError: If this process succeeded, but another failed.
     """
     texts = [text.decode().strip() for text in strategy.gather(f" {failure}".encode())]
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failures and not failure:
-        raise DistributedError(f"{meeting.kind!r} has failed in another process, {'; '.join(failures)}")
+        raise DistributedError(f"{meeting.kind!r} failed in another process: {'; '.join(failures)}")

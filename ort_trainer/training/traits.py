@@ -1,4 +1,4 @@
-"""What must be equal in all processes that train one model."""
+"""Collects the settings that must be equal in all processes that train one model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 __all__ = ["traits_of"]
 
-# Sections of the options, and keys of others, that may differ from process to process.
+# Sections of the options, and keys of `distributed`, that may differ between processes.
 _OWN = ("device", "debug", "session_options", "provider_options")
 _RANKS = ("world_rank", "local_rank")
 
 
 def traits_of(loop: TrainingLoop) -> dict[str, Any]:
-    """Returns them by what messages call them, as JSON values."""
+    """Returns these settings as JSON values, keyed by their names in error messages."""
     source, config = loop.source, loop.config
     tensors = {**source.parameters, **source.buffers}
     aliases = source.names_of_trainable()
     options = {name: value for name, value in loop.options.to_dict().items() if name not in _OWN}
     options["distributed"] = {name: value for name, value in options["distributed"].items() if name not in _RANKS}
-    described = bool(loop.graphs.output_names)  # if not, the first batch does it
+    described = bool(loop.graphs.output_names)  # otherwise the description is derived from the first batch
     return {
         "the parameters and buffers": {
             name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" for name, value in tensors.items()
@@ -40,7 +40,7 @@ def traits_of(loop: TrainingLoop) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    """Returns a value as JSON has it, an object as the name of its class or function."""
+    """Converts a value to JSON types; an object becomes the name of its class or function."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""``TwoStepSession``: the session of a trainer, whose passes and updates are those of the trainer's loop."""
+"""``TwoStepSession``: a trainer's session, which runs passes and updates through the trainer's loop."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["TwoStepSession"]
 
 
 class TwoStepSession:
-    """The session of a trainer that has begun, with the methods of ONNX Runtime's C++ class ``TrainingSession``.
+    """The session of a started trainer, with the methods of ONNX Runtime's C++ class ``TrainingSession``.
 
-    ``train_step`` adds to the gradients, ``optimizer_step`` applies them, ``lazy_reset_grad`` drops them. They work on
-    the accumulation window of the trainer and count as its own steps do, so that both may be mixed. An update also ends
+    ``train_step`` adds to the gradients, ``optimizer_step`` applies them, ``lazy_reset_grad`` drops them. They use the
+    trainer's accumulation window and counters, so they can be mixed with the trainer's own steps. An update also ends
     the window: the next ``train_step`` starts from zero.
 
     Args:
-        loop: Has a session.
+        loop: A loop with a session.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
 
     def input_names(self, training: bool = True) -> list[str]:
-        """Returns the names of the inputs, in the order in which steps take them; they are the same in both modes."""
+        """Returns the names of the inputs, in the order in which steps take them; the same in both modes."""
         return list(self._loop.graphs.description.input_names)
 
     def output_names(self, training: bool = True) -> list[str]:
@@ -48,9 +48,9 @@ class TwoStepSession:
     def train_step(
         self, inputs: Sequence[Any], *, names: Sequence[str] | None = None, gradient_weight: float | None = None
     ) -> list[torch.Tensor]:
-        """Runs forward and backward pass, adds to the gradients of the window and counts the micro-batch; no update.
+        """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch; no update.
 
-        If it fails, nothing has changed and nothing is counted.
+        If it fails, gradients and counters are unchanged.
 
         Args:
             inputs: The batch in the order of :meth:`input_names`.
@@ -61,7 +61,7 @@ class TwoStepSession:
             The outputs as new tensors, in the order of ``names``.
 
         Raises:
-            TypeError, ValueError: If the batch does not fit the description.
+            TypeError, ValueError: If the batch does not match the description.
         """
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
@@ -82,44 +82,44 @@ class TwoStepSession:
             The outputs as new tensors, in the order of ``names``.
 
         Raises:
-            TypeError: If an input is None that the outputs need.
+            TypeError: If an input that the outputs need is None.
         """
         return self._loop.evaluate((self._named(inputs),), {}, _checked_names(names))
 
     @outside_inference_mode
     def optimizer_step(self) -> bool:
-        """Does what ``ORTTrainer.optimizer_step`` does: updates with what there is, counts, steps the schedule."""
+        """Updates the weights with the gradients so far and steps the schedule, as ``ORTTrainer.optimizer_step``."""
         return own_loop.optimizer_step(self._loop)
 
     @outside_inference_mode
     def lazy_reset_grad(self) -> None:
-        """Does what ``ORTTrainer.lazy_reset_grad`` does: drops the gradients, and the window with them."""
+        """Drops the gradients and ends the window, as ``ORTTrainer.lazy_reset_grad``."""
         own_loop.lazy_reset_grad(self._loop)
 
     def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rates of the optimizer config, for the coming updates; a checkpoint does not keep them.
+        """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.
 
         Args:
-            *learning_rates: One for all parameters, or one per group and the default.
+            *learning_rates: One for all parameters, or one per group followed by the default.
 
         Raises:
-            RuntimeError: If there is a schedule, which gives the rates.
-            TypeError, ValueError: If they are no numbers of at least 0, or not as many as there are groups.
+            RuntimeError: If a schedule sets the rates.
+            TypeError, ValueError: If a rate is not a number of at least 0, or the number of rates is wrong.
         """
         config, schedule = self._loop.config, self._loop.rates.scheduler
         if schedule is not None:
             raise RuntimeError(
-                f"the option lr_scheduler is {shown(schedule)}, which gives the learning rate of every update: leave "
+                f"the option lr_scheduler is {shown(schedule)}, which sets the learning rate of every update: leave "
                 "the option out to set it yourself"
             )
         count = len(config.learning_rates)
         config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update; of several, the default.
+        """Returns the learning rate of the coming update; the default rate if parameter groups have their own.
 
-        With a schedule from ``ort_trainer.optim``, or of your own class, it is that of the last update; before the
-        first, what that will use.
+        With a schedule from ``ort_trainer.optim``, or of your own class, returns the rate of the last update; before
+        the first update, the rate that it will use.
         """
         return self._loop.rates.current(self._loop.info)[-1]
 
@@ -128,36 +128,36 @@ class TwoStepSession:
         """The ONNX Runtime session of the first training graph.
 
         Raises:
-            RuntimeError: If there is none yet.
+            RuntimeError: If there is no training graph yet.
         """
         return self._session.inference_session
 
     def graphs(self, training: bool) -> list[TrainingGraph]:
-        """Returns the graphs of a mode, for all variants of the model, in the order in which they were built."""
+        """Returns the graphs of a mode, for all variants of the model, oldest first."""
         return self._session.graphs(training)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """All parameters by name, trained or not: the very tensors that are trained."""
+        """All parameters by name, trained or not: the live tensors, not copies."""
         return self._session.parameters
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """All buffers by name, likewise."""
+        """All buffers by name: the live tensors, not copies."""
         return self._session.buffers
 
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """The memory of the gradients by parameter name; :meth:`present_gradients` says which count."""
+        """The memory of the gradients by parameter name; :meth:`present_gradients` returns the valid ones."""
         return self._session.gradients
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the sums of the gradients of the window so far, times the loss scale; empty right after an update."""
+        """Returns the gradient sums of the window so far, times the loss scale; empty right after an update."""
         return self._session.present_gradients()
 
     @property
     def generator(self) -> torch.Generator:
-        """What the random numbers of training (dropout) are drawn from."""
+        """The generator of training's random numbers (dropout)."""
         return self._session.generator
 
     @property

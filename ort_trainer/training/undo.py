@@ -1,4 +1,4 @@
-"""Takes a step back whose update has failed."""
+"""Rolls back a step whose update failed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["undone_without_update"]
 
 
 class undone_without_update:
-    """A context for a step: where an error leaves it before the weights are updated, it has not begun.
+    """A context for a step: rolls the step back if an error occurs before the weights are updated.
 
-    Counter, buffers and random state are put back. The gradients of the window were divided and clipped in place by
-    then, so they are dropped: of several micro-batches, the ones before as well. (It is a class, as a generator
+    Restores the counter, buffers and random state. The update has divided and clipped the window's gradients in place
+    by then, so all of them are dropped, including those of earlier micro-batches. (This is a class because a generator
     function takes twice as long, in every step.)
 
     Args:
-        loop: Runs the step. Of several processes none can step back alone, so then nothing is put back.
-        plan: The step's.
+        loop: Runs the step. With several processes nothing is restored, because no process can roll back alone.
+        plan: The plan of the step.
     """
 
     def __init__(self, loop: TrainingLoop, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class undone_without_update:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         loop, info = self._loop, self._loop.info
-        # An update that is counted has changed the weights: the step is done, and what came after it has failed.
+        # Once the update is counted, the weights have changed: the step is complete, and the error came later.
         if kind is None or info.optimization_step != self._updates or loop.strategy.world_size > 1:
             return
         session = loop.start_session()

@@ -1,4 +1,4 @@
-"""The weight update of the step loop: the gradients of all processes, rates, the rule, the scaler, the counters."""
+"""The weight update of the step loop: combines gradients, applies the rule, updates the loss scale and counters."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def update(
 
 
 def follow(loop: TrainingLoop) -> str:
-    """Takes part in what the other processes do, with what is left of a window, or nothing; returns its kind.
+    """Joins the other processes' next operation, with the rest of a window or nothing; returns its kind.
 
-    In ``gather`` the caller takes part.
+    For ``gather``, the caller takes part itself.
     """
     meeting = meet(loop, "follow")
     if meeting.kind == "update":
-        loop.rates.upcoming(loop.info, loop.info.step)  # which tells the schedule of the update
+        loop.rates.upcoming(loop.info, loop.info.step)  # advances the schedule
         _update(loop, meeting, None, None)
     elif meeting.kind in ("state", "model"):
         gather_state(loop, meeting, keep=False)
@@ -48,14 +48,14 @@ def follow(loop: TrainingLoop) -> str:
     elif meeting.kind != "gather":
         does = "load a state" if meeting.kind == "load" else "run forward_backward() or use p.grad"
         raise RuntimeError(
-            f"a process is at the end of trainer.join(), and others {does}, in which it can't take part: give all "
-            "processes as many batches up to there, or do that outside of trainer.join(), in all of them"
+            f"this process is at the end of trainer.join() and can't take part when others {does}: give all processes "
+            "the same number of batches, or do that outside trainer.join(), in all of them"
         )
     return meeting.kind
 
 
 def meet(loop: TrainingLoop, kind: str, rates: Sequence[float] = ()) -> Meeting:
-    """Meets the other processes with the window, and counts steps as the one that has done most."""
+    """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes."""
     session, share, info = loop.start_session(), loop.window.share(loop.precision.loss_scale), loop.info
     present = session.present_gradients()
     meeting = loop.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
@@ -74,7 +74,7 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
         own = session.present_gradients()
         gradients, share = strategy.reduce(meeting, own)
         divisor = loop.window.divisor_of(share)
-        # Of sums that are not whole anywhere, nothing can be shown afterwards.
+        # With ZeRO no process has the complete sums, so there are no used gradients to show.
         session.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
         keeps = not strategy.zero_stage
     else:
@@ -82,14 +82,14 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
     run = session.optimizer_step
     if loop.profiler is not None:
         run = functools.partial(loop.profiler.update, run)
-    # Of gradients that the user may change, or that are in parts, it is computed at once.
+    # If the user may change the gradients, or they are in parts, the norm is computed now.
     asked = session.optimizer.asks_norm(loop.precision.checks_finite)
     norm = None if asked or keeps or not gradients else session.optimizer.parts.total_norm(gradients.values()) / divisor
     try:
         info.all_finite = run(
             divisor=divisor, check_finite=loop.precision.checks_finite, gradients=gradients, again=again
         )
-    finally:  # they are divided, whatever has become of the update
+    finally:  # the gradients were divided in place, even if the update failed
         loop.discard_gradients()
     if strategy.world_size > 1:
         updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
@@ -98,7 +98,7 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
     norm = session.optimizer.norm if norm is None else norm
     if loop.layout.torch_config is None:
         loop.source.publish(session.parameters)
-    else:  # it has changed the model itself
+    else:  # the PyTorch optimizer changed the model itself
         loop.graphs.refresh(session)
     loop.holds_gradients = False
     info.note_update(meeting.rates, session.norm_of_used if norm is None else norm)

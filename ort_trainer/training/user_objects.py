@@ -1,4 +1,4 @@
-"""Loss scalers and schedules of the user: a trainer works with the very objects, one trainer at a time."""
+"""The user's loss scalers and schedules, which the trainer uses directly: one trainer per object at a time."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from .differences import compare_keys
 
 __all__ = ["HasState", "claim", "load_state"]
 
-# id of an object -> the trainer's loop that works with it, which keeps the object alive for as long as it lives itself.
+# id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
 _USERS: dict[int, weakref.ref[Any]] = {}
 
 
 class HasState(Protocol):
-    """What a checkpoint keeps the state of."""
+    """An object whose state is part of checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores it."""
+        """Restores the state."""
         ...
 
 
 def claim(thing: object, user: object, option: str, lenient: bool = False) -> None:
-    """Notes that an object is worked with, and by whom.
+    """Registers the user of an object.
 
     Args:
         thing: The object; ``user`` must keep it alive.
-        user: Who works with it from now on.
-        option: Where it was given, for the message.
-        lenient: Whether it is only a warning if another trainer works with it, as it was with legacy.
+        user: The trainer's loop that uses it from now on.
+        option: The option that it was passed in, for the message.
+        lenient: Whether to warn instead of raise if another trainer uses it; legacy allowed that.
 
     Raises:
-        ValueError: If another trainer that still exists works with it.
+        ValueError: If another trainer that still exists uses it.
     """
     known = _USERS.get(id(thing))
     if known is not None and known() is not None:
-        gc.collect()  # a trainer that nobody has any more may be left in a cycle
+        gc.collect()  # a reference cycle may keep a deleted trainer alive
     other = None if known is None else known()
     if other is not None and other is not user:
         message = (
-            f"{option}: this {type(thing).__name__} is used by another trainer, and would be changed by both: give "
-            "each trainer its own, or delete the other trainer first (del trainer)"
+            f"{option}: another trainer uses this {type(thing).__name__}, and both would change it: give each trainer "
+            "its own, or delete the other trainer first (del trainer)"
         )
         if not lenient:
             raise ValueError(message)
@@ -62,17 +62,18 @@ def claim(thing: object, user: object, option: str, lenient: bool = False) -> No
 
 
 def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool) -> None:
-    """Restores the state of a scaler or schedule, or leaves it as it was.
+    """Restores the state of a scaler or schedule; if that fails, the object is unchanged.
 
     Args:
         thing: The object.
         state: Its state.
         key: The state's key in the state dict, for messages.
-        strict: Whether it must have exactly the keys that the object's own has; if not, only what both have counts.
+        strict: Whether its keys must be exactly those of the object's own state; if not, missing keys keep their
+            values.
 
     Raises:
-        RuntimeError: If keys differ, and ``strict`` is True.
-        ValueError: If the object refuses the state.
+        RuntimeError: If keys differ and ``strict`` is True.
+        ValueError: If the object rejects the state.
     """
     own = thing.state_dict()
     compare_keys(own, state, strict, f"state_dict[{key}]")
@@ -82,4 +83,4 @@ def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool
         thing.load_state_dict(own)
         if not isinstance(error, (KeyError, TypeError, ValueError)):
             raise
-        raise ValueError(f"state_dict[{key}] does not fit {type(thing).__name__}: {error!r}") from error
+        raise ValueError(f"state_dict[{key}] is invalid for {type(thing).__name__}: {error!r}") from error

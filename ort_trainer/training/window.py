@@ -1,4 +1,4 @@
-"""The accumulation window: the micro-batches whose gradients make one weight update, and how they are put together."""
+"""The accumulation window: the micro-batches of one weight update, and how their gradients are combined."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["AccumulationWindow", "Share"]
 
 @dataclass(frozen=True)
 class Share:
-    """What a process brings to an update.
+    """The contribution of a process to an update.
 
     Attributes:
-        weight: What its micro-batches count, added up; 0 where it has none.
-        unit: The weight by which its gradients were not multiplied.
-        scale: The loss scale in them.
+        weight: The total weight of its micro-batches; 0 if it has none.
+        unit: The weight to which its gradients are relative: that of its first micro-batch.
+        scale: The loss scale by which its gradients are multiplied.
     """
 
     weight: float
@@ -29,17 +29,17 @@ class Share:
 
 
 class AccumulationWindow:
-    """Counts the micro-batches of a window and says what their gradients are multiplied and divided by.
+    """Counts the micro-batches of a window and computes the factors and divisors of their gradients.
 
     Args:
         size: Micro-batches per weight update.
         reduction: What the update uses: the ``mean`` or the ``sum`` of the gradients, or their mean ``weighted`` by a
-            number that comes with every micro-batch.
+            number given with every micro-batch.
 
     Attributes:
-        micro_batches: How many the window has so far.
+        micro_batches: The number of micro-batches so far.
         reduction: As given.
-        given_size: The size as given, which an assigned one replaces.
+        given_size: The size as given; an assigned size overrides it.
     """
 
     def __init__(self, size: int, reduction: str = "mean") -> None:
@@ -67,17 +67,16 @@ class AccumulationWindow:
         if self.micro_batches and value != self._size:
             raise RuntimeError(
                 f"gradient_accumulation_steps can't become {value} after {self.micro_batches} of {self._size} "
-                "micro-batches of a window, whose update it would change: assign it between two windows, right after "
-                "an update"
+                "micro-batches of a window: assign it between two windows, right after an update"
             )
         self._size = int(value)
         self._assigned = True
 
     def checked_weight(self, weight: Any) -> float:
-        """Returns the weight of a micro-batch as a float; 1 where the reduction takes none.
+        """Returns the weight of a micro-batch as a float; 1 unless the reduction is ``weighted``.
 
         Raises:
-            TypeError: If it is missing, or no number.
+            TypeError: If it is missing, or not a number.
             ValueError: If it is not positive and finite.
         """
         if self.reduction != "weighted":
@@ -85,7 +84,7 @@ class AccumulationWindow:
         if weight is None:
             raise TypeError(
                 "batch.gradient_reduction 'weighted' needs the weight of every micro-batch: "
-                "train_step(..., gradient_weight=n), for instance the number of labels that count"
+                "train_step(..., gradient_weight=n), for instance the number of labels that are not ignored"
             )
         if hasattr(weight, "item") and getattr(weight, "ndim", None) == 0:
             weight = weight.item()
@@ -95,26 +94,25 @@ class AccumulationWindow:
             )
         if not 0.0 < float(weight) < math.inf:
             raise ValueError(
-                f"gradient_weight must be positive and finite, but {shown(weight)} was given: leave out "
-                "micro-batches that "
-                "count for nothing, as their mean loss does not exist"
+                f"gradient_weight must be positive and finite, but {shown(weight)} was given: skip micro-batches "
+                "of weight 0, whose mean loss is undefined"
             )
         return float(weight)
 
     def factor(self, weight: float, scale: float) -> float:
-        """Returns what the loss of a coming micro-batch is multiplied by before the backward pass.
+        """Returns the factor on the loss of the coming micro-batch, for its backward pass.
 
-        The gradients of a window are added up, so all have the loss scale of the first, also if the scaler's is
-        assigned in between. Weights are relative to the first: counts of thousands would overflow fp16 gradients.
+        The gradients of a window are summed, so all use the loss scale of the first micro-batch, even if the scaler's
+        changes in between. Weights are relative to the first: counts of thousands would overflow fp16 gradients.
 
         Args:
-            weight: Of the micro-batch.
-            scale: The loss scale of now.
+            weight: The weight of the micro-batch.
+            scale: The current loss scale.
         """
         return self._scale * weight / self._unit if self.micro_batches else scale
 
     def add(self, weight: float, scale: float) -> None:
-        """Counts a micro-batch that was added to the gradients."""
+        """Counts a micro-batch whose gradients were added."""
         if not self.micro_batches:
             self._unit, self._scale = weight, scale
         self.micro_batches += 1
@@ -122,20 +120,20 @@ class AccumulationWindow:
 
     @property
     def complete(self) -> bool:
-        """Whether the weights are to be updated."""
+        """Whether the weights are due for an update."""
         return self.micro_batches >= self._size
 
     def share(self, scale: float) -> Share:
-        """Returns what the micro-batches so far bring to an update; without any, nothing, with a given loss scale."""
+        """Returns the share of the micro-batches so far; without any, an empty share with the given loss scale."""
         return Share(self._weight, self._unit, self._scale) if self.micro_batches else Share(0.0, scale=scale)
 
     def divisor_of(self, share: Share) -> float:
-        """Returns what gradients are divided by in which micro-batches count so much, the loss scale in it."""
+        """Returns the divisor of gradients that make up a share, including the loss scale."""
         return share.scale * (1.0 if self.reduction == "sum" else share.weight / share.unit)
 
     @property
     def divisor(self) -> float:
-        """What the gradients so far are divided by, the loss scale in it."""
+        """The divisor of the gradients so far, including the loss scale."""
         return self.divisor_of(Share(self._weight, self._unit, self._scale))
 
     def reset(self) -> None:
@@ -143,7 +141,7 @@ class AccumulationWindow:
         self.micro_batches, self._weight, self._unit, self._scale = 0, 0.0, 1.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON values only. An assigned size is state; one of the options is not."""
+        """Returns the state as JSON values. A size is part of it if it was assigned, not if it is from the options."""
         return {
             "micro_batches": self.micro_batches,
             "reduction": self.reduction,
@@ -157,7 +155,7 @@ class AccumulationWindow:
         """Restores what :meth:`state_dict` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: If it does not fit; nothing has changed then.
+            KeyError, TypeError, ValueError: If it is invalid; nothing has changed then.
         """
         count, size = state_dict["micro_batches"], state_dict["assigned_size"]
         limits = [("micro_batches", count, 0)] + ([] if size is None else [("assigned_size", size, 1)])
@@ -172,10 +170,10 @@ class AccumulationWindow:
         if count and state_dict["reduction"] != self.reduction:
             raise ValueError(
                 f"the state was taken in the middle of a window of reduction {state_dict['reduction']!r}, but the "
-                f"trainer has batch.gradient_reduction {self.reduction!r}: load it with the same, end the window "
-                "(trainer.optimizer_step()) and save it again, or leave the key 'gradients' out of the state dict"
+                f"trainer has batch.gradient_reduction {self.reduction!r}: load it with the same reduction, end the "
+                "window (trainer.optimizer_step()) before saving, or remove the key 'gradients' from the state dict"
             )
-        # The window goes on with the trainer's own size. Where it has that many already, as the size was another, or
-        # backward passes on their own have gone on beyond it, the next step, or update, ends it.
+        # The window continues with the trainer's own size. If it already has that many micro-batches, because the size
+        # was different or separate backward passes exceeded it, the next step or update ends it.
         self._size, self._assigned = self.given_size if size is None else int(size), size is not None
         self.micro_batches, self._weight, self._unit, self._scale = int(count), weight, unit, scale

@@ -1,4 +1,4 @@
-"""``TrainingSession``: the second face of the trainer, for ONNX models with their loss inside."""
+"""``TrainingSession``: the trainer's second interface, for ONNX models that include their loss."""
 
 from .node_arg import NodeArg
 from .parameters import TrainingParameters

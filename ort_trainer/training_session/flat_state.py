@@ -1,4 +1,4 @@
-"""The flat state dict of the older functions: weights by name, and ``Moment_1_<weight>`` and the like beside them."""
+"""The flat state dict of the older functions: weights by name, with keys such as ``Moment_1_<weight>`` beside them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[
     """
     if trainer.session is None:
         warnings.warn(
-            "there is no state yet: call train_step or eval_step at least once before", UserWarning, stacklevel=3
+            "there is no state yet: call train_step or eval_step at least once first", UserWarning, stacklevel=3
         )
         return {}
     flat = trainer.state_dict(pytorch_format=True)
@@ -40,18 +40,18 @@ def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[
 
 
 def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Restores what :func:`flat_state_dict` returned; also before the first step.
+    """Restores what :func:`flat_state_dict` returned; works before the first step, too.
 
-    The counters of the trainer stay as they are: the flat dict has none.
+    The trainer's counters are unchanged, because the flat dict has none.
 
     Args:
         trainer: The trainer.
-        state_dict: The flat dict; or the nested one of ``ORTTrainer.state_dict``, which is restored as that.
+        state_dict: The flat dict, or the nested one of ``ORTTrainer.state_dict``.
         strict: Whether names must match exactly.
 
     Raises:
-        RuntimeError: If names do not match and ``strict`` is True.
-        TypeError, ValueError: If a value has a wrong type or does not fit. Nothing has changed then.
+        RuntimeError: If names differ and ``strict`` is True.
+        TypeError, ValueError: If a value has the wrong type or is invalid. Nothing has changed then.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
@@ -63,7 +63,7 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
     weights: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
-        # A weight may have a name that begins like that of a moment: a moment's weight is there too.
+        # A weight's name may start like a moment's; but a moment's weight is in the dict, too.
         key = next((k for k in kept if name.startswith(f"{k}_") and name[len(k) + 1 :] in state_dict), None)
         if key is not None:
             optimizer.setdefault(name[len(key) + 1 :], {})[key] = value
@@ -80,6 +80,6 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
     if optimizer:
         nested["optimizer"] = optimizer
     with warnings.catch_warnings():
-        # Without optimizer state there was none to be saved, which is a choice of the caller's.
+        # The caller chose to save without the optimizer's state.
         warnings.filterwarnings("ignore", message="Missing key: optimizer in state_dict")
         trainer.load_state_dict(nested, strict)

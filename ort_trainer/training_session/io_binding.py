@@ -24,7 +24,7 @@ class IOBinding:
 
     def __init__(self) -> None:
         self._inputs: dict[str, torch.Tensor] = {}
-        # Output -> the memory to write to; None for memory of the run's own.
+        # Output -> the memory to write to; None if the run allocates it.
         self._outputs: dict[str, torch.Tensor | None] = {}
         self._results: dict[str, torch.Tensor] = {}
 
@@ -35,15 +35,15 @@ class IOBinding:
     def bind_input(
         self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
     ) -> None:
-        """Binds an input to memory: contiguous, and kept alive by the caller until the run is over.
+        """Binds an input to contiguous memory, which the caller keeps alive until the run is over.
 
         Args:
-            name: Name of the input.
+            name: The name of the input.
             device_type: ``cpu`` or ``cuda``.
-            device_id: Index of the device.
+            device_id: The index of the device.
             element_type: A numpy type.
-            shape: Sizes.
-            buffer_ptr: Address.
+            shape: The shape.
+            buffer_ptr: The address of the memory.
         """
         self._inputs[name] = _memory(device_type, device_id, element_type, shape, buffer_ptr)
 
@@ -60,16 +60,16 @@ class IOBinding:
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Binds an output to memory, or to memory that the run provides if there is no address.
+        """Binds an output to memory; without an address, the run allocates the memory.
 
         Raises:
-            ValueError: If there is an address without type or shape.
+            ValueError: If an address is given without type or shape.
         """
         if buffer_ptr is None:
             self._outputs[name] = None
             return
         if element_type is None or shape is None:
-            raise ValueError(f"output {name!r} is bound to an address: element_type and shape must be given too")
+            raise ValueError(f"output {name!r} is bound to an address, which also needs element_type and shape")
         self._outputs[name] = _memory(device_type, device_id, element_type, shape, buffer_ptr)
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
@@ -77,11 +77,11 @@ class IOBinding:
         self._outputs[name] = to_torch(ortvalue)
 
     def synchronize_inputs(self) -> None:
-        """Waits until copies to a CUDA device are done."""
+        """Waits until copies of inputs to a CUDA device are complete."""
         _synchronize(self._inputs.values())
 
     def synchronize_outputs(self) -> None:
-        """Waits until the results are there."""
+        """Waits until the results are complete."""
         _synchronize(self._results.values())
 
     def get_outputs(self) -> list[Any]:
@@ -89,7 +89,7 @@ class IOBinding:
         return [to_ort_value(value) for value in self._results.values()]
 
     def get_outputs_as_ortvaluevector(self) -> list[Any]:
-        """Returns what :meth:`get_outputs` does."""
+        """Returns the same as :meth:`get_outputs`."""
         return self.get_outputs()
 
     def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
@@ -97,11 +97,11 @@ class IOBinding:
         return [value.cpu().numpy().copy() for value in self._results.values()]
 
     def clear_binding_inputs(self) -> None:
-        """Forgets the inputs."""
+        """Removes the bound inputs."""
         self._inputs.clear()
 
     def clear_binding_outputs(self) -> None:
-        """Forgets the outputs and their results."""
+        """Removes the bound outputs and their results."""
         self._outputs.clear()
         self._results.clear()
 
@@ -116,10 +116,10 @@ class IOBinding:
         return list(self._outputs)
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Checks that an output fits the memory that it is bound to.
+        """Checks that an output matches the memory that it is bound to.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If the shape or dtype differs.
         """
         memory = self._outputs.get(name)
         if memory is not None and (tuple(memory.shape) != tuple(shape) or memory.dtype != dtype):
@@ -129,10 +129,10 @@ class IOBinding:
             )
 
     def deliver(self, results: Sequence[torch.Tensor]) -> None:
-        """Takes the results of a run, in the order of :attr:`output_names`.
+        """Stores the results of a run, in the order of :attr:`output_names`.
 
         Raises:
-            ValueError: If a result does not fit the memory that its output is bound to. Nothing is written then.
+            ValueError: If a result does not match the memory that its output is bound to. Nothing is written then.
         """
         pairs = list(zip(self._outputs.items(), results, strict=True))
         for (name, _), value in pairs:
@@ -141,10 +141,10 @@ class IOBinding:
 
 
 def to_torch(ortvalue: Any) -> torch.Tensor:
-    """Returns an OrtValue as a tensor on the same memory."""
+    """Returns an OrtValue as a tensor that shares its memory."""
     if not hasattr(ortvalue, "_ortvalue"):
-        raise TypeError(f"an onnxruntime.OrtValue is asked for, but a {type(ortvalue).__name__} was given")
-    if ortvalue.data_type() == "tensor(bool)":  # DLPack has none in ONNX Runtime
+        raise TypeError(f"expected an onnxruntime.OrtValue, but a {type(ortvalue).__name__} was given")
+    if ortvalue.data_type() == "tensor(bool)":  # ONNX Runtime's DLPack does not support bool
         return torch.from_numpy(ortvalue.numpy())
     return torch.utils.dlpack.from_dlpack(ortvalue._ortvalue.to_dlpack())
 
@@ -160,7 +160,7 @@ def _synchronize(tensors: Any) -> None:
 
 
 class _CudaMemory:
-    """Memory of a CUDA device as PyTorch takes it over without a copy."""
+    """CUDA memory in the form that PyTorch wraps without a copy."""
 
     def __init__(self, shape: Sequence[int], typestr: str, address: int) -> None:
         self.__cuda_array_interface__ = {
@@ -189,17 +189,17 @@ def check_binding(
     gradients: Mapping[str, torch.Tensor],
     all_finite: str,
 ) -> None:
-    """Checks bound memory before anything is changed, as far as shapes are known.
+    """Checks bound memory before anything changes, for outputs whose shapes are known.
 
     Args:
         binding: The binding.
-        graph: What is to be run.
+        graph: The graph to run.
         batch: The inputs.
-        gradients: Parameter name -> gradient, which ``<name>_grad`` is of.
-        all_finite: Name of the output that says whether gradients were finite.
+        gradients: Parameter name -> gradient; the output ``<name>_grad`` has its shape.
+        all_finite: The name of the output that tells whether gradients were finite.
 
     Raises:
-        TypeError, ValueError: If memory does not fit.
+        TypeError, ValueError: If memory has the wrong shape or dtype.
     """
     sizes = graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
     for spec in graph.outputs:

@@ -1,4 +1,4 @@
-"""What a session says about an input or output."""
+"""The description of a session's input or output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class NodeArg:
     """An input or output of the session, as ``onnxruntime.NodeArg`` describes one.
 
     Attributes:
-        name: Its name.
-        type: Its type, such as ``tensor(float)``.
-        shape: Sizes, and names of dimensions.
+        name: The name.
+        type: The type, such as ``tensor(float)``.
+        shape: Sizes, or names of symbolic dimensions.
     """
 
     name: str
@@ -27,6 +27,6 @@ class NodeArg:
 
 
 def node_arg(value: ir.Value) -> NodeArg:
-    """Returns what a value of an ONNX model says about itself."""
+    """Returns the description of a value of an ONNX model."""
     kind = "undefined" if value.dtype is None else value.dtype.name.lower()
     return NodeArg(str(value.name), f"tensor({kind})", list(shape_of(value) or ()))

@@ -18,25 +18,25 @@ __all__ = ["TrainingParameters"]
 class TrainingParameters:
     """Settings of a training session, with ONNX Runtime's names and defaults.
 
-    A value of a wrong type is refused when it is assigned, a setting that has no effect here when the session is made.
+    Assigning a value of the wrong type raises; a setting without effect here raises when the session is created.
 
     Attributes:
-        loss_output_name: The output of the model that is minimized.
+        loss_output_name: The output of the model to minimize.
         training_optimizer_name: ``AdamOptimizer``, ``LambOptimizer``, ``SGDOptimizer``, or empty: then a run computes
-            gradients and updates nothing.
-        lr_params_feed_name: Name of the input that feeds the learning rate, a float32 of shape [1].
+            gradients without updates.
+        lr_params_feed_name: The name of the input for the learning rate, a float32 of shape [1].
         optimizer_attributes_map: Weight -> its hyper-parameters: ``alpha``, ``beta``, ``lambda``, ``epsilon``,
-            ``max_norm_clip``, ``ratio_min``, ``ratio_max``, as far as the optimizer has them.
+            ``max_norm_clip``, ``ratio_min``, ``ratio_max``, if the optimizer has them.
         optimizer_int_attributes_map: Weight -> ``do_bias_correction``, ``weight_decay_mode``.
-        weights_to_train: Initializers to train; empty for all of floating point.
+        weights_to_train: Initializers to train; empty for all floating-point ones.
         weights_not_to_train: Initializers not to train.
-        immutable_weights: Operator -> input position -> value: an initializer that is such an input and holds this
-            value alone is a constant, and not trained.
+        immutable_weights: Operator -> input position -> value: an initializer at that input whose elements all have
+            this value is a constant and not trained.
         gradient_accumulation_steps: Runs per weight update.
         enable_grad_norm_clip: Whether gradients are clipped to ``max_norm_clip``.
-        use_mixed_precision: fp16 for matrix products and convolutions.
-        loss_scale: The loss scale of mixed precision; 0 if an input feeds it (``session.loss_scale_input_name``).
-        set_gradients_as_graph_outputs: Whether ``<weight>_grad`` are outputs: the gradients of the window so far.
+        use_mixed_precision: Whether matrix products and convolutions use fp16.
+        loss_scale: The loss scale of mixed precision; 0 if it is fed as an input (``session.loss_scale_input_name``).
+        set_gradients_as_graph_outputs: Whether to add the outputs ``<weight>_grad``: the window's gradients so far.
         model_after_graph_transforms_path: Where to write the forward graph.
         model_with_gradient_graph_path: Where to write the graph with the backward pass.
         model_with_training_graph_path: Where to write the graph with the optimizer's nodes.
@@ -84,21 +84,21 @@ class TrainingParameters:
     def __setattr__(self, name: str, value: Any) -> None:
         kinds = _KINDS.get(name)
         if kinds is None:
-            raise AttributeError(f"TrainingParameters has no property {name!r}: it has {sorted(_KINDS)}")
+            raise AttributeError(f"TrainingParameters has no property {name!r}: choose from {sorted(_KINDS)}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"TrainingParameters.{name} must be a {wanted}, but {shown(value)} was given")
         super().__setattr__(name, _copied(value, kinds[0]))
 
     def set_optimizer_initial_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the moments and update counts with which training begins.
+        """Sets the initial moments and update counts.
 
         Args:
-            state: Weight -> ``Moment_1``, ``Moment_2`` and, with Adam, ``Update_Count`` (updates done plus 1), as
-                arrays; with LAMB ``shared_optimizer_state`` -> ``Step``: what ``get_optimizer_state`` returns.
+            state: Weight -> ``Moment_1``, ``Moment_2`` and, with Adam, ``Update_Count`` (completed updates plus 1), as
+                arrays; with LAMB also ``shared_optimizer_state`` -> ``Step``. ``get_optimizer_state`` returns this.
 
         Raises:
-            TypeError: If it is no dict of dicts.
+            TypeError: If it is not a dict of dicts.
         """
         if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
             raise TypeError(f"the optimizer's initial state must be a dict of dicts, but {state!r} was given")
@@ -113,7 +113,7 @@ def _copied(value: Any, kind: type) -> Any:
     return kind(value)
 
 
-# Property -> the types that it takes, its own first.
+# Property -> the accepted types; the first is its own type.
 _ACCEPTED: dict[type, tuple[type, ...]] = {float: (float, int), list: (list, tuple), set: (set, frozenset, list, tuple)}
 _KINDS: dict[str, tuple[type, ...]] = {}
 for _field in fields(TrainingParameters):

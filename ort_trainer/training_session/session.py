@@ -1,4 +1,4 @@
-"""``TrainingSession``: an ONNX model with a loss becomes trainable, behind the face that ONNX Runtime once had."""
+"""``TrainingSession``: trains an ONNX model that has a loss, with ONNX Runtime's former interface."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class TrainingSession(TrainerSession):
     """Trains an ONNX model that has a loss among its outputs.
 
     A run computes the outputs, adds to the gradients and, at the end of an accumulation window, updates the weights.
-    Runs with ``run_options.training_mode = False`` evaluate and change nothing, runs with
-    ``run_options.only_execute_path_to_fetches = True`` never update. Needs onnxruntime-training.
+    Runs with ``run_options.training_mode = False`` evaluate and change nothing; runs with
+    ``run_options.only_execute_path_to_fetches = True`` never update. Requires onnxruntime-training.
 
     Args:
-        path_or_bytes: Path of the model, or the model in serialized form.
+        path_or_bytes: The path of the model, or the serialized model.
         parameters: A :class:`~ort_trainer.TrainingParameters`.
         sess_options: An ``onnxruntime.SessionOptions``, used as it is.
-        providers: Names of execution providers in order of preference, or (name, options); None for all available. One
-            that can't be used here is skipped, with a warning. The CPU is the last one, whether it is named or not.
-        provider_options: The providers' options in the same order, where ``providers`` has names alone.
+        providers: Execution providers in order of preference, as names or (name, options); None for all available.
+            Providers that can't be used here are skipped with a warning. The CPU is always the last one.
+        provider_options: The providers' options in the same order, if ``providers`` has only names.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a parameter is refused; the message names it and says what to do.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a parameter is not supported; the message names it and says what to do.
         ExportError: If the model can't be read or differentiated.
         RuntimeError: If the installed ONNX Runtime can't differentiate.
 
@@ -58,7 +58,7 @@ class TrainingSession(TrainerSession):
         >>> (loss,) = session.run(["loss"], {"x": x, "label": y, "Learning_Rate": np.array([1e-3], np.float32)})
     """
 
-    # What the parameters become: it decides what is refused.
+    # The class that the parameters are converted to; it decides which settings are rejected.
     _options = ORTTrainerOptions
 
     def __init__(
@@ -77,7 +77,7 @@ class TrainingSession(TrainerSession):
         if not isinstance(parameters, TrainingParameters):
             raise TypeError(f"parameters must be TrainingParameters, but a {type(parameters).__name__} was given")
         self._model = load_onnx_model(os.fspath(path_or_bytes))
-        if parameters.weights_to_train:  # whatever the file says was frozen
+        if parameters.weights_to_train:  # overrides which weights the file marks as frozen
             self._model = dataclasses.replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
@@ -93,7 +93,7 @@ class TrainingSession(TrainerSession):
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[np.ndarray[Any, Any]]:
-        """Runs the model once; see the class for what that changes.
+        """Runs the model once; the class docstring describes which runs change gradients and weights.
 
         Args:
             output_names: Outputs to return; None or empty for all.
@@ -104,7 +104,7 @@ class TrainingSession(TrainerSession):
             The outputs as arrays.
 
         Raises:
-            TypeError, ValueError: If an input is missing, unknown or does not fit. Nothing has changed then.
+            TypeError, ValueError: If an input is missing, unknown or invalid. Nothing has changed then.
         """
         values = {name: to_tensor(name, np.asarray(value)) for name, value in translate.feed_of(input_feed).items()}
         return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
@@ -112,16 +112,16 @@ class TrainingSession(TrainerSession):
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
-        """Does what :meth:`run` does, with OrtValues."""
+        """Runs the model as :meth:`run` does, with OrtValues."""
         values = {name: to_torch(value) for name, value in translate.feed_of(input_dict_ort_values).items()}
         return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
-        """Does what :meth:`run` does, with bound inputs and outputs."""
+        """Runs the model as :meth:`run` does, with bound inputs and outputs."""
         if not isinstance(iobinding, IOBinding):
             raise TypeError(
-                f"a training session runs with a binding from its io_binding(), but a "
-                f"{type(iobinding).__name__} was given"
+                f"iobinding must come from the training session's io_binding(), but a {type(iobinding).__name__} was "
+                "given"
             )
         if not iobinding.output_names:
             raise ValueError("no output is bound: call bind_output() first")
@@ -141,7 +141,7 @@ class TrainingSession(TrainerSession):
         return found
 
     def get_outputs(self) -> list[NodeArg]:
-        """Returns the outputs of a training run: the model's, then those that training adds."""
+        """Returns the outputs of a training run: the model's, followed by those that training adds."""
         found = [node_arg(value) for value in self._model.model.graph.outputs]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
@@ -153,7 +153,7 @@ class TrainingSession(TrainerSession):
         return found
 
     def get_overridable_initializers(self) -> list[NodeArg]:
-        """Returns the initializers that a feed may replace: none, as the session owns them."""
+        """Returns an empty list, because the session owns the initializers and a feed can't replace them."""
         return []
 
     def set_providers(
@@ -161,21 +161,21 @@ class TrainingSession(TrainerSession):
         providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Recreates the underlying sessions with other providers; weights and optimizer state stay."""
+        """Recreates the underlying sessions with other providers; keeps weights and optimizer state."""
         self._reset_session(providers, provider_options)
 
     def disable_fallback(self) -> None:
-        """Makes a failure of an execution provider an error, which it always is here."""
+        """Does nothing: a failure of an execution provider is always an error here."""
 
     def enable_fallback(self) -> None:
-        """Is refused: a step that is run twice, the second time elsewhere, would change gradients and buffers twice.
+        """Raises, because a step repeated on another provider would change gradients and buffers twice.
 
         Raises:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "a training session does not fall back to another execution provider after a failure: choose another one "
-            "with set_providers()"
+            "a training session can't fall back to another execution provider after a failure: choose another one with "
+            "set_providers()"
         )
 
     def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
@@ -183,14 +183,14 @@ class TrainingSession(TrainerSession):
         return super().get_optimizer_state() if self._parameters.training_optimizer_name else {}
 
     def is_output_fp32_node(self, output_name: str) -> bool:
-        """Returns whether an output is fp32, also in mixed precision.
+        """Returns whether an output is fp32 even in mixed precision.
 
         Raises:
-            ValueError: If there is no such output.
+            ValueError: If the output is unknown.
         """
         found = {entry.name: entry.type for entry in self.get_outputs()}
         if output_name not in found:
-            raise ValueError(f"there is no output {output_name!r}: the outputs are {list(found)}")
+            raise ValueError(f"unknown output {output_name!r}: the outputs are {list(found)}")
         return found[output_name] == "tensor(float)"
 
     def _reset_session(
@@ -198,20 +198,20 @@ class TrainingSession(TrainerSession):
         providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None,
         provider_options: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Recreates the underlying sessions; only when that has worked the old ones are let go."""
+        """Recreates the underlying sessions; keeps the old ones if that fails."""
         state = self._trainer.state_dict()
         trainer = self._make_trainer(providers, provider_options)
         trainer.load_state_dict(state)
         self._trainer = trainer
 
-    # The name that onnxruntime's own class has for it.
+    # onnxruntime's own class has a method of this name.
     def _create_inference_session(
         self, providers: Any, provider_options: Any, disabled_optimizers: Sequence[str] | None = None
     ) -> None:
         if disabled_optimizers:
             raise ValueError(
-                f"disabled_optimizers {list(disabled_optimizers)} can't be chosen here: set a graph optimization level "
-                "in sess_options"
+                f"disabled_optimizers {list(disabled_optimizers)} is not supported: set a graph optimization level in "
+                "sess_options"
             )
         self._reset_session(providers, provider_options)
 
@@ -251,12 +251,12 @@ class TrainingSession(TrainerSession):
         names = list(output_names or (known if training else self._model.outputs))
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"there are no outputs {unknown}: the outputs are {known}")
+            raise ValueError(f"unknown outputs {unknown}: the outputs are {known}")
         own = [name for name in dict.fromkeys(names) if name in self._model.outputs]
         if training:
             results = self._train(feed, own, names, run_options, binding)
         elif set(own) < set(names):
-            raise ValueError(f"outputs {sorted(set(names) - set(own))} are there in training only")
+            raise ValueError(f"outputs {sorted(set(names) - set(own))} exist in training only")
         else:
             results = self._evaluate(feed, own)
         return [results[name] for name in names]
@@ -279,7 +279,7 @@ class TrainingSession(TrainerSession):
         may_update = run_options is None or not run_options.only_execute_path_to_fetches
         missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
-            raise TypeError(f"inputs {missing} are missing: a float32 array of shape [1] each")
+            raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")
         extra = {name: translate.number_of(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
         loop = self._trainer.loop
@@ -313,6 +313,6 @@ class TrainingSession(TrainerSession):
         return results
 
     def _extra_inputs(self) -> list[str]:
-        """Returns the names of the inputs that are not the model's."""
+        """Returns the names of the inputs beside the model's: the learning rate and the loss scale."""
         rate = [self._parameters.lr_params_feed_name] * bool(self._parameters.training_optimizer_name)
         return [*rate, *[self._scale_name] * self._feeds_scale]

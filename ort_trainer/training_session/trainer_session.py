@@ -1,4 +1,4 @@
-"""The session of a trainer by the names that ONNX Runtime's class had: its state, and how it is set up."""
+"""A trainer's state and session settings, with the method names of ONNX Runtime's former class."""
 
 from __future__ import annotations
 
@@ -13,9 +13,21 @@ from .flat_state import flat_state_dict, load_flat_state_dict
 
 __all__ = ["TrainerSession"]
 
+_STEPS = "the trainer's train_step() and eval_step() run it, and trainer.session runs their halves"
+# What ONNX Runtime's classes had, and what there is instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("run", "run_with_ort_values", "run_with_iobinding", "io_binding"), _STEPS),
+    "run_async": "call run() in a thread",
+    "run_with_ortvaluevector": "call run_with_ort_values() or run_with_iobinding()",
+    **dict.fromkeys(("load_model", "read_bytes"), "the constructor reads the model"),
+    **dict.fromkeys(("finalize", "__del__"), "there is nothing to finalize; memory is freed with the object"),
+    **dict.fromkeys(("get_tuning_results", "set_tuning_results"), "no kernel is tuned"),
+    "_sess": "there is no C session; the methods of this object are those that it had",
+}
+
 
 class TrainerSession:
-    """Reads and restores the state of a trainer that has begun.
+    """Reads and restores the state of a started trainer.
 
     Args:
         trainer: The trainer.
@@ -23,6 +35,10 @@ class TrainerSession:
 
     def __init__(self, trainer: ORTTrainer) -> None:
         self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=self)
 
     def get_modelmeta(self) -> Any:
         """Returns the ``onnxruntime.ModelMetadata`` of the training graph."""
@@ -41,18 +57,18 @@ class TrainerSession:
         return self._session.inference_session.get_session_options()
 
     def get_profiling_start_time_ns(self) -> int:
-        """Returns when profiling began, in nanoseconds."""
+        """Returns the start time of profiling in nanoseconds."""
         return int(self._session.inference_session.get_profiling_start_time_ns())
 
     def end_profiling(self) -> str:
-        """Ends profiling and returns the name of the file with the results (``sess_options.enable_profiling``)."""
+        """Ends profiling (``sess_options.enable_profiling``) and returns the name of the result file."""
         return str(self._session.inference_session.end_profiling())
 
     def get_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """Returns trained weights, moments and update counts in one flat dict of copies.
 
-        Keys are the names of weights, ``Moment_1_<weight>``, ``Moment_2_<weight>``, and ``Update_Count_<weight>``
-        (Adam) or ``Step`` (LAMB). Frozen weights and buffers are not in it.
+        The keys are the names of weights, ``Moment_1_<weight>``, ``Moment_2_<weight>``, and ``Update_Count_<weight>``
+        (Adam) or ``Step`` (LAMB). Frozen weights and buffers are not included.
         """
         state = flat_state_dict(self._trainer, include_optimizer_state=True)
         layout = self._trainer.loop.layout
@@ -64,11 +80,11 @@ class TrainerSession:
 
         Args:
             dict: The state.
-            strict: Whether names must match exactly; if not, only what both have is restored.
+            strict: Whether names must match exactly; if not, only names that both have are restored.
 
         Raises:
-            RuntimeError: If names do not match and ``strict`` is True.
-            TypeError, ValueError: If a value does not fit. Nothing has changed then.
+            RuntimeError: If names differ and ``strict`` is True.
+            TypeError, ValueError: If a value is invalid. Nothing has changed then.
         """
         full: Mapping[str, Any] = dict
         if strict and isinstance(dict, Mapping):
@@ -85,7 +101,7 @@ class TrainerSession:
         """Returns the trained weights as copies.
 
         Args:
-            include_mixed_precision_weights: Whether to add what mixed precision computes with, rounded to fp16.
+            include_mixed_precision_weights: Whether to add the weights rounded to fp16, as mixed precision uses them.
 
         Returns:
             ``full_precision`` -> name -> array, and with mixed precision ``mixed_precision`` -> name -> array.
@@ -103,7 +119,7 @@ class TrainerSession:
         return state
 
     def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
-        """Returns how weights are partitioned between ranks: not at all."""
+        """Returns an empty dict, because weights are not partitioned between ranks."""
         return {}
 
     @property

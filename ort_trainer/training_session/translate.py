@@ -1,4 +1,4 @@
-"""What :class:`~ort_trainer.TrainingParameters` mean in the words of the trainer: its optimizer and its options."""
+"""Translates :class:`~ort_trainer.TrainingParameters` to the trainer's optimizer and options."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ..amp import LossScaler
 from ..errors import shown, warn
 from ..optim import OptimizerConfig
 from ..optim.rules import CONFIGS
 from ..runtime.engine import SessionOptions, available_providers, has_cuda, known_providers
 from ..sources.onnx import OnnxModel
 from ..trainer import ORTTrainer
-from ..training.precision import FedScale
 from .parameters import TrainingParameters
 
 __all__ = [
@@ -32,12 +32,13 @@ _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 def providers_of(providers: Any, provider_options: Any) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Returns the device that a list of providers means, and the options of each that is used.
+    """Returns the device that a list of providers selects, and the options of each provider used.
 
-    One that can't be used here is skipped, with a warning. The CPU takes every node, so that it is the last.
+    Skips providers that can't be used here, with a warning. The CPU supports every node, so providers after it are
+    ignored.
 
     Raises:
-        TypeError, ValueError: If the list or the options are wrong, or ONNX Runtime knows no such provider.
+        TypeError, ValueError: If the list or the options are invalid, or a provider is unknown to ONNX Runtime.
     """
     if providers is None and provider_options is None:
         return "", {}
@@ -65,7 +66,7 @@ def _entries(providers: Any, provider_options: Any) -> list[tuple[str, Mapping[s
         raise TypeError(f"providers must be names or pairs (name, dict of options), but {shown(wrong)} were given")
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
-        raise ValueError(f"providers must name each provider once, but {names} were given")
+        raise ValueError(f"providers must not repeat a provider, but {names} were given")
     if provider_options is None:
         return pairs
     if not isinstance(provider_options, (list, tuple)) or not all(isinstance(o, Mapping) for o in provider_options):
@@ -85,18 +86,18 @@ def _usable(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str,
     known, available = known_providers(), available_providers()
     unknown = [name for name, _ in entries if name not in known]
     if unknown:
-        raise ValueError(f"providers has {unknown}, which ONNX Runtime does not know: choose from {available}")
+        raise ValueError(f"providers has {unknown}, unknown to ONNX Runtime: choose from {available}")
     skipped = [name for name, _ in entries if name not in available or (name == _CUDA and not has_cuda())]
     if skipped:
         warn(
-            f"providers has {skipped}, which can't be used here and are skipped: the installed ONNX Runtime has "
-            f"{available}, and torch.cuda.is_available() is {torch.cuda.is_available()}"
+            f"skipping the providers {skipped}, which can't be used here: the installed ONNX Runtime has {available}, "
+            f"and torch.cuda.is_available() is {torch.cuda.is_available()}"
         )
     return [(name, options) for name, options in entries if name not in skipped]
 
 
 def _cuda_device(options: Mapping[str, Any]) -> str:
-    """Returns the device that the options of the CUDA provider name."""
+    """Returns the device selected by the options of the CUDA provider."""
     index, count = str(options.get("device_id", 0)), torch.cuda.device_count()
     if not index.isdecimal() or int(index) >= count:
         raise ValueError(f"providers has {_CUDA} with device_id {shown(index)}, but there are {count} CUDA devices")
@@ -115,7 +116,7 @@ def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
         unknown = sorted(names - set(model.parameters))
         if unknown:
             raise ValueError(
-                f"{what} names {unknown}, which are no weights of the model: it has {list(model.parameters)}"
+                f"{what} has {unknown}, which are not weights of the model: it has {list(model.parameters)}"
             )
     trained = set(parameters.weights_to_train or model.parameters) - parameters.weights_not_to_train
     for operator, inputs in parameters.immutable_weights.items():
@@ -124,7 +125,7 @@ def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
         )
         if not plain:
             raise TypeError(
-                f"immutable_weights[{operator!r}] must be a dict of positions and numbers, but is {inputs!r}"
+                f"immutable_weights[{operator!r}] must be a dict, input position -> number, but it is {inputs!r}"
             )
     for node in model.model.graph:
         for position, number in parameters.immutable_weights.get(node.op_type, {}).items():
@@ -138,10 +139,10 @@ def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
 def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerConfig:
     """Returns the optimizer, with a parameter group for each weight that has attributes.
 
-    Without an optimizer it is SGD, whose update is never run.
+    Returns SGD if no optimizer is named; its update never runs then.
 
     Raises:
-        TypeError, ValueError: If its name or its attributes are wrong.
+        TypeError, ValueError: If its name or attributes are invalid.
     """
     name = parameters.training_optimizer_name
     if name not in ("", *CONFIGS):
@@ -149,7 +150,7 @@ def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerC
     for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
         for weight, found in getattr(parameters, what).items():
             if not isinstance(found, Mapping):
-                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but is {shown(found)}")
+                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but it is {shown(found)}")
     groups: list[dict[str, Any]] = []
     for weight in model.parameters:
         attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))
@@ -158,7 +159,7 @@ def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerC
         if attributes:
             groups.append({"params": [weight], **attributes})
     if not name and groups:
-        raise ValueError(f"a session without optimizer has no attributes, but the maps have {groups}")
+        raise ValueError(f"optimizer attributes {groups} need a training_optimizer_name: set it, or leave them out")
     return CONFIGS[name or "SGDOptimizer"](params=groups)
 
 
@@ -169,17 +170,17 @@ def options_of(
     provider_options: Mapping[str, Any],
     sess_options: SessionOptions | None,
 ) -> dict[str, Any]:
-    """Returns the parameters as options of a trainer, which refuse what can't be done."""
+    """Returns the parameters as options of a trainer, which reject unsupported settings."""
     p = parameters
     if p.use_fp16_moments:
-        raise ValueError("use_fp16_moments is refused: moments are kept in fp32, without which training is not exact")
+        raise ValueError("use_fp16_moments is not supported: exact training needs fp32 moments")
     if p.loss_scale < 0:
         raise ValueError(f"loss_scale must be at least 0, but {p.loss_scale} was given")
     return {
         "batch": {"gradient_accumulation_steps": p.gradient_accumulation_steps},
         "device": {"id": device} if device else {},
         "distributed": {
-            # At their defaults they are not given: processes may have been launched all the same.
+            # Defaults are left out, because several processes may have been launched anyway.
             **({"world_rank": p.world_rank} if p.world_rank else {}),
             **({"world_size": p.world_size} if p.world_size != 1 else {}),
             **({"data_parallel_size": p.data_parallel_size} if p.data_parallel_size != 1 else {}),
@@ -198,7 +199,7 @@ def options_of(
         },
         "mixed_precision": {
             "enabled": p.use_mixed_precision,
-            "loss_scaler": FedScale(p.loss_scale or 1.0) if p.use_mixed_precision else None,
+            "loss_scaler": LossScaler(p.loss_scale or 1.0) if p.use_mixed_precision else None,
         },
         "graph_transformer": {
             "attn_dropout_recompute": p.attn_dropout_recompute,
@@ -228,23 +229,23 @@ def options_of(
 
 
 def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> None:
-    """Checks that the learning rate has an input name that is not taken.
+    """Checks that the learning rate has a unique input name.
 
     Raises:
-        ValueError: If not.
+        ValueError: If the name is empty or taken.
     """
     name = parameters.lr_params_feed_name
     if parameters.training_optimizer_name and (not name or name in taken):
         raise ValueError(
-            f"lr_params_feed_name {name!r} must be a new name, and {list(taken)} are taken: choose another"
+            f"lr_params_feed_name must be a new input name, but {name!r} was given: {list(taken)} are taken"
         )
 
 
 def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
-    """Checks names in the optimizer's initial state against those that there are.
+    """Checks the names in the optimizer's initial state.
 
     Raises:
-        ValueError: If one is unknown, or there is no optimizer.
+        ValueError: If a name is unknown, or there is no optimizer.
     """
     if not parameters.training_optimizer_name:
         raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
@@ -259,14 +260,14 @@ def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> 
 
 
 def feed_of(given: Any) -> Mapping[str, Any]:
-    """Returns the inputs of a run, after a check that they are a dict."""
+    """Returns the inputs of a run after checking that they are a dict."""
     if not isinstance(given, Mapping):
         raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
     return given
 
 
 def number_of(name: str, value: torch.Tensor) -> float:
-    """Returns the learning rate or the loss scale that was fed."""
+    """Returns a fed learning rate or loss scale as a number."""
     if value.numel() != 1 or not value.is_floating_point():
         raise ValueError(
             f"input {name!r} must be a float32 array of shape [1], but it has shape {list(value.shape)}, {value.dtype}"

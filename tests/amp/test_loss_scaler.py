@@ -34,6 +34,12 @@ def test_defaults_reset_and_state() -> None:
     assert scaler.loss_scale == 65536.0 and scaler.state_dict()["stable_steps_count"] == 0
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_base_class_is_a_constant_scale(finite: bool) -> None:
+    scaler = LossScaler(loss_scale=float(1 << 16))
+    assert scaler.update(info(finite)) == scaler.loss_scale == 65536.0
+
+
 def test_limits_act_only_on_a_change() -> None:
     scaler = DynamicLossScaler(loss_scale=3.0, up_scale_window=1, min_loss_scale=5.0, max_loss_scale=10.0)
     assert scaler.loss_scale == 3.0
@@ -48,7 +54,6 @@ def test_limits_act_only_on_a_change() -> None:
         (lambda: LossScaler(float("inf")), ValueError, "loss_scale must be positive and finite"),
         (lambda: LossScaler("a"), TypeError, "loss_scale must be an int or float"),
         (lambda: LossScaler(True), TypeError, "loss_scale must be an int or float"),
-        (lambda: LossScaler(1.0).update(info(True)), NotImplementedError, "LossScaler must override update"),
         (lambda: setattr(LossScaler(1.0), "loss_scale", -1), ValueError, "loss_scale must be positive"),
         (lambda: setattr(LossScaler(1.0), "input_name", ""), ValueError, "input_name must not be empty"),
         (lambda: setattr(LossScaler(1.0), "input_name", 3), TypeError, "input_name must be a str"),

@@ -1,4 +1,4 @@
-"""Artifacts of a small model, written by hand: what an export must look like, whoever writes it."""
+"""Artifacts of a small model, written by hand: the required form of any export."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Artifacts:
 
 
 def forward() -> list:
-    """y = x w + b; loss = mean((y - target)^2); which outputs are positive."""
+    """Computes y = x w + b, loss = mean((y - target)^2), and which outputs are positive."""
     node = helper.make_node
     return [
         node("MatMul", ["x", "w"], ["xw"]),
@@ -53,7 +53,7 @@ def forward() -> list:
 
 
 def backward(dropout: bool) -> list:
-    """Gradients of w and b, and their sums; with ``dropout`` a mask is on the gradient of b."""
+    """Computes the gradients of w and b and accumulates them; ``dropout`` masks the gradient of b."""
     node = helper.make_node
     nodes = [
         node("Size", ["difference"], ["count"]),
@@ -169,7 +169,7 @@ def checkpoint(export: str = EXPORT, schedule: dict | None = None, nominal: bool
 
 
 def as_version_2(data: bytes) -> bytes:
-    """Returns the file of a checkpoint as it was before it had ``micro_batches`` and ``trainer``."""
+    """Returns a checkpoint file in version 2, without ``micro_batches`` and ``trainer``."""
     key, file, older = "ort_trainer.checkpoint", io.BytesIO(data), io.BytesIO()
     header = read_header(file, "the file")
     said = json.loads(header.metadata[key])
@@ -184,7 +184,7 @@ def as_version_2(data: bytes) -> bytes:
 
 
 def momentum_model(export: str) -> bytes:
-    """m = 0.5 m + gradient; w = w - rate m."""
+    """Computes m = 0.5 m + gradient, w = w - rate m."""
     node = helper.make_node
     nodes = [node("Constant", [], ["half"], value=helper.make_tensor("half", FLOAT, [], [0.5]))]
     inputs: list = [("learning_rate", FLOAT, [1])]

@@ -23,7 +23,7 @@ DESCRIPTION = {
 
 
 class Net(torch.nn.Module):
-    """Two layers; the weight of the first is frozen."""
+    """Two layers; the first one's weight is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Net(torch.nn.Module):
 
 @dataclass
 class Exported:
-    """A folder of artifacts, and what they were made of.
+    """A folder of artifacts and their origin.
 
     Attributes:
-        folder: Where the files are.
-        model: A model of PyTorch with the weights of the checkpoint.
-        batches: Each an input and its labels, of NumPy.
-        trainer: What exported.
+        folder: The folder of the files.
+        model: A PyTorch model with the weights of the checkpoint.
+        batches: Inputs with their labels, as NumPy arrays.
+        trainer: The trainer that exported them.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class Exported:
         return self.folder / name
 
     def loss(self, number: int) -> float:
-        """Returns PyTorch's loss for a batch, with its gradients in the model."""
+        """Returns PyTorch's loss for a batch, and leaves its gradients in the model."""
         x, label = map(torch.from_numpy, self.batches[number])
         self.model.zero_grad()
         loss = F.cross_entropy(self.model(x), label)

@@ -1,4 +1,4 @@
-"""What each documented name about training has to do: a check each, against PyTorch where there are numbers."""
+"""Checks each documented name about training, comparing numbers with PyTorch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ort_trainer.api.artifact import RandomTensor
 from .exported import NAMES, RATE, TRAINED
 from .world import PYTHON, World, checks, close, flat, same_weights
 
-# Making a session or a module.
+# Creating a session or a module.
 
 
 @checks("CreateTrainingSession", "Ort::TrainingSession::TrainingSession")
@@ -122,7 +122,7 @@ def gets_the_learning_rate(world: World) -> None:
     assert world.session.get_learning_rate() == 0.5
 
 
-# With a warm-up of 2, 6 updates in all and a rate of 0.1.
+# Warm-up of 2 updates, 6 updates in total, rate 0.1.
 LINEAR = [0.0, 0.05, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
 
 
@@ -220,7 +220,7 @@ def seeds(world: World) -> None:
         set_seed(seed)
         drawn.append(random.draw([(mask, mask.shape)])[0])
         torch.manual_seed(seed)
-        key = int(torch.randint(2**62, ()))  # what the trainer makes its masks of
+        key = int(torch.randint(2**62, ()))  # the key of the trainer's masks
         np.testing.assert_array_equal(drawn[-1], random_numbers.draw_mask(key, 64, 0, 0.5))
     monkeypatch.undo()
     assert (drawn[0] == drawn[1]).all() and (drawn[1] != drawn[2]).any()

@@ -1,4 +1,4 @@
-"""What each documented name about the state of training has to do: a check each."""
+"""Checks each documented name about the state of training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def updates_a_parameter(world: World) -> None:
     with torch.no_grad():
         model.head.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
     close(session.eval_step(list(world.batches[0]))[1], world.outputs(model)[1])
-    with pytest.raises(KeyError, match="no parameter 'bias'"):
+    with pytest.raises(KeyError, match="unknown parameter 'bias'"):
         world.state.parameters["bias"] = np.zeros(3, np.float32)
 
 
@@ -155,7 +155,7 @@ def gets_properties(world: World) -> None:
     world.state.properties["epoch"] = 3
     world.state.properties["epoch"] += 1
     assert world.state.properties["epoch"] == 4
-    with pytest.raises(KeyError, match="no property 'step'"):
+    with pytest.raises(KeyError, match="unknown property 'step'"):
         world.state.properties["step"]
 
 

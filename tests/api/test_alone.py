@@ -1,4 +1,4 @@
-"""The training API where there is nothing but Python, NumPy, ONNX Runtime and xxhash."""
+"""The training API with only Python, NumPy, ONNX Runtime and xxhash installed."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ print(json.dumps({"losses": losses, "evaluated": evaluated, "resumed": resumed, 
 
 
 def make_environment(folder: Path) -> None:
-    """Puts into a folder what an environment with the extra [api] has and imports, and nothing else."""
+    """Fills a folder with exactly what an environment with the extra [api] has and imports."""
     for name in (*PACKAGES, "ort_trainer"):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
         package = Path(spec.origin).parent
-        libraries = package.parent / f"{name}.libs"  # of a wheel's own
+        libraries = package.parent / f"{name}.libs"  # libraries bundled with a wheel
         for part in (package, libraries):
             if part.exists():
                 (folder / part.name).symlink_to(part)
@@ -87,7 +87,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_alone(program: str, environment: Path, artifacts: Path) -> str:
-    """Runs a program isolated, without the folders of installed packages, and returns what it prints."""
+    """Runs a program in isolation, without the folders of installed packages, and returns its output."""
     command = [sys.executable, "-I", "-S", "-c", program, str(environment), str(artifacts)]
     done = subprocess.run(command, cwd=artifacts, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def run_alone(program: str, environment: Path, artifacts: Path) -> str:
 def exported(tmp_path: Path) -> Exported:
     found = export(tmp_path)
     x, label = zip(*found.batches, strict=True)
-    with pytest.warns(UserWarning, match="no place for the state of the random numbers"):
+    with pytest.warns(UserWarning, match="can't store the state of the random numbers"):
         convert_checkpoint(found.file("checkpoint"), found.file("upstream"))
     np.savez(found.file("batches.npz"), x=np.stack(x), label=np.stack(label))
     return found

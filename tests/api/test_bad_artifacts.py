@@ -1,4 +1,4 @@
-"""Artifacts that are not there, damaged or mixed up, and inputs that they do not take."""
+"""Missing, damaged or mixed-up artifacts, and inputs that they don't accept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_models_that_are_none(artifacts: Artifacts, tmp_path: Path) -> None:
         Module(artifacts.training, "checkpoint")  # type: ignore[arg-type]
     path = tmp_path / "model.onnx"
     path.write_bytes(artifacts.training[:-50])
-    with pytest.raises(ValueError, match=r"model.onnx' can't be loaded by ONNX Runtime .* damaged, cut short"):
+    with pytest.raises(ValueError, match=r"model.onnx' can't be loaded by ONNX Runtime .* damaged, truncated"):
         Module(path, state)
     with pytest.raises(ValueError, match=r"given as eval_model_uri can't be loaded"):
         Module(artifacts.training, state, b"nonsense")
@@ -41,7 +41,7 @@ def test_models_that_are_none(artifacts: Artifacts, tmp_path: Path) -> None:
         Module(path, state)
     plain = onnx.load_from_string(artifacts.training)
     del plain.metadata_props[:]
-    with pytest.raises(ValueError, match=r"no artifact of ort_trainer: write artifacts with"):
+    with pytest.raises(ValueError, match=r"not an ort_trainer artifact: write artifacts with"):
         Module(plain.SerializeToString(), state)
     graph = helper.make_graph(
         [helper.make_node("InPlaceAccumulatorV2", ["a", "b"], ["c"], domain="com.microsoft")],
@@ -54,7 +54,7 @@ def test_models_that_are_none(artifacts: Artifacts, tmp_path: Path) -> None:
 
 
 def test_models_that_reach_out_of_their_file(artifacts: Artifacts, tmp_path: Path) -> None:
-    """ONNX Runtime would read external data of a model in bytes from any path, and from the current folder."""
+    """For a model given as bytes, ONNX Runtime would read external data from any path and the current folder."""
     (tmp_path / "secret.bin").write_bytes(np.ones(4, np.float32).tobytes())
     state = state_of(artifacts)
 
@@ -70,8 +70,8 @@ def test_models_that_reach_out_of_their_file(artifacts: Artifacts, tmp_path: Pat
         tensor.data_location = TensorProto.EXTERNAL
         tensor.external_data.add(key="location", value=location)
         for path in (True, False):
-            refused(model, "keeps the data of 'leak' in another file, which could be any file", path)
-    # Of a constant within a body.
+            refused(model, "keeps the data of 'leak' in another file. No exported model does", path)
+    # A constant in a body.
     model = onnx.load_from_string(artifacts.training)
     body = model.graph.node[-1].attribute[0].g
     body.node.append(helper.make_node("Constant", [], ["c"], value=tensor))
@@ -83,8 +83,8 @@ def test_models_that_reach_out_of_their_file(artifacts: Artifacts, tmp_path: Pat
     ):
         model = onnx.load_from_string(artifacts.training)
         model.graph.node.append(helper.make_node(operator, ["y"], ["z"], name="out", domain=domain))
-        refused(model, f"has the node 'out', a {operator} of the domain '{domain}', which reaches out", False)
-    # Of a field that is there twice, the last one counts.
+        refused(model, f"has the node 'out', operator {operator} of domain '{domain}', which calls Python", False)
+    # If a field occurs twice, the last one is used.
     data = artifacts.training.replace(b"org.pytorch.aten", b"")
     node = (
         helper.make_node("ATen", ["y"], ["z"], name="out").SerializeToString()
@@ -92,7 +92,7 @@ def test_models_that_reach_out_of_their_file(artifacts: Artifacts, tmp_path: Pat
         + b"\x3a\x10org.pytorch.aten"
     )
     graph = b"\x0a" + bytes([len(node)]) + node
-    with pytest.raises(ValueError, match="has the node 'out', a ATen of the domain 'org.pytorch.aten'"):
+    with pytest.raises(ValueError, match="has the node 'out', operator ATen of domain 'org.pytorch.aten'"):
         Module(data + b"\x3a" + bytes([len(graph)]) + graph, state)
 
 
@@ -100,27 +100,27 @@ def test_libraries_of_operators_are_the_users_own(artifacts: Artifacts) -> None:
     model = onnx.load_from_string(artifacts.training)
     model.graph.node.append(helper.make_node("Strange", ["y"], ["z"], name="out", domain="own"))
     model.opset_import.add(domain="own", version=1)
-    text = r"custom operators, .*node 'out', a 'Strange' of the domain 'own'.*register_custom_ops_library\(path\)"
+    text = r"custom operators, .*node 'out', operator 'Strange' of domain 'own'.*register_custom_ops_library\(path\)"
     with pytest.raises(ValueError, match=text):
         Module(model.SerializeToString(), state_of(artifacts))
 
 
 def test_what_metadata_and_graph_say_differently(artifacts: Artifacts) -> None:
-    """Each of them is refused when the model is loaded, and none takes the time or memory that it claims."""
+    """Loading the model refuses each of them, without using the time or memory that they would imply."""
     changes: dict[str, Any] = {
         "output 'loss' is a tensor.float., but its metadata say int8": lambda d: d["outputs"][0].update(dtype="int8"),
         "output 'loss' has shape": lambda d: d["outputs"][0].update(shape=[0]),
         "output 'y' has shape": lambda d: d["outputs"][1].update(shape=["dim('batch')", 1 << 50]),
-        "inputs: .'gone'": lambda d: d["state"].update(w="gone"),
-        "outputs: .'gone'": lambda d: d["gradients"].update(w=["w_grad.accumulation.buffer", "gone"]),
-        "state has a value of a wrong kind": lambda d: d.update(state=[1]),
+        "disagree about the inputs .'gone'": lambda d: d["state"].update(w="gone"),
+        "disagree about the outputs .'gone'": lambda d: d["gradients"].update(w=["w_grad.accumulation.buffer", "gone"]),
+        "state has an invalid value": lambda d: d.update(state=[1]),
         "inputs or outputs: dtype": lambda d: d["inputs"][0].update(dtype="O"),
         "inputs or outputs: shape": lambda d: d["outputs"][1].update(shape=[-5, 2]),
         "guards": lambda d: d.update(guards=[3.5]),
-        "no arithmetic over dimensions": lambda d: d.update(guards=["(" * 5000 + ")" * 5000]),
+        "not arithmetic over dimensions": lambda d: d.update(guards=["(" * 5000 + ")" * 5000]),
         "missing 1 required positional argument": lambda d: d.pop("state"),
         "update ort_trainer, or export again": lambda d: d.update(format=99),
-        "name the kind 'x', which there is not": lambda d: d.update(kind="x"),
+        "unknown kind 'x'": lambda d: d.update(kind="x"),
     }
     for message, change in changes.items():
         model = onnx.load_from_string(artifacts.training)
@@ -134,7 +134,7 @@ def test_what_metadata_and_graph_say_differently(artifacts: Artifacts) -> None:
     found = json.loads(model.metadata_props[0].value)
     found["guards"] = ["dim('batch') ** dim('batch') ** 999999 > 0"]
     model.metadata_props[0].value = json.dumps(found)
-    with pytest.raises(ValueError, match=r"is no size"):
+    with pytest.raises(ValueError, match=r"is too large for a size"):
         Module(model.SerializeToString(), state_of(artifacts))(*batches(1)[0])
 
 
@@ -155,14 +155,14 @@ def test_an_optimizer_model_that_asks_for_too_much(artifacts: Artifacts) -> None
 
 def test_models_in_the_wrong_place(artifacts: Artifacts) -> None:
     state = state_of(artifacts)
-    with pytest.raises(ValueError, match="is the evaluation model of an export, where the training model belongs"):
+    with pytest.raises(ValueError, match="expected the training model of an export, but .* is the evaluation model"):
         Module(artifacts.evaluation, state)
-    with pytest.raises(ValueError, match="is the training model of an export, where the evaluation model belongs"):
+    with pytest.raises(ValueError, match="expected the evaluation model of an export, but .* is the training model"):
         Module(artifacts.training, state, artifacts.training)
-    with pytest.raises(ValueError, match="is the optimizer model of an export, where the training or evaluation"):
+    with pytest.raises(ValueError, match="expected the training or evaluation model .* is the optimizer model"):
         Module(artifacts.optimizer, state)
     module = Module(artifacts.training, state)
-    with pytest.raises(ValueError, match="is the training model of an export, where the optimizer model belongs"):
+    with pytest.raises(ValueError, match="expected the optimizer model of an export, but .* is the training model"):
         Optimizer(artifacts.training, module)
     with pytest.raises(TypeError, match="module must be a Module"):
         Optimizer(artifacts.optimizer, state)  # type: ignore[arg-type]
@@ -186,9 +186,9 @@ def test_exports_are_not_mixed(artifacts: Artifacts, tmp_path: Path) -> None:
 def test_devices_and_options(artifacts: Artifacts) -> None:
     state = state_of(artifacts)
     for device, text in (
-        ("tpu", "'tpu' is unknown: use 'cpu', 'cuda' or 'cuda:N'"),
-        ("cpu:1", "unknown"),
-        ("cuda:x", "unknown"),
+        ("tpu", "unknown device 'tpu': use 'cpu', 'cuda' or 'cuda:N'"),
+        ("cpu:1", "unknown device"),
+        ("cuda:x", "unknown device"),
     ):
         with pytest.raises(ValueError, match=text):
             Module(artifacts.training, state, device=device)
@@ -198,7 +198,7 @@ def test_devices_and_options(artifacts: Artifacts) -> None:
         Module(artifacts.training, state, session_options={})  # type: ignore[arg-type]
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.load_model_format", "ORT")
-    with pytest.raises(ValueError, match="session.load_model_format 'ORT', but artifacts are in ONNX format"):
+    with pytest.raises(ValueError, match="session.load_model_format to 'ORT', but artifacts are in ONNX format"):
         Module(artifacts.training, state, session_options=options)
     session = TrainingSession(state, artifacts.training, artifacts.evaluation, artifacts.optimizer)
     for step in (session.train_step, session.eval_step):
@@ -233,7 +233,7 @@ X, TARGET = batches(1)[0]
         ((X.astype(np.float64), TARGET), {}, TypeError, r"'x' has dtype float64, but .* takes float32: use .astype"),
         ((X[0], TARGET), {}, ValueError, r"input 'x' has 1 dimensions, shape \[3\], but the model takes 2"),
         ((X[:, :2], TARGET), {}, ValueError, r"input 'x' has size 2 in dimension 1, but the model takes 3"),
-        ((X, TARGET[:3]), {}, ValueError, r"'target' has shape \[3, 2\], so that dimension 'batch' is 3, but it is 4"),
+        ((X, TARGET[:3]), {}, ValueError, r"'target' has shape \[3, 2\], which makes dimension 'batch' 3, but it is 4"),
         ((X[:0], TARGET[:0]), {}, ValueError, r"input 'x' is empty"),
     ],
 )
@@ -249,7 +249,7 @@ def test_wrong_inputs(artifacts: Artifacts, args: tuple, kwargs: dict, error: ty
 def test_sizes_that_the_graph_is_not_right_for() -> None:
     _, module, _ = load(make_artifacts(guards=("dim('batch') > 2",), fixed={"length": 3}))
     module(X, TARGET)
-    with pytest.raises(ValueError, match=r"holds only where dim\('batch'\) > 2, but the inputs have batch = 2"):
+    with pytest.raises(ValueError, match=r"is valid only if dim\('batch'\) > 2, but the inputs have batch = 2"):
         module(X[:2], TARGET[:2])
     _, module, _ = load(make_artifacts(fixed={"batch": 4}))
     module(X, TARGET)
@@ -278,8 +278,8 @@ def test_wrong_rates(artifacts: Artifacts, value: object, error: type[Exception]
 @pytest.mark.parametrize(
     ("args", "error", "text"),
     [
-        ((6, 2, 0.1), ValueError, r"warmup_step_count 6 and total_step_count 2 .* swaps the two"),
-        ((0, 0, 0.1), ValueError, "total > 0"),
+        ((6, 2, 0.1), ValueError, r"warmup_step_count is 6 and total_step_count is 2 .* swaps the two"),
+        ((0, 0, 0.1), ValueError, "total_step_count > 0"),
         ((1.5, 2, 0.1), TypeError, "warmup_step_count must be an int, but 1.5 was given"),
         ((1, 2, None), TypeError, "initial_lr must be a number"),
     ],

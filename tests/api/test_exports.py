@@ -1,4 +1,4 @@
-"""Stepping on from an export equals stepping on in the trainer that wrote it."""
+"""Continuing from an export equals continuing in the trainer that wrote it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DESCRIPTION = {
 
 
 class Net(nn.Module):
-    """With running statistics and dropout; no bias before the norm, as its gradient would be nothing but noise."""
+    """Has running statistics and dropout, and no bias before the norm, because its gradient would be pure noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ORTTrainer, list]:
-    """Returns a folder of artifacts that were written in the middle of a window, the trainer and what comes next."""
+    """Returns a folder of artifacts exported in the middle of a window, the trainer and the following batches."""
     torch.manual_seed(0)
     options = ORTTrainerOptions(
         {
@@ -68,7 +68,7 @@ def test_the_trainer_and_both_styles_step_on_alike(exported: tuple[Path, ORTTrai
     other = CheckpointState.load_checkpoint(folder / "checkpoint")
     session = TrainingSession(other, *(model.read_bytes() for model in models))
     for number, batch in enumerate(data, start=7):
-        if number == 13:  # what was saved goes on
+        if number == 13:  # continue from a saved checkpoint
             saved = CheckpointState.save_checkpoint_to_buffer(other, include_optimizer_state=True)
             other = CheckpointState.load_checkpoint_from_buffer(saved)
             session = TrainingSession(other, *models)

@@ -48,9 +48,9 @@ def test_models_come_back_from_metadata(model: StepModel | OptimizerModel) -> No
 
 
 def test_metadata_of_something_else() -> None:
-    with pytest.raises(ValueError, match=r"'a.onnx' is no artifact of ort_trainer"):
+    with pytest.raises(ValueError, match=r"'a.onnx' is not an ort_trainer artifact"):
         from_metadata(StepModel, None, "'a.onnx'")
-    with pytest.raises(ValueError, match=r"is the optimizer model of an export, where the training or evaluation"):
+    with pytest.raises(ValueError, match=r"expected the training or evaluation model .* 'a.onnx' is the optimizer"):
         from_metadata(StepModel, to_metadata(OPTIMIZER), "'a.onnx'")
     with pytest.raises(ValueError, match=r"damaged"):
         from_metadata(StepModel, to_metadata(STEP).replace('"outputs"', '"outs"'), "'a.onnx'")
@@ -69,23 +69,23 @@ def test_metadata_of_before_there_were_index_ranges() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"input": "x"}, "input"),  # of floats
+        ({"input": "x"}, "input"),  # has a float dtype
         ({"input": "y"}, "input"),
-        ({"input": ["label"]}, "a value"),
+        ({"input": ["label"]}, "invalid value"),
         ({"size": 1.5}, "size"),
         ({"size": "dim('length')"}, "size"),
-        ({"size": "dim("}, "no arithmetic"),
+        ({"size": "dim("}, "not arithmetic"),
         ({"from_end": 1}, "from_end"),
         ({"ignored": "-1"}, "ignored"),
-        ({"operator": None}, "a value"),
+        ({"operator": None}, "invalid value"),
         ({"steps": [["system", []]]}, "steps"),
         ({"steps": [["slice"]]}, "steps"),
-        ({"steps": [["transpose", []]]}, "'transpose' among the steps: missing"),
+        ({"steps": [["transpose", []]]}, "step 'transpose': missing"),
         ({"steps": [["t", [1]]]}, "too many positional"),
         ({"steps": [["slice", [1.5]]]}, "steps"),
         ({"steps": [["slice", ["dim('length')"]]]}, "steps"),
         ({"steps": [["slice", functools.reduce(lambda inner, _: [inner], range(700), [])]]}, "recursion"),
-        ({"steps": 3}, "a value"),
+        ({"steps": 3}, "invalid value"),
         ({"place": 3}, "unexpected keyword"),
     ],
 )
@@ -93,7 +93,7 @@ def test_index_ranges_that_are_none(changes: dict, what: str) -> None:
     found = json.loads(to_metadata(STEP))
     found["index_ranges"][0].update(changes)
     with pytest.raises(
-        ValueError, match=f"'a.onnx' is damaged: its metadata do not describe a training model .*{what}"
+        ValueError, match=f"'a.onnx' is damaged: its metadata don't describe the training model .*{what}"
     ):
         check_described(from_metadata(StepModel, json.dumps(found), "'a.onnx'"), "'a.onnx'")
     check_described(STEP, "'a.onnx'")
@@ -132,7 +132,7 @@ def test_checkpoint_round_trip() -> None:
 
 
 def test_checkpoint_of_before_there_was_a_count_of_steps() -> None:
-    """Which an older release reads, too; of a newer version it says to update, and not that the file is damaged."""
+    """Old versions are readable; for a newer version, the error says to update instead of reporting damage."""
     same(checkpoint(), from_bytes(as_version_2(to_bytes(checkpoint()))))
 
 
@@ -160,12 +160,12 @@ def test_nominal_checkpoint_has_shapes_only() -> None:
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
 def test_damaged_checkpoint(cut: int) -> None:
-    with pytest.raises(CheckpointError, match=r"the given bytes is damaged or no checkpoint: it has \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"the given bytes is damaged or not a checkpoint: it has \d+ bytes"):
         from_bytes(to_bytes(checkpoint())[:cut])
 
 
 def test_the_checkpoint_of_a_trainer_is_told_from_a_damaged_one() -> None:
     file = io.BytesIO()
     write(file, {}, {"manifest": "{}"})
-    with pytest.raises(CheckpointError, match="is no checkpoint of ort_trainer.api. .* --to api --like CHECKPOINT'"):
+    with pytest.raises(CheckpointError, match="is not an ort_trainer.api checkpoint. .* --to api --like CHECKPOINT'"):
         from_bytes(file.getvalue())

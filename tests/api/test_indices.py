@@ -1,4 +1,4 @@
-"""Indices out of range: an export says what they are, and steps from it refuse them as the trainer's do."""
+"""Indices out of range: an export records the ranges, and its steps raise the same errors as the trainer's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = np.array([[1, 2, 3, 4], [6, 5, 0, 1], [2, 2, 2, 2]])
 
 
 class Language(nn.Module):
-    """Predicts the next word: the first label of a row counts for nothing."""
+    """Predicts the next word; the first label of each row is ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Language(nn.Module):
 
 
 def made(folder: Path, **debug: bool) -> ORTTrainer:
-    """Returns a trainer that has written artifacts into a folder."""
+    """Returns a trainer that has exported artifacts to a folder."""
     torch.manual_seed(0)
     options = ORTTrainerOptions({"debug": debug})
     trainer = ORTTrainer(Language(), DESCRIPTION, optim.SGDConfig(lr=0.1), options=options)
@@ -114,7 +114,7 @@ def test_the_check_can_be_left_out_of_an_export(exported: tuple[Path, ORTTrainer
         assert b'"index_ranges": []' in data and b'"index_ranges": [{"input": "ids"' in other
         assert __file__.encode() not in other
     state, training = session(tmp_path)
-    # The graph itself counts from the end, so that this is a label.
+    # The graph itself allows negative indices, so this is a valid label.
     loss, _ = training.eval_step(batch(labels=((1, 1), -1)))
     assert loss == training.eval_step(batch(labels=((1, 1), WORDS - 1)))[0]
     with pytest.raises(Exception, match="out of data bounds"):

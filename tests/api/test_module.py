@@ -50,12 +50,12 @@ def test_default_session_options(artifacts: Artifacts) -> None:
     _, module, optimizer = load(artifacts)
     entry = "session.intra_op.allow_spinning"
     assert module._train._session.get_session_options().get_session_config_entry(entry) == "0"
-    # While it updates, threads spin: they stop when it is done.
+    # Threads spin during the update, and stop afterwards.
     update = optimizer._session.get_session_options()
     assert update.get_session_config_entry("session.force_spinning_stop") == "1"
     with pytest.raises(RuntimeError, match="allow_spinning"):
         update.get_session_config_entry(entry)
-    # Options that are given are those of both.
+    # The user's options apply to both sessions.
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 3
     _, module, optimizer = load(artifacts, session_options=options)
@@ -158,7 +158,7 @@ def test_results_keep_their_memory(artifacts: Artifacts, mode: bool, as_values: 
     module.train(mode)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        """Returns arrays, of which views of OrtValues that are gone already."""
+        """Returns arrays, some of which are views of OrtValues that no longer exist."""
         if not as_values:
             return list(module(*arrays))
         return [value.numpy() for value in module(*map(onnxruntime.OrtValue.ortvalue_from_numpy, arrays))]
@@ -237,7 +237,7 @@ def test_threads_make_modules_of_one_state(artifacts: Artifacts, monkeypatch: py
     made = []
 
     def slowly(like: StateTensor, device: Device) -> StateTensor:
-        time.sleep(0.02)  # in which another thread could begin the same
+        time.sleep(0.02)  # gives another thread time to start the same
         made.append(StateTensor(np.zeros(like.shape, like.dtype), device))
         return made[-1]
 
@@ -245,7 +245,7 @@ def test_threads_make_modules_of_one_state(artifacts: Artifacts, monkeypatch: py
     state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
     with ThreadPoolExecutor(4) as threads:
         modules = list(threads.map(lambda _: Module(artifacts.training, state), range(4)))
-    assert len(made) == len(TRAINED)  # to which all of them are bound
+    assert len(made) == len(TRAINED)  # all bindings use them
     ((x, target),) = batches(1)
     for module in modules:
         module(x, target)
@@ -384,7 +384,7 @@ def test_a_draw_can_be_undone(kinds: tuple[str, ...]) -> None:
     numbers = RandomNumbers()
     parameters = {"mask": (0.5, 1.0)}
     wanted = [(RandomTensor("r", kind, "float32", (700,), parameters.get(kind, ())), (700,)) for kind in kinds]
-    for _ in range(400):  # the generator makes its words anew within these
+    for _ in range(400):  # the generator refills its words within these
         numbers.draw(wanted)
     before = numbers.get_state()
     drawn = numbers.draw(wanted)
@@ -400,7 +400,7 @@ def test_random_numbers_go_on_from_a_state() -> None:
     assert legacy.size > 624
     set_seed(11)
     numbers = RandomNumbers()
-    for _ in range(400):  # over the end of a block of 624 words
+    for _ in range(400):  # beyond the end of a block of 624 words
         expected = int(torch.randint(2**62, ()))
         assert np.array_equal(numbers.draw([spec])[0], draw_mask(expected, 100, 1, 0.5))
     restored = RandomNumbers(numbers.get_state())

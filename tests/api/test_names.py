@@ -1,4 +1,4 @@
-"""docs/training_api_names.md: it has every name of the C, C++ and Python documentation, and every row in it is true."""
+"""docs/training_api_names.md lists every name of the C, C++ and Python documentation, and every row is true."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .world import CHECKS, PYTHON, World
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parent.parent / "docs" / "training_api_names.md").read_text()
-# (documented name, name here, what is said of it).
+# (documented name, our name, description).
 ROWS: list[tuple[str, str, str]] = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
 DOCUMENTED = {
     "c_functions": 31 + 1 + 2,
@@ -61,8 +61,8 @@ def test_names(row: tuple[str, str, str], exported: Exported, tmp_path: Path) ->
     found = resolve(new)
     assert found is not None
     if old.startswith(PYTHON):
-        # Of a checkpoint's classes, which yield pairs there, they are classes derived from these.
+        # The classes of a checkpoint yield pairs there, so they are subclasses of ours.
         assert getattr(resolve(old), "__name__", resolve(old)) == getattr(found, "__name__", found)
-    for call in re.findall(r"(?:session|module|state|CheckpointState)\.(\w+)", said):  # what the last column shows
+    for call in re.findall(r"(?:session|module|state|CheckpointState)\.(\w+)", said):  # calls in the last column
         assert any(hasattr(cls, call) for cls in (api.TrainingSession, api.Module, api.CheckpointState)), call
     CHECKS[old](World(exported, tmp_path))

@@ -1,4 +1,4 @@
-"""Inference models made without ``onnx``, compared with what ``onnx`` reads and what ONNX Runtime computes."""
+"""Inference models made without ``onnx``, checked by ``onnx`` and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compute(model: bytes, inputs: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def used(graph: onnx.GraphProto) -> set[str]:
-    """All that a graph and the bodies in it read, by onnx alone."""
+    """Returns all names that a graph and its bodies read, using only onnx."""
     names = {o.name for o in graph.output}
     for node in graph.node:
         names |= set(node.input)
@@ -51,7 +51,7 @@ def used(graph: onnx.GraphProto) -> set[str]:
 
 
 def affine(with_metadata: bool = True) -> onnx.ModelProto:
-    """x @ weight + bias -> logits, and a mean distance to label; a node and an input that only the latter needs."""
+    """Computes logits = x @ weight + bias and the mean distance to the label, which alone needs one node and input."""
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["product"]),
         helper.make_node("Add", ["product", "bias"], ["logits"]),
@@ -109,7 +109,7 @@ def test_any_value_of_the_graph_can_be_an_output() -> None:
 
 @pytest.mark.engine
 def test_bodies_keep_the_values_around_them() -> None:
-    """A body reads values of the graph and of the body around it, and has names of its own."""
+    """A body reads values of the graph and the body around it, and has names of its own."""
     inner = helper.make_graph(
         [helper.make_node("Mul", ["own", "scale"], ["inner_out"])], "inner", [], [info("inner_out")]
     )
@@ -163,7 +163,7 @@ def test_the_evaluation_model_of_an_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "int32", "uint8", "bool", ">f4"])
 def test_values_of_other_dtypes(dtype: str) -> None:
-    value = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype).T  # of another layout, too
+    value = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype).T  # not contiguous
     model = model_of([helper.make_node("Identity", ["w"], ["y"])], [info("w", [3, 2])], [info("y", [3, 2])])
     made = onnx.load_from_string(inference_model(model.SerializeToString(), {"w": value}, ["y"]))
     found = numpy_helper.to_array(made.graph.initializer[0])
@@ -183,14 +183,14 @@ def test_values_of_other_dtypes(dtype: str) -> None:
             STATE,
             ["zzz"],
             ValueError,
-            r"no value 'zzz'; .* any of the 10 values .* may be named: \['x', 'label', 'weight'",
+            r"no value 'zzz'; .* any of the 10 values .* is allowed: \['x', 'label', 'weight'",
         ),
         (STATE, [3], ValueError, "no value 3"),
         (STATE, [], ValueError, r"needs outputs, each once, but \[\] was given"),
         (STATE, ["loss", "loss"], ValueError, r"each once, but \['loss', 'loss'\] was given"),
         (STATE, "loss", TypeError, "must be a list of names, but 'loss' was given"),
         ({"w": STATE["weight"]}, ["loss"], ValueError, r"no inputs \['w'\]; it has \['x', 'label', 'weight', 'bias'\]"),
-        ({"bias": np.zeros(2, ml_dtypes.bfloat16)}, ["loss"], ValueError, "bias has the dtype bfloat16; .* float32"),
+        ({"bias": np.zeros(2, ml_dtypes.bfloat16)}, ["loss"], ValueError, "bias has dtype bfloat16, .* float32"),
     ],
 )
 def test_wrong_names_and_values(state: Any, names: Any, error: type[Exception], message: str) -> None:
@@ -202,7 +202,7 @@ def test_wrong_names_and_values(state: Any, names: Any, error: type[Exception], 
     "data", [b"", b"{}", b"\xff" * 30, b"onnx", b"\x3a\x02\x0a\x7f", b"\x3a\x05\x62\x03\x0a\x01\xff"]
 )
 def test_damaged_bytes(data: bytes) -> None:
-    with pytest.raises(ValueError, match="the evaluation model is damaged, or no ONNX model: "):
+    with pytest.raises(ValueError, match="the evaluation model is damaged or not an ONNX model: "):
         inference_model(data, {}, ["y"])
 
 
@@ -216,14 +216,14 @@ def test_a_truncated_model_is_refused_or_lacks_the_name() -> None:
 def test_a_model_that_protobuf_can_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_bytes, "_LARGEST", 100)
     with pytest.raises(
-        ValueError, match="would have [0-9]+ bytes, and an ONNX file can have 100: name outputs that need"
+        ValueError, match="would have [0-9]+ bytes, but an ONNX file can have at most 100: choose outputs that need"
     ):
         inference_model(affine().SerializeToString(), STATE, ["loss"])
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[str]]:
-    """A graph of sums, negations and conditions over earlier values, and some of its values."""
+    """Returns a graph of sums, negations and conditions over earlier values, and some of its values."""
     inputs, constants = ["x0", "x1", "w0", "w1", "w2"], ["c0", "c1"]
     values = [*inputs, *constants]
     nodes = []
@@ -241,7 +241,7 @@ def graphs(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[str]]:
                 for branch in ("then_branch", "else_branch")
             ]
             nodes.append(helper.make_node("If", ["flag"], [made], then_branch=bodies[0], else_branch=bodies[1]))
-        elif kind == "Split":  # an output that nobody has to read
+        elif kind == "Split":  # an output that may be unused
             halves = [f"{made}_left", f"{made}_right"]
             nodes.append(helper.make_node("Split", [draw(pick)], halves, axis=0, num_outputs=2))
             nodes.append(helper.make_node("Concat", halves[::-1], [made], axis=0))
@@ -270,7 +270,7 @@ def test_any_graph_computes_the_same_of_less(drawn: tuple[onnx.ModelProto, list[
     made = inference_model(model.SerializeToString(), state, names)
     read = onnx.load_from_string(made)
     onnx.checker.check_model(read, full_check=True)
-    # All that is left is needed: a node has an output that is read, everything else is read itself.
+    # Everything left is needed: each node has an output that is read, and everything else is read.
     reads = used(read.graph)
     assert all(reads.intersection(node.output) for node in read.graph.node)
     assert {i.name for i in [*read.graph.input, *read.graph.initializer]} <= reads

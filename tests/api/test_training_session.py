@@ -79,7 +79,7 @@ def test_buffers(artifacts: Artifacts) -> None:
             assert np.array_equal(state.parameters[name].data, PARAMETERS[name] + 1)
         session.from_buffer(expected)
     assert np.array_equal(state.parameters["mean"].data, PARAMETERS["mean"])
-    flat.numpy()[:] = 0  # of a copy
+    flat.numpy()[:] = 0  # changes a copy
     for name in PARAMETERS:
         assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
 
@@ -90,7 +90,7 @@ def test_buffers(artifacts: Artifacts) -> None:
         (
             np.zeros(9, np.float32),
             ValueError,
-            "the buffer has 9 elements, but all parameters have 10, and .* trained 8",
+            "the buffer has 9 elements, but all parameters have 10, and .* trained ones have 8",
         ),
         (np.zeros(8), TypeError, "the buffer has dtype float64, but the parameters have float32"),
         (np.zeros((2, 4), np.float32), ValueError, r"one dimension, but its shape is \[2, 4\]"),
@@ -118,9 +118,9 @@ def test_what_was_not_given_is_missed(artifacts: Artifacts) -> None:
     state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
     session = TrainingSession(state, artifacts.training, b"", b"")
     ((x, target),) = batches(1)
-    with pytest.raises(RuntimeError, match=r"evaluation needs the evaluation model: give it as eval_model_uri \(or"):
+    with pytest.raises(RuntimeError, match=r"evaluation needs the evaluation model: pass it as eval_model_uri \(or"):
         session.eval_step([x, target])
-    with pytest.raises(RuntimeError, match="no optimizer: give the optimizer model as optimizer_model"):
+    with pytest.raises(RuntimeError, match="no optimizer: pass the optimizer model as optimizer_model"):
         session.optimizer_step()
     with pytest.raises(TypeError, match="input_values must be a list of arrays or OrtValues"):
         session.train_step(x)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_a_run_that_fails_changes_nothing(artifacts: Artifacts) -> None:
 
 
 class Interrupted:
-    """A session of ONNX Runtime, in whose runs somebody presses Ctrl-C."""
+    """An ONNX Runtime session whose runs are interrupted by Ctrl-C."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

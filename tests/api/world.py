@@ -1,4 +1,4 @@
-"""What the checks of the documented names share: fresh objects over an export, and PyTorch's numbers."""
+"""Shared by the checks of documented names: fresh objects from an export, and PyTorch's numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PYTHON = "onnxruntime.training.api."
 
 
 class World:
-    """Fresh objects over the files of an export, and what PyTorch computes.
+    """Creates fresh objects from the files of an export, and computes PyTorch's results.
 
     Args:
         exported: The export.
-        folder: For files.
+        folder: A folder for files.
     """
 
     def __init__(self, exported: Exported, folder: Path) -> None:
@@ -63,13 +63,13 @@ class World:
         return outputs
 
     def outputs(self, model: torch.nn.Module | None = None) -> list[Any]:
-        """Loss and logits of the first batch in PyTorch."""
+        """Returns PyTorch's loss and logits for the first batch."""
         x, label = map(torch.from_numpy, self.batches[0])
         logits = (model or self.exported.model)(x)
         return [F.cross_entropy(logits, label).detach().numpy(), logits.detach().numpy()]
 
     def trained(self, rates: list[float]) -> torch.nn.Module:
-        """The model after updates with these rates, each with the first batch, in PyTorch."""
+        """Returns the PyTorch model after updates with these rates, all on the first batch."""
         model = copy.deepcopy(self.exported.model)
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=RATE)
         x, label = map(torch.from_numpy, self.batches[0])
@@ -81,7 +81,7 @@ class World:
         return model
 
     def gradients(self, *numbers: int) -> dict[str, Any]:
-        """The sums of the gradients of some batches in PyTorch."""
+        """Returns PyTorch's sums of the gradients of some batches."""
         model = copy.deepcopy(self.exported.model)
         model.zero_grad()
         for x, label in (map(torch.from_numpy, self.batches[number]) for number in numbers):

@@ -1,4 +1,4 @@
-"""What artifacts have trained goes back into the trainer; and windows that are updated before they are full."""
+"""Loading state trained from artifacts back into the trainer, and updates of incomplete windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..helpers import MLP, mlp_batches, mlp_trainer
 from .twins import Artifacts, assert_near, assert_same_state, described, exported
 
 OWN: dict[str, Any] = {"utils": {"kernels": "onnxruntime"}}
-# What a checkpoint says of the trainer; of its options what is read there.
+# A checkpoint's record of the trainer, with only the options that are read.
 SOUND: dict[str, Any] = {
     "trainer_options": {"gradient_accumulation_steps": 1},
     "window": {"reduction": "mean", "assigned_size": None},
@@ -39,7 +39,7 @@ def windowed(size: int, reduction: str = "mean", config: Any = None, **more: Any
 @pytest.mark.engine
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_windows_of_any_length(reduction: str, tmp_path: Path) -> None:
-    """Shorter and longer than their size; the first one is under way at the export, and longer already."""
+    """Windows shorter and longer than their size; at the export, the first is incomplete and already too long."""
     config = optim.AdamConfig(lr=0.01, max_norm_clip=0.2) if reduction == "mean" else None
     trainer, batches = windowed(3, reduction, config), iter(mlp_batches(30))
     trainer.prepare(mlp_batches(1)[0])
@@ -65,14 +65,14 @@ def test_windows_of_any_length(reduction: str, tmp_path: Path) -> None:
             train()
         update()
     artifacts.train(next(batches))
-    artifacts.module.lazy_reset_grad()  # which begins the count anew too
+    artifacts.module.lazy_reset_grad()  # resets the count too
     train()
     update()
 
 
 @pytest.mark.engine
 def test_models_and_checkpoints_as_they_were_before(tmp_path: Path) -> None:
-    """Without a count, as models of a window of one still are, and without what the trainer asks for."""
+    """They lack the count, as models of a window of one still do, and the record of the trainer."""
     trainer, batches = windowed(1, config=optim.AdamWConfig(lr=0.01)), mlp_batches(4)
     trainer.train_step(*batches[0])
     artifacts = exported(trainer, tmp_path)
@@ -94,7 +94,7 @@ def test_models_and_checkpoints_as_they_were_before(tmp_path: Path) -> None:
 
 
 class Whole(MLP):
-    """With dropout, statistics, a buffer that PyTorch does not save, and parameters that nothing uses."""
+    """Has dropout, running statistics, a non-persistent buffer, and unused parameters."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
@@ -148,13 +148,13 @@ def test_back_in_the_trainer_all_is_as_if_it_had_trained_there(tmp_path: Path) -
         trainer.load_state_dict(state)
     assert_near_everywhere(trainer.state_dict(), expected)
     other = whole(optim.LionConfig(lr=0.01))
-    with pytest.raises(ValueError, match="state is that of LambOptimizer, but the trainer uses LionOptimizer"):
+    with pytest.raises(ValueError, match="state is from LambOptimizer, but the trainer uses LionOptimizer"):
         other.load_state_dict(state)
 
 
 @pytest.mark.engine
 def test_a_parameter_that_was_frozen_after_training(tmp_path: Path) -> None:
-    """No model has its moments, so that the file has none; those of the trainer stay."""
+    """No model has its moments, so the file has none, and the trainer keeps its own."""
     model, (first, second) = MLP(), mlp_batches(2)
     trainer = mlp_trainer(OWN, optim.SGDConfig(lr=0.1, momentum=0.9), model)
     trainer.train_step(*first)
@@ -205,13 +205,13 @@ def test_a_damaged_part_for_the_trainer() -> None:
     for count in (-1, 1 << 62):
         with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):
             from_bytes(to_bytes(Checkpoint("", weights, ["a"], micro_batches=count)))
-    with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):  # of which these gradients are
+    with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):  # the gradients need a count
         from_bytes(to_bytes(Checkpoint("", weights, ["a"], gradients=weights, trainer=SOUND)))
 
 
 @pytest.mark.engine
 def test_a_window_that_is_not_full_counts_in_other_modules_too(tmp_path: Path) -> None:
-    """The count belongs to the state, as the gradients do."""
+    """The count is part of the state, like the gradients."""
     trainer, (first, second) = windowed(4), mlp_batches(2)
     trainer.prepare(first)
     artifacts = exported(trainer, tmp_path)

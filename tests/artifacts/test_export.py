@@ -1,4 +1,4 @@
-"""``ORTTrainer.export_artifacts``: stepping on from the artifacts is stepping on in the trainer."""
+"""``ORTTrainer.export_artifacts``: continuing from the artifacts equals continuing in the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .twins import Artifacts, assert_same_state, assert_steps_alike, described, 
 
 pytestmark = pytest.mark.engine
 
-# The same arithmetic in both, so that what differs is the export's doing; and the trainer needs no second graph.
+# Both use the same arithmetic, so any difference comes from the export, and the trainer needs no second graph.
 OWN: dict[str, Any] = {"utils": {"kernels": "onnxruntime"}}
 MODELS = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx")
 GROUPS = [{"params": ["fc1.weight", "fc1.bias"], "lr": 0.02}, {"params": ["fc2.bias"], "weight_decay": 0.5}]
@@ -116,7 +116,7 @@ def test_an_export_in_the_middle_of_a_window(reduction: str, tmp_path: Path) -> 
 
 
 def test_dropout_draws_the_masks_of_the_trainer(tmp_path: Path) -> None:
-    """With the trainer's kernels, whatever they are: PyTorch's draw within the graph, ONNX Runtime's before it."""
+    """With either kind of kernels: PyTorch's draw masks inside the graph, ONNX Runtime's before it runs."""
     trainer = mlp_trainer({}, optim.AdamWConfig(lr=0.01), MLP(dropout=0.3, hidden=64))
     batches = mlp_batches(15)
     for batch in batches[:5]:
@@ -129,7 +129,7 @@ def test_dropout_draws_the_masks_of_the_trainer(tmp_path: Path) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that is the last layer too, norms with statistics, and a layer that is not trained."""
+    """Has an embedding tied to the last layer, norms with running statistics, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def transformer() -> tuple[ORTTrainer, list[Any]]:
     trainer = ORTTrainer(
         Attention(),
         description,
-        optim.SGDConfig(lr=0.05, momentum=0.9),  # not Adam: the bias of the keys has no gradient but rounding
+        optim.SGDConfig(lr=0.05, momentum=0.9),  # not Adam: the gradient of the keys' bias is rounding noise
         loss_fn=F.cross_entropy,
         options=ORTTrainerOptions(OWN),
     )
@@ -276,7 +276,7 @@ def test_an_export_has_an_id_of_its_content(tmp_path: Path) -> None:
 
 
 def assert_updates_can_be_in_place(folder: Path) -> None:
-    """Nothing reads an old value after the new one is made, so that they may have the same memory."""
+    """Checks that nothing reads an old value after its new value is computed, so both may share memory."""
     said: Any = described(folder, "optimizer_model.onnx")
     graph = onnx.load(folder / "optimizer_model.onnx").graph
     producer = {output: node for node in graph.node for output in node.output}
@@ -310,7 +310,7 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
     refused("torch.optim.RMSprop.*ort_trainer.optim", config=torch.optim.RMSprop(model.parameters()), model=model)
     refused("amsgrad=True", config=torch.optim.AdamW(model.parameters(), amsgrad=True), model=model)
     model.fc2.bias = nn.Parameter(model.fc1.bias.data[:3])
-    refused("same memory", model=model)
+    refused("share memory", model=model)
     with pytest.raises(ValueError, match="flavor must be one of"):
         prepared().export_artifacts(tmp_path / "artifacts", flavor="upstream")
     with pytest.raises(TypeError, match="nominal_checkpoint must be a bool"):
@@ -322,7 +322,7 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
         trainer.export_artifacts(tmp_path / "artifacts")
     trainer.prepare(batch)
     assert trainer.session is not None
-    for _ in range(2):  # of a window of one, whose mean the steps of artifacts could not tell
+    for _ in range(2):  # a window of one, so artifacts could not compute the mean
         trainer.session.train_step(batch)
     with pytest.raises(ValueError, match="after 2 micro-batches of a window of 1.*optimizer_step"):
         trainer.export_artifacts(tmp_path / "artifacts")
@@ -348,7 +348,7 @@ def prepared() -> ORTTrainer:
 
 
 def test_the_update_of_a_parameter_that_came_later(tmp_path: Path) -> None:
-    """Counts that differ are kept apart."""
+    """Different counts are kept separately."""
     model = MLP()
     trainer = mlp_trainer(OWN, optim.AdamWConfig(lr=0.01), model)
     model.fc1.weight.requires_grad_(False)
@@ -366,7 +366,7 @@ def test_the_update_of_a_parameter_that_came_later(tmp_path: Path) -> None:
 
 
 def test_large_gradients_are_made_where_they_are_kept(tmp_path: Path) -> None:
-    """What makes them is in the branches, so that they are not copied."""
+    """The nodes that compute them are in the branches, which avoids a copy."""
     more = {**OWN, "batch": {"gradient_accumulation_steps": 2}}
     trainer = mlp_trainer(more, optim.AdamWConfig(lr=0.01), MLP(hidden=1 << 13))
     batches = mlp_batches(6)

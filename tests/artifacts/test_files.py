@@ -1,4 +1,4 @@
-"""The files of an export appear in their folder together, or not at all."""
+"""The files of an export appear in their folder all together or not at all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.Mon
     real = files.temporary_folder
 
     def only_there(around: Path, name: str) -> AbstractContextManager[Path]:
-        assert around == folder, "the folder around it may be read-only, or another file system"
+        assert around == folder, "the parent folder may be read-only or on another file system"
         return real(around, name)
 
     trainer = mlp_trainer(OWN)
@@ -69,11 +69,11 @@ def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.Mon
         trainer.export_artifacts(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*MODELS, "checkpoint", "nominal_checkpoint"])
     nominal = read_checkpoint(folder / "nominal_checkpoint")
-    assert nominal.optimization_step == 0 and nominal.optimizer is None, "training begins anew"
+    assert nominal.optimization_step == 0 and nominal.optimizer is None, "training restarts"
 
 
 def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
-    """Within the folder or beside it, but not what another process is still writing, which has locked it."""
+    """Removes leftovers inside and beside the folder, except locked ones that another process is still writing."""
     fcntl = pytest.importorskip("fcntl")
     folder = tmp_path / "artifacts"
     left = [place / ".artifacts.abcdefgh.tmp.ort_trainer" for place in (tmp_path, folder)]

@@ -1,4 +1,4 @@
-"""``generate_artifacts``: what it makes of models that were never trained trains like PyTorch."""
+"""``generate_artifacts``: its artifacts of untrained models train like PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_gradient_builder = pytest.mark.needs_gradient_builder
 
 
 class Convolution(nn.Module):
-    """Strides, groups, a norm and a pooling; the statistics of the norm are buffers."""
+    """Has strides, groups, pooling, and a norm whose running statistics are buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Convolution(nn.Module):
 
 
 class Words(nn.Module):
-    """What a transformer is made of, with an embedding; the older exporter writes com.microsoft operators for none."""
+    """The parts of a transformer, with an embedding; the older exporter needs no com.microsoft operators for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def assert_trains_like(
         artifacts.update()
     found = {**artifacts.checkpoint().parameters, **artifacts.checkpoint().buffers}
     for name, value in model.state_dict().items():
-        if name in found and "running_var" not in name:  # which ONNX defines otherwise
+        if name in found and "running_var" not in name:  # ONNX defines it differently
             np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
     assert {name for name, _ in model.named_parameters()} <= found.keys()
 
@@ -243,7 +243,7 @@ def test_a_function_as_loss_and_one_output_of_several(tmp_path: Path) -> None:
 
 
 def test_upstreams_enumerations() -> None:
-    """The names and numbers, defaults and order of arguments that scripts know."""
+    """Names, numbers, defaults and the order of arguments match what scripts use."""
     import inspect
 
     assert {kind.name: kind.value for kind in LossType} == {
@@ -265,7 +265,7 @@ class Strange(Enum):
 
 
 def block(name: str) -> Any:
-    """An object of a class of onnxblock, which needs not be installed for it."""
+    """Returns a fake onnxblock object, so onnxblock need not be installed."""
     return type(name, (), {"__module__": "onnxruntime.training.onnxblock.loss.loss"})()
 
 
@@ -278,22 +278,38 @@ def half_frozen() -> MLP:
 PYTORCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": 3}, TypeError, "model must be a torch.nn.Module"),
     ({"sample_batch": None}, ValueError, r"give sample_batch="),
-    ({"requires_grad": ["fc3.bias"]}, ValueError, r"requires_grad names \['fc3.bias'\].*it has \['fc1.weight'"),
-    ({"frozen_params": ["fc3.bias"]}, ValueError, r"frozen_params names \['fc3.bias'\]"),
+    (
+        {"requires_grad": ["fc3.bias"]},
+        ValueError,
+        r"unknown parameters \['fc3.bias'\] in requires_grad.*the model has \['fc1.weight'",
+    ),
+    ({"frozen_params": ["fc3.bias"]}, ValueError, r"unknown parameters \['fc3.bias'\] in frozen_params"),
     ({"requires_grad": "fc1.bias"}, TypeError, "requires_grad must be a list of names"),
-    ({"requires_grad": ["fc1.bias"], "frozen_params": ["fc1.bias"]}, ValueError, "at the same time: .'fc1.bias'"),
+    (
+        {"requires_grad": ["fc1.bias"], "frozen_params": ["fc1.bias"]},
+        ValueError,
+        "both requires_grad and frozen_params: .'fc1.bias'",
+    ),
     ({"requires_grad": []}, RuntimeError, "no parameter to train"),
     ({"loss": Strange.Huber}, TypeError, "loss must be a LossType .MSELoss"),
     ({"loss": 2}, TypeError, "loss must be a LossType"),
     ({"loss": nn.MSELoss}, TypeError, r"loss must be a function, but the class MSELoss .*MSELoss\(\)"),
-    ({"model": half_frozen(), "requires_grad": ["fc1.bias"]}, ValueError, r"\['fc1.bias'\], which the module itself"),
+    (
+        {"model": half_frozen(), "requires_grad": ["fc1.bias"]},
+        ValueError,
+        r"\['fc1.bias'\], which are frozen in the module",
+    ),
     ({"loss": block("MSELoss")}, TypeError, "loss is the onnxblock MSELoss.*LossType"),
     ({"optimizer": block("AdamW")}, TypeError, "optimizer is the onnxblock AdamW.*OptimType"),
     ({"optimizer": "adam"}, TypeError, "optimizer must be an OptimType .AdamW, SGD"),
     ({"ort_format": True}, ValueError, "ort_format must be False"),
     ({"custom_op_library": "ops.so"}, ValueError, "custom_op_library must be None"),
     ({"prefix": "a/b"}, ValueError, "prefix must be a str without folders"),
-    ({"additional_output_names": ["hidden"]}, ValueError, r"has \['hidden'\], but the described outputs are"),
+    (
+        {"additional_output_names": ["hidden"]},
+        ValueError,
+        r"unknown additional_output_names \['hidden'\]: the described outputs are",
+    ),
     ({"loss_input_names": ["logits"]}, ValueError, "loss_input_names is for ONNX models"),
     ({"flavor": "mine"}, ValueError, "flavor must be one of"),
     ({"nominal_checkpoint": 1}, TypeError, "nominal_checkpoint must be a bool"),
@@ -315,20 +331,24 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
 
 
 ONNX: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"loss": LossType.MSELoss}, ValueError, r"outputs \['loss', 'y'\]: say with loss_input_names"),
+    ({"loss": LossType.MSELoss}, ValueError, r"outputs \['loss', 'y'\]: choose one for the loss with loss_input_names"),
     ({"loss": LossType.MSELoss, "loss_input_names": ["z"]}, ValueError, "must be an output of the model"),
-    ({"loss_input_names": ["y"]}, ValueError, "none is given: give one"),
-    ({"loss": LossType.MSELoss, "loss_input_names": ["y", "x"]}, ValueError, "'x' as the name of the label"),
-    ({"additional_output_names": ["z"]}, ValueError, r"\['z'\], which no node of the model computes"),
+    ({"loss_input_names": ["y"]}, ValueError, "loss_input_names needs a loss: give a loss"),
+    ({"loss": LossType.MSELoss, "loss_input_names": ["y", "x"]}, ValueError, "gives the label the name 'x', which"),
+    ({"additional_output_names": ["z"]}, ValueError, r"unknown additional_output_names \['z'\]: no node"),
     ({"model_desc": {}}, ValueError, "model_desc is for PyTorch modules"),
     (
         {"loss": LossType.MSELoss, "loss_input_names": ["y"], "sample_batch": {}},
         ValueError,
         "sample_batch is not needed with MSELoss",
     ),
-    ({"loss": LossType.CrossEntropyLoss, "loss_input_names": ["loss"]}, ValueError, "needs a second dimension"),
+    (
+        {"loss": LossType.CrossEntropyLoss, "loss_input_names": ["loss"]},
+        ValueError,
+        "needs the classes as second dimension",
+    ),
     ({"model": "missing.onnx"}, FileNotFoundError, "missing.onnx"),
-    ({"model": onnx.ModelProto()}, ExportError, "no ONNX model"),
+    ({"model": onnx.ModelProto()}, ExportError, "not an ONNX model"),
 ]
 
 
@@ -345,7 +365,7 @@ def test_wrong_arguments_with_an_onnx_model(
 
 @needs_gradient_builder
 def test_an_unchanged_script(tmp_path: Path) -> None:
-    """As in the documentation of onnxruntime-training, but for the import of this package."""
+    """The script of onnxruntime-training's documentation, except for the import of this package."""
     script = f"""if True:
         import ort_trainer.compat
 

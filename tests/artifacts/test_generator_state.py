@@ -1,4 +1,4 @@
-"""The state of PyTorch's generator as that of NumPy's, and back."""
+"""Converting the state of PyTorch's generator to NumPy's and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ort_trainer.artifacts.generator_state import to_numpy, to_torch
 
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 700])
 def test_both_draw_the_same_numbers(drawn: int) -> None:
-    """At the ends of a block of 624 words, too."""
+    """Also at the ends of a block of 624 words."""
     generator = torch.Generator().manual_seed(3)
     torch.randint(0, 2**16, (drawn,), generator=generator)
     state = to_numpy(generator.get_state().numpy())

@@ -1,4 +1,4 @@
-"""Random tensors that are drawn inside a graph: right shapes, ranges and frequencies, and new ones in every run."""
+"""Random tensors drawn inside a graph: correct shapes, ranges and frequencies, and new ones in every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = TensorSpec("x", torch.float32, ("dim('batch')", 3), ("batch", 3))
 
 
 def drawn(spec: RandomInput, rows: int = 5000) -> list[np.ndarray[Any, Any]]:
-    """Two draws."""
+    """Returns two draws."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", 3]))
     dtype = ir.tensor_adapters.from_torch_dtype(spec.dtype)
     random = ir.Value(name=spec.name, type=ir.TensorType(dtype))
@@ -58,7 +58,7 @@ def test_kinds(kind: str, dtype: torch.dtype, parameters: Any, mean: float, devi
     assert first.shape == (2500, 2, 2)
     assert not np.array_equal(first, second)
     for values in (first, second):
-        # Six deviations of the mean of 10000 numbers.
+        # Six standard deviations of the mean of 10000 numbers.
         assert abs(values.mean(dtype=np.float64) - mean) < 6 * deviation / 100
         assert values.std(dtype=np.float64) == pytest.approx(deviation, rel=0.1)
     if kind == "uniform":

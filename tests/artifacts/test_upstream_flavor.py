@@ -1,4 +1,4 @@
-"""The flavor ``onnxruntime-training``: its own runtime trains what the trainer trains, step by step."""
+"""The flavor ``onnxruntime-training``: upstream's runtime trains exactly like the trainer, step by step."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_an_mlp_trains_as_in_the_trainer(kind: str, tmp_path: Path, capfd: pytes
 
 
 class ConvNet(nn.Module):
-    """8 by 8 images, with batch norm, pooling, a buffer, and a layer that is never used; the loss comes last."""
+    """For 8 x 8 images: batch norm, pooling, a buffer, and an unused layer; the loss is the last output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)  # before a norm its gradient is rounding alone
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)  # before a norm, the gradient of a bias is rounding noise
         self.norm = nn.BatchNorm2d(4)
         self.fc = nn.Linear(64, 3)
         self.unused = nn.Linear(2, 2)
@@ -96,7 +96,7 @@ def image_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> None:
-    """Running statistics are changed in place, as gradients are; batches have sizes of their own."""
+    """Running statistics, like gradients, change in place; batch sizes vary."""
     trainer = ORTTrainer(ConvNet(), IMAGES, optim.AdamWConfig(lr=1e-2), options=STANDARD_OPTIONS)
     batches = image_batches(20)
     write(trainer, tmp_path, batches[0])
@@ -115,9 +115,9 @@ def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> N
         if name not in ("norm.num_batches_tracked", "mean"):
             assert_close(value, torch.from_numpy(found[name]), 1e-5, name)
     assert not np.allclose(found["norm.running_mean"], 0.0)
-    assert "mean" not in found, "of float16, with which the runtime could not load the checkpoint"
+    assert "mean" not in found, "it is float16, which the runtime can't load from a checkpoint"
     upstream.save(tmp_path / "trained")
-    for batch in batches[:2]:  # elsewhere, from where the saved state brings it back
+    for batch in batches[:2]:  # diverge, before loading the saved state
         trainer.train_step(*batch)
     trainer.load_state_dict(our_artifacts.trainer_state_dict(tmp_path / "trained"), strict=False)
     for number, batch in enumerate(batches[:5]):
@@ -126,7 +126,7 @@ def test_a_network_with_batch_norm_trains_as_in_the_trainer(tmp_path: Path) -> N
 
 
 class Noisy(nn.Module):
-    """Random numbers of all kinds, of sizes that follow from the batch."""
+    """Draws random numbers of all kinds, with sizes that depend on the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Noisy(nn.Module):
 def test_random_numbers_are_drawn_in_the_graph(kind: str, tmp_path: Path) -> None:
     trainer = make_trainer(optim.SGDConfig(lr=0.5), MLP(dropout=0.3) if kind == "dropout" else Noisy())
     x = torch.randn(32, 8)
-    batch = (x, x[:, :3].argmax(1))  # which can be learnt
+    batch = (x, x[:, :3].argmax(1))  # learnable
     write(trainer, tmp_path, batch)
     upstream = Upstream(tmp_path, lr=0.5)
     losses = {float(upstream.train(batch, update=False)[0]) for _ in range(5)}
@@ -155,11 +155,11 @@ def test_random_numbers_are_drawn_in_the_graph(kind: str, tmp_path: Path) -> Non
     for _ in range(60):
         upstream.train(batch)
     assert float(upstream.evaluate(batch)[0]) < 0.7 * first
-    upstream.train(mlp_batches(1, size=3)[0])  # of another size
+    upstream.train(mlp_batches(1, size=3)[0])  # a different size
 
 
 def test_a_trained_trainer_goes_on_in_upstream(tmp_path: Path) -> None:
-    """Weights, moments and the count of updates are in the checkpoint; gradients sum up over a window of two."""
+    """The checkpoint has weights, moments and the update count; gradients accumulate over a window of two."""
     trainer = make_trainer(optim.AdamWConfig(lr=1e-2), batch={"gradient_accumulation_steps": 2})
     batches = mlp_batches(14)
     for batch in batches[:4]:
@@ -183,7 +183,7 @@ def test_a_rate_in_the_model(tmp_path: Path) -> None:
 
 
 def test_a_nominal_checkpoint(tmp_path: Path) -> None:
-    """The parameters come in as a flat buffer."""
+    """The parameters are loaded from a flat buffer."""
     trainer = make_trainer(optim.SGDConfig(lr=0.1))
     batches = mlp_batches(3)
     write(trainer, tmp_path, batches[0])
@@ -194,8 +194,8 @@ def test_a_nominal_checkpoint(tmp_path: Path) -> None:
 
 ADAM = optim.AdamWConfig
 REFUSED: dict[str, tuple[Any, str]] = {
-    "lamb": (optim.LambConfig(), "AdamW and SGD, and no LambOptimizer"),
-    "lion": (optim.LionConfig(), "AdamW and SGD, and no Lion"),
+    "lamb": (optim.LambConfig(), "only AdamW and SGD, not LambOptimizer"),
+    "lion": (optim.LionConfig(), "only AdamW and SGD, not Lion"),
     "momentum": (optim.SGDConfig(momentum=0.9), "has no momentum"),
     "decay": (optim.SGDConfig(weight_decay=0.1), "has no weight_decay"),
     "rates": (ADAM([{"params": ["a"], "lr": 0.5}]), r"one learning rate .* \[0.001, 0.5\]"),
@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def updates_of(config: Any, max_value: float = math.inf) -> dict[str, ParameterUpdate]:
-    """The updates of two parameters."""
+    """Returns the updates of two parameters."""
     groups = {name: config.group_of(name) for name in ("a", "b")}
     return {
         name: ParameterUpdate(config.rule, group, config.hyper_parameters(group), math.inf, max_value)
@@ -226,7 +226,7 @@ def test_clipping_of_values_is_refused() -> None:
 
 
 def test_a_trainer_on_pytorch_kernels(tmp_path: Path) -> None:
-    """Its graph calls them, which upstream's runtime can't, so that another one is exported."""
+    """Upstream's runtime can't call them, so another graph is exported."""
     trainer = make_trainer(ADAM(lr=0.01), utils={"kernels": "pytorch"})
     batches = mlp_batches(3)
     write(trainer, tmp_path, batches[0])
@@ -239,7 +239,7 @@ def test_a_trainer_on_pytorch_kernels(tmp_path: Path) -> None:
 
 
 class Changing(MLP):
-    """With a buffer that a step changes."""
+    """Has a buffer that a step changes."""
 
     def __init__(self, dtype: torch.dtype, read: bool) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Changing(MLP):
 
 
 class Named(MLP):
-    """With a parameter that is called as the runtime calls the input that resets gradients."""
+    """Has a parameter with the runtime's name for the input that resets gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Named(MLP):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (Named(), "is called 'lazy_reset_grad', which is a name of onnxruntime-training's own"),
+        (Named(), "is named 'lazy_reset_grad', which onnxruntime-training reserves"),
         (Changing(torch.float32, read=True), "both changes the buffer 'level' and uses its old value"),
         (Changing(torch.int64, read=True), "changes the buffer 'level' of dtype int64"),
         (MLP().double(), "float32 weights only, but 'fc1.weight' is float64"),
@@ -290,7 +290,7 @@ def test_a_counter_that_nothing_reads_stands_still(tmp_path: Path) -> None:
 
 def test_a_schedule_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(ADAM(), lr_scheduler=optim.lr_scheduler.LinearWarmupLRScheduler(10, 0.1))
-    with pytest.raises(ValueError, match="no learning-rate schedule"):
+    with pytest.raises(ValueError, match="can't store a learning-rate schedule"):
         write(trainer, tmp_path / "new", mlp_batches(1)[0])
     assert not (tmp_path / "new").exists()
 
@@ -299,7 +299,7 @@ def test_gradients_of_an_unfinished_window_are_refused(tmp_path: Path) -> None:
     trainer = make_trainer(ADAM(), batch={"gradient_accumulation_steps": 2})
     batch = mlp_batches(1)[0]
     trainer.train_step(*batch)
-    with pytest.raises(ValueError, match="an accumulation window that is under way"):
+    with pytest.raises(ValueError, match="an incomplete accumulation window"):
         write(trainer, tmp_path, batch)
     trainer.train_step(*batch)
     write(trainer, tmp_path, batch, nominal_checkpoint=False)
@@ -307,7 +307,7 @@ def test_gradients_of_an_unfinished_window_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_an_optimizer(tmp_path: Path) -> None:
-    """Gradients and evaluation are there all the same."""
+    """Gradients and evaluation still work."""
     our_artifacts.generate_artifacts(
         MLP(),
         loss=our_artifacts.LossType.CrossEntropyLoss,
@@ -320,7 +320,7 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
 
 
 class Tied(nn.Module):
-    """An LSTM, for which onnxruntime-training's own gradient builder has no gradient, and a tied weight."""
+    """Has an LSTM, for which onnxruntime-training's gradient builder has no gradient, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def test_artifacts_of_an_onnx_model_train_as_those_of_upstreams_own_tool(optimiz
         )
         path = tmp_path / folder / "optimizer_model.onnx"
         found = onnx.load(path)
-        found.ir_version = 10  # theirs has that of the installed onnx, which their runtime refuses
+        found.ir_version = 10  # theirs has the version of the installed onnx, which their runtime refuses
         onnx.save(found, path)
         runs.append(Upstream(tmp_path / folder, lr=0.02))
     ours, theirs = runs
@@ -411,7 +411,7 @@ def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     state = CheckpointState.load_checkpoint("ours/trained")
     module = Module("ours/training_model.onnx", state, "ours/eval_model.onnx")
     pairs = [(module, Optimizer("ours/optimizer_model.onnx", module)), (scope["module"], scope["optimizer"])]
-    for number in range(5):  # both go on alike from what was converted
+    for number in range(5):  # both continue alike from the converted checkpoint
         losses = []
         for runtime, optimizer in pairs:
             losses.append(runtime.train()(scope["x"].numpy(), scope["label"].numpy())[0])

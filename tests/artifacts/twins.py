@@ -1,4 +1,4 @@
-"""A trainer, and ``ort_trainer.api`` on what it has exported, step by step."""
+"""Compares a trainer with ``ort_trainer.api`` on its export, step by step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Batch = Sequence[torch.Tensor]
 
 
 class Artifacts:
-    """What trains from a folder of artifacts.
+    """Trains from a folder of artifacts.
 
     Attributes:
         folder: The folder.
-        state, module, optimizer: Made from it.
+        state, module, optimizer: The objects made from it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ def exported(trainer: ORTTrainer, folder: Path) -> Artifacts:
 
 
 def described(folder: Path, name: str) -> StepModel | OptimizerModel:
-    """What a model says about itself."""
+    """Returns a model's description of itself."""
     import onnx
 
     props = {entry.key: entry.value for entry in onnx.load(folder / name).metadata_props}
@@ -65,7 +65,7 @@ def described(folder: Path, name: str) -> StepModel | OptimizerModel:
 
 
 def assert_near(ours: Any, theirs: Any, relative: float, what: str) -> None:
-    """Compares two arrays by the norm of their difference, so that elements about zero do not decide."""
+    """Compares two arrays by the norm of their difference, so elements near zero don't dominate."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
     difference = np.linalg.norm((ours.astype(np.float64) - theirs.astype(np.float64)).ravel())
@@ -75,7 +75,7 @@ def assert_near(ours: Any, theirs: Any, relative: float, what: str) -> None:
 
 
 def assert_same_state(trainer: ORTTrainer, checkpoint: Checkpoint, relative: float = 1e-6) -> None:
-    """Compares weights, buffers, all that the optimizer keeps, and how far both are."""
+    """Compares weights, buffers, the optimizer's state and the number of updates."""
     state = trainer.state_dict()
     tensors = {**state["model"]["full_precision"], **state.get("transient_buffers", {})}
     found = {**checkpoint.parameters, **checkpoint.buffers}
@@ -108,9 +108,9 @@ def assert_steps_alike(
     *,
     evaluates: bool = True,
 ) -> None:
-    """Trains both on the same batches, which end with a whole window, and compares outputs, rates and the state.
+    """Trains both on the same batches, which end with a full window, and compares outputs, rates and state.
 
-    An evaluation in the end costs the trainer one more export.
+    The evaluation at the end costs the trainer one more export.
     """
     for number, batch in enumerate(batches):
         before = trainer.train_step_info.optimization_step

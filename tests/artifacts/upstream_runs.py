@@ -1,4 +1,4 @@
-"""Trainers whose artifacts onnxruntime-training's own runtime takes, and training with that."""
+"""Trainers with artifacts for onnxruntime-training's runtime, and training with that runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..helpers import MLP, MLP_DESC
 
 Batch = tuple[torch.Tensor, ...]
 FLAVOR = "onnxruntime-training"
-# So that the graphs that the trainer computes with are those that are exported, and there is one export.
+# Makes the trainer run the exported graphs, so only one export is needed.
 STANDARD = {"utils": {"kernels": "onnxruntime"}}
 STANDARD_OPTIONS = ORTTrainerOptions(STANDARD)
 
@@ -34,7 +34,7 @@ def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) 
 
 
 class Upstream:
-    """onnxruntime-training's own API on a directory of artifacts."""
+    """onnxruntime-training's own API on a folder of artifacts."""
 
     def __init__(
         self, directory: Path, checkpoint: str = "checkpoint", lr: float | None = None, values: Any = None
@@ -46,7 +46,7 @@ class Upstream:
         models = (str(directory / f"{name}_model.onnx") for name in ("training", "eval", "optimizer"))
         training, evaluation, optimizer = models
         self.module = api.Module(training, self.state, evaluation)
-        if values is not None:  # before there is an optimizer, which would crash
+        if values is not None:  # would crash once there is an optimizer
             self.module.copy_buffer_to_parameters(values, trainable_only=False)
         self.optimizer = api.Optimizer(optimizer, self.module)
         if lr is not None:

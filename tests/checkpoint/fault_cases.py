@@ -1,4 +1,4 @@
-"""Runs every writer into every fault; writes down what was wrong, by case, as JSON. Run by test_faults.py."""
+"""Runs every writer into every fault, and writes errors by case as JSON. Run by test_faults.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = {
 
 
 class Writers:
-    """All that writes files, each with a folder for them."""
+    """All functions that write files, each with its own folder."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Writers:
             self.state = CheckpointState.load_checkpoint(Path(folder) / "checkpoint")
 
     def step(self) -> None:
-        """Trains on, which does not differ from training without all that goes wrong."""
+        """Trains on, and checks that the faults have not changed the training."""
         batch = BATCHES[self.trainer.train_step_info.step % 3]
         assert torch.equal(self.trainer.train_step(*batch)[0], self.twin.train_step(*batch)[0])
 
@@ -78,7 +78,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def case(fault: Fault, writers: Writers, name: str) -> None:
-    """A good write, a fault, training goes on, and another good write."""
+    """Checks a write, a fault, further training, and another write."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     folder.chmod(0o755)
     write = getattr(writers, name)

@@ -1,4 +1,4 @@
-"""What goes wrong with disks, for real, as contexts; for use in a process of its own (``fault_cases.py``)."""
+"""Real disk faults as contexts, for use in a separate process (``fault_cases.py``)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NOBODY = 65534
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong.
+    """A disk fault.
 
     Attributes:
-        prepare: Makes an empty folder fit for it.
-        happens: A context in which it is so.
+        prepare: Prepares an empty folder for the fault.
+        happens: A context in which the fault occurs.
         number: The error's ``errno``.
-        way_out: What the message advises.
+        way_out: The way out in the error message.
     """
 
     prepare: Callable[[Path], None]
@@ -45,11 +45,11 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def own_mounts() -> str:
-    """Gives this process mounts of its own, which vanish with it; returns why that was not possible, or nothing."""
+    """Gives this process its own mounts, which vanish with it; returns the reason if that fails, or nothing."""
     user, group = os.geteuid(), os.getegid()
     try:
         _call("unshare", _NEW_MOUNTS | (_NEW_USER if user else 0))
-        if user:  # root in a user namespace of its own
+        if user:  # root in its own user namespace
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -73,7 +73,7 @@ def _disk_full(folder: Path) -> Iterator[None]:
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
-    ballast.open("r+b").truncate(ballast.stat().st_size - 4096)  # so that writing begins well
+    ballast.open("r+b").truncate(ballast.stat().st_size - 4096)  # so that the first writes succeed
     try:
         yield
     finally:
@@ -103,7 +103,7 @@ def _vanished(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _vanishes(folder: Path) -> Iterator[None]:
-    """The folder goes when a file in it has been written and is about to take its place."""
+    """Removes the folder when a file in it has been written and is about to be renamed."""
     away = folder.with_name(f"{folder.name}-away")
     original = os.fsync
 
@@ -117,7 +117,7 @@ def _vanishes(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            for left in away.glob(".*.tmp"):  # whose path nobody knew any more
+            for left in away.glob(".*.tmp"):  # the writer could not remove it, because its path has changed
                 left.unlink()
             away.rename(folder)
 
@@ -126,7 +126,7 @@ def _vanishes(folder: Path) -> Iterator[None]:
 def _denied(folder: Path) -> Iterator[None]:
     folder.chmod(0o555)
     root = os.geteuid() == 0
-    if root:  # who may write anywhere
+    if root:  # root may write anywhere
         os.seteuid(_NOBODY)
     try:
         yield
@@ -148,8 +148,8 @@ def _read_only(folder: Path) -> Iterator[None]:
 FAULTS = {
     "full disk": Fault(_small_disk, _disk_full, errno.ENOSPC, "make room there, or write to another disk"),
     "limited files": Fault(_nothing, _files_limited, errno.EFBIG, "allow larger files"),
-    "vanished folder": Fault(_nothing, _vanished, None, "does not exist: make it first"),
-    "vanishing folder": Fault(_nothing, _vanishes, errno.ENOENT, "the folder has vanished: make it again"),
+    "vanished folder": Fault(_nothing, _vanished, None, "does not exist: create it first"),
+    "vanishing folder": Fault(_nothing, _vanishes, errno.ENOENT, "the folder has vanished: create it again"),
     "no permission": Fault(_nothing, _denied, errno.EACCES, "let this user write there, or choose another folder"),
     "read-only disk": Fault(_small_disk, _read_only, errno.EROFS, "choose a folder on a file system that is not"),
 }
@@ -157,7 +157,7 @@ MOUNTED = ("full disk", "read-only disk")
 
 
 def free(folder: Path) -> None:
-    """Removes a folder and what is mounted there."""
+    """Removes a folder and its mounts."""
     with contextlib.suppress(OSError):
         _call("umount", os.fsencode(folder))
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Kills in the middle of saves, and disks that fail: the old file stays, the error says what to do, the run goes on."""
+"""Kills during saves, and disk faults: the old file remains, the error says what to do, and training continues."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_fault_is_explained_and_survived(case: str, outcomes: dict[str, str]) 
 
 
 def save_number(path: Path, number: int) -> None:
-    """Saves tensors which all hold the number."""
+    """Saves tensors filled with a number."""
     state = {str(count): np.full((500_000,), number, np.int64) for count in range(2)}
     save_checkpoint_file(path, state, {"number": number}, overwrite=True)
 
 
 def saved_number(path: Path) -> int:
-    """Returns the number that a file holds, all of it."""
+    """Returns the number that fills all tensors of a file."""
     state, user = load_checkpoint_file(path)
     assert list(state) == ["0", "1"]
     for value in state.values():
@@ -51,7 +51,7 @@ def saved_number(path: Path) -> int:
 
 
 def kill_while_saving(path: Path, number: int, seconds: float) -> None:
-    """Lets a forked process save one number after the other, and kills it."""
+    """Forks a process that saves one number after the other, and kills it."""
     child = os.fork()
     if not child:
         try:
@@ -67,7 +67,7 @@ def kill_while_saving(path: Path, number: int, seconds: float) -> None:
 
 
 def kill_often(folder: Path, count: int) -> int:
-    """Kills processes at random moments of their saves; returns how often a temporary file was left behind."""
+    """Kills processes at random moments of their saves; returns how often they left a temporary file."""
     path, generator, left, number = folder / "a.ortckpt", random.Random(0), 0, 0
     save_number(path, 0)
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def kill_often(folder: Path, count: int) -> int:
         assert found >= number  # an earlier one never comes back
         litter = [each for each in folder.iterdir() if each != path and each.stat().st_size]
         left, number = left + len(litter), found
-        assert len(litter) <= 1  # that of this kill: each save removes what the one before has left
+        assert len(litter) <= 1  # from this kill: each save removes the litter of the previous one
     save_number(path, number + 1)
     assert saved_number(path) == number + 1
     assert [each for each in folder.iterdir() if each != path and each.stat().st_size] == []
@@ -87,7 +87,7 @@ def kill_often(folder: Path, count: int) -> int:
 
 
 def test_killed_saves_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    assert kill_often(tmp_path, 30) >= 5, "hardly a kill came in the middle of a save"
+    assert kill_often(tmp_path, 30) >= 5, "too few kills hit a save"
 
 
 def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
     left.write_bytes(b"x")
     others.write_bytes(b"x")
     empty = tmp_path / ".a.89abcdef.tmp"
-    empty.touch()  # of a process that has not come to lock it
+    empty.touch()  # from a process that has not locked it yet
     with atomic_path(tmp_path / "a") as first:
         first.write_bytes(b"first")
         with atomic_path(tmp_path / "a") as second:
@@ -116,6 +116,6 @@ def test_a_temporary_folder_in_a_relative_one(tmp_path: Path, monkeypatch: pytes
         assert made.parent == Path("target") and made.match(".a.????????.tmp.ort_trainer")
         remove_abandoned(Path("target"), "a")
         assert [path.name for path in Path("target").rglob("*")] == [made.name, "file"]
-        left = made.rename(tmp_path / made.name)  # what a killed process leaves
+        left = made.rename(tmp_path / made.name)  # as a killed process leaves it
     remove_abandoned(tmp_path, "a")
     assert not left.exists() and not list(Path("target").iterdir())

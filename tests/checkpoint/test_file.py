@@ -57,7 +57,7 @@ def test_round_trip(tmp_path: Path) -> None:
     found, user = load_checkpoint_file(tmp_path / "a")
     assert same(found, state) and same(user, USER)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert len(safetensors.torch.load_file(tmp_path / "a")) == 1 + 6, "a tensor that stands twice is stored once"
+    assert len(safetensors.torch.load_file(tmp_path / "a")) == 1 + 6, "a repeated tensor is stored once"
     buffer = io.BytesIO()
     save_checkpoint_file(buffer, state, USER)
     buffer.seek(0)
@@ -69,13 +69,13 @@ def test_the_users_dict_without_the_rest(tmp_path: Path) -> None:
     shared = torch.arange(4.0)
     path = tmp_path / "a"
     save_checkpoint_file(path, {"model": {"large": torch.ones(1000), "shared": shared}}, {**USER, "shared": shared})
-    damage(path, "state/model/large")  # which is not read
+    damage(path, "state/model/large")  # read_user_dict does not read it
     assert same(read_user_dict(path), {**USER, "shared": shared})
     with path.open("rb") as opened:
         assert same(read_user_dict(opened), {**USER, "shared": shared})
     damage(path, "state/model/shared")
     damage(path, "user/half")
-    with pytest.raises(CheckpointError, match=r"'.*a' is damaged: \['state/model/shared', 'user/half'\] do not have"):
+    with pytest.raises(CheckpointError, match=r"'.*a' is damaged: \['state/model/shared', 'user/half'\] do not match"):
         read_user_dict(path)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_user_dict(tmp_path / "b")
@@ -89,7 +89,7 @@ def test_the_users_dict_without_the_rest(tmp_path: Path) -> None:
 def test_existing_file_is_refused_or_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save_checkpoint_file(path, {"x": 1}, {})
-    with pytest.raises(FileExistsError, match="exists already: choose another path, or pass overwrite=True"):
+    with pytest.raises(FileExistsError, match="already exists: choose another path, or pass overwrite=True"):
         save_checkpoint_file(path, {"x": 2}, {})
     assert load_checkpoint_file(path)[0] == {"x": 1}
     save_checkpoint_file(path, {"x": 2}, {}, overwrite=True)
@@ -152,11 +152,11 @@ def test_bad_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for data in (b"", b"nonsense", whole[:-3], whole[: len(whole) // 2], b"\x80\x04" + b"x" * 100):
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
+        with pytest.raises(CheckpointError, match="is damaged or not a checkpoint"):
             load_checkpoint_file(path)
     for manifest, message in (
-        (None, "no checkpoint of ort_trainer. .*artifacts.trainer_state_dict.path.*; .* --to trainer' makes one"),
-        ({"format": "other"}, "no checkpoint of ort_trainer"),
+        (None, "not a checkpoint of ort_trainer. .*artifacts.trainer_state_dict.path.*; .* --to trainer' converts it"),
+        ({"format": "other"}, "not a checkpoint of ort_trainer"),
         ({"format": "ort_trainer checkpoint", "version": 99}, "has the checkpoint version 99"),
         ({"format": "ort_trainer checkpoint", "version": True}, "has the checkpoint version True; .* reads 1 to 2"),
         ({"format": "ort_trainer checkpoint", "version": 2}, "has the checkpoint version 2, but no checksums"),
@@ -178,8 +178,8 @@ def test_files_without_checksums_are_read_with_a_warning(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="was written by an earlier ort_trainer, without checksums, .*save it again"):
         assert same(load_checkpoint_file(path)[0], {"a": torch.ones(2)})
     for manifest, message in (
-        ({"state": {"a": {"$tensor": "b"}}}, "names the tensor 'b', which is not there"),
-        ({"user": {}}, "has no state or no user dict"),
+        ({"state": {"a": {"$tensor": "b"}}}, "names the tensor 'b', which is missing"),
+        ({"user": {}}, "lacks the state or the user dict"),
     ):
         write(manifest)
         with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=message):
@@ -204,7 +204,7 @@ def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
             trainer.load_checkpoint(path)
     path.write_bytes(whole)
     damage(path, "state/optimizer/fc1.bias/Moment_2")
-    with pytest.raises(CheckpointError, match=r"\['state/optimizer/fc1.bias/Moment_2'\] does not have the checksum"):
+    with pytest.raises(CheckpointError, match=r"\['state/optimizer/fc1.bias/Moment_2'\] does not match"):
         trainer.load_checkpoint(path)
     assert same(trainer.state_dict(), before)
     path.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""HDF5 checkpoints of the legacy trainer: a real one of 1.16.3, and made ones for what it can't show."""
+"""HDF5 checkpoints of the legacy trainer: a real one from 1.16.3, and synthetic ones for other cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ort_trainer.checkpoint import aggregate_legacy_files, load_checkpoint_file
 
 h5py = pytest.importorskip("h5py")
 REAL = Path(__file__).parent / "data" / "legacy_1_16.h5"
-# What 1.16.3 (with session.disable_prepacking) went on with after it had written the file.
+# How training continued in 1.16.3 (with session.disable_prepacking) after it had written the file.
 LOSSES = [2.0168495178222656, 1.9389431476593018, 1.8656558990478516, 1.796957015991211]
 
 
@@ -45,7 +45,7 @@ def trainer_of(model: nn.Module, config: Any = None) -> ORTTrainer:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> Path:
-    """Writes nested dicts as the legacy trainer did: a group a dict, so that a slash in a name makes groups too."""
+    """Writes nested dicts as the legacy trainer did: one group per dict, so slashes in names create groups, too."""
 
     def fill(group: Any, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
@@ -94,7 +94,7 @@ def test_the_users_dict_alone_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:the user_dict")
 def test_it_goes_through_the_same_checks_as_ours() -> None:
-    with pytest.raises(ValueError, match="the state is that of AdamOptimizer, but the trainer uses LambOptimizer"):
+    with pytest.raises(ValueError, match="the state is from AdamOptimizer, but the trainer uses LambOptimizer"):
         trainer_of(Net(), optim.LambConfig()).load_checkpoint(REAL)
     other = Net()
     other.fc1 = nn.Linear(8, 4)
@@ -200,7 +200,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "half.h5").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint_file(tmp_path / "half.h5")
-    with pytest.raises(CheckpointError, match="no checkpoint of the legacy ORTTrainer: it holds"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of the legacy ORTTrainer: it holds"):
         load_checkpoint_file(write(tmp_path / "foreign.h5", {"weights": {"w": np.ones(2)}}))
     with pytest.raises(CheckpointError, match="'train_step_info/step' does not belong there"):
         load_checkpoint_file(write(tmp_path / "odd.h5", {"model": {}, "train_step_info": {"step": np.ones(2)}}))
@@ -222,7 +222,7 @@ def test_links_out_of_the_file_are_refused(tmp_path: Path) -> None:
     target = write(tmp_path / "target.h5", {"model": {"full_precision": {"w": np.ones(2, np.float32)}}})
     with h5py.File(tmp_path / "linked.h5", "w") as file:
         file["model/full_precision/w"] = h5py.ExternalLink(str(target), "/model/full_precision/w")
-    with pytest.raises(CheckpointError, match="refers to another place by a link at 'model/full_precision/w'"):
+    with pytest.raises(CheckpointError, match="has a link at 'model/full_precision/w'"):
         load_checkpoint_file(tmp_path / "linked.h5")
     (tmp_path / "raw").write_bytes(b"12345678")
     with h5py.File(tmp_path / "raw.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""Files of every kind, from one trainer."""
+"""Makes files of every kind from one trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def damage(path: Path, tensor: str) -> None:
 
 
 def as_version_1(source: Path, target: Path) -> None:
-    """Writes a checkpoint of the trainer as it was before there were checksums."""
+    """Writes a trainer's checkpoint in version 1, without checksums."""
     with safetensors.safe_open(source, framework="pt") as opened:
         manifest = json.loads(opened.metadata()["manifest"])
     manifest["version"] = 1
@@ -40,7 +40,7 @@ def as_version_1(source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``run.ortckpt``, ``old.ortckpt`` of version 1, ``artifacts/`` and ``upstream``."""
+    """Returns a folder with ``run.ortckpt``, ``old.ortckpt`` in version 1, ``artifacts/`` and ``upstream``."""
     folder = tmp_path_factory.mktemp("files")
     torch.manual_seed(0)
     trainer = mlp_trainer()
@@ -49,14 +49,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer.save_checkpoint(folder / "run.ortckpt", USER)
     as_version_1(folder / "run.ortckpt", folder / "old.ortckpt")
     trainer.export_artifacts(folder / "artifacts")
-    with pytest.warns(UserWarning, match="has no place for"):
+    with pytest.warns(UserWarning, match="can't store"):
         convert_checkpoint(folder / "artifacts" / "checkpoint", folder / "upstream")
     return folder
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command; returns its exit code, and the lines that it printed to stdout and stderr."""
+    """Runs a command and returns its exit code and the lines on stdout and stderr."""
 
     def command(*arguments: Any) -> tuple[int, list[str], list[str]]:
         try:

@@ -1,4 +1,4 @@
-"""ort-trainer convert: what comes out is what went in, as far as the kinds can hold it, and the rest is named."""
+"""ort-trainer convert: everything that the target kind can store is preserved, and warnings name the rest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_same_checkpoint(ours: Checkpoint, theirs: Checkpoint) -> None:
 
 
 def loaded(path: Path, strict: bool = True) -> ORTTrainer:
-    """Returns a trainer with other weights into which a checkpoint was loaded."""
+    """Returns a trainer with different initial weights after loading a checkpoint."""
     torch.manual_seed(7)
     trainer = mlp_trainer()
     trainer.load_checkpoint(path, strict=strict)
@@ -108,7 +108,7 @@ def test_16_bit_weights_keep_their_bits(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_trainers_checkpoint_for_a_device(files: Path, run: Run, tmp_path: Path) -> None:
-    """What the trainer itself exports at this step is what the command makes of its checkpoint."""
+    """Converting the trainer's checkpoint gives the same result as its own export at this step."""
     like = files / "artifacts" / "checkpoint"
     code, _, err = run("convert", files / "run.ortckpt", tmp_path / "api", "--to", "api", "--like", like)
     assert code == 0 and "['seen']" in err[0]
@@ -116,7 +116,7 @@ def test_a_trainers_checkpoint_for_a_device(files: Path, run: Run, tmp_path: Pat
     properties = CheckpointState.load_checkpoint(tmp_path / "api").properties
     assert {name: properties[name] for name in ("epoch", "name", "best")} == {"epoch": 3, "name": "first", "best": 0.5}
     code, _, err = run("convert", files / "run.ortckpt", tmp_path / "theirs", "--to", "upstream", "--like", like)
-    assert code == 0 and any("has no place for the state of the random numbers" in line for line in err)
+    assert code == 0 and any("can't store the state of the random numbers" in line for line in err)
     ours, theirs = read_upstream_checkpoint(tmp_path / "theirs"), read_upstream_checkpoint(files / "upstream")
     assert ours.groups["group0"].step == theirs.groups["group0"].step == 3
     assert_equal(ours.groups["group0"].moments, theirs.groups["group0"].moments)
@@ -124,13 +124,13 @@ def test_a_trainers_checkpoint_for_a_device(files: Path, run: Run, tmp_path: Pat
 
 
 def test_from_a_device_to_the_trainer(files: Path, run: Run, tmp_path: Path) -> None:
-    """The trainer goes on bit for bit where the device stood."""
+    """The trainer continues bit for bit where the device stopped."""
     expected = loaded(files / "run.ortckpt")
     losses = [expected.train_step(*batch)[0] for batch in mlp_batches(2, seed=5)]
     for source, says in ((files / "artifacts" / "checkpoint", True), (files / "upstream", False)):
         target = tmp_path / source.name
         code, _, err = run("convert", source, target, "--to", "trainer")
-        assert code == 0 and (not err if says else "strict=False" in err[0])  # which optimizer it is of
+        assert code == 0 and (not err if says else "strict=False" in err[0])  # the optimizer is not recorded
         trainer = loaded(target, strict=says)
         assert [trainer.train_step(*batch)[0] for batch in mlp_batches(2, seed=5)] == losses
 
@@ -138,7 +138,7 @@ def test_from_a_device_to_the_trainer(files: Path, run: Run, tmp_path: Path) -> 
 def test_upstream_and_back(files: Path, run: Run, tmp_path: Path) -> None:
     like = files / "artifacts" / "checkpoint"
     code, _, err = run("convert", like, tmp_path / "theirs")
-    assert code == 0 and "has no place for the state of the random numbers" in err[0]
+    assert code == 0 and "can't store the state of the random numbers" in err[0]
     assert run("convert", tmp_path / "theirs", tmp_path / "ours", "--like", like)[0] == 0
     ours, expected = read_checkpoint(tmp_path / "ours"), read_checkpoint(like)
     ours.random = expected.random
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten_unless_asked(files: Path, run: Run, tmp_path: Pa
     target = tmp_path / "target"
     target.write_bytes(b"mine")
     code, _, err = run("convert", files / "run.ortckpt", target)
-    assert code == 2 and "exists already: choose another target, or give --force" in err[0]
+    assert code == 2 and "already exists: choose another target, or give --force" in err[0]
     assert target.read_bytes() == b"mine"
     assert run("convert", "--force", files / "run.ortckpt", target)[0] == 0
     assert read_user_dict(target) == USER
@@ -171,12 +171,12 @@ def test_what_can_not_be_converted(files: Path, run: Run, tmp_path: Path) -> Non
     model, ours, theirs = files / "artifacts" / "training_model.onnx", files / "run.ortckpt", files / "upstream"
     target = tmp_path / "target"
     for arguments, code, message in (
-        ([model, target], 1, "of the kind 'ONNX model', which can't be converted"),
+        ([model, target], 1, "of kind 'ONNX model', which can't be converted"),
         ([ours, target, "--to", "api"], 1, "with --like"),
         ([ours, target, "--like", ours], 1, "--like has no effect"),
-        ([ours, theirs, target], 1, "several files together"),
+        ([ours, theirs, target], 1, "several sources are allowed only"),
         ([theirs, target, "--to", "upstream"], 1, "already"),
-        ([tmp_path / "nothing", target], 1, "there is no file"),
+        ([tmp_path / "nothing", target], 1, "does not exist"),
         ([ours, tmp_path / "no" / "target"], 1, "does not exist"),
         ([ours], 2, "required"),
         ([ours, target, "--to", "pickle"], 2, "invalid choice"),
@@ -187,7 +187,7 @@ def test_what_can_not_be_converted(files: Path, run: Run, tmp_path: Path) -> Non
 
 
 def test_weights_of_a_device_alone_begin_anew(files: Path, run: Run, tmp_path: Path) -> None:
-    """Without anything of the optimizer, and with all that a strict load asks for."""
+    """The file has no optimizer state, but everything that a strict load requires."""
     trained = read_checkpoint(files / "artifacts" / "checkpoint")
     trained.gradients, trained.micro_batches = {"fc1.bias": trained.parameters["fc1.bias"]}, 1
     write_checkpoint(tmp_path / "trained", trained)

@@ -1,4 +1,4 @@
-"""ort-trainer env: true where all is well, and there where something is broken."""
+"""ort-trainer env: correct facts, and output even from a broken installation."""
 
 from __future__ import annotations
 

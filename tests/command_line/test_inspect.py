@@ -1,4 +1,4 @@
-"""ort-trainer inspect: what it says is what is in the files."""
+"""ort-trainer inspect: its output matches the contents of the files."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_what_is_no_file_of_ours(tmp_path: Path, run: Run) -> None:
     for content, message in (
         (b"", "is empty"),
         (b"PK\x03\x04 and more", "torch.save or pickle"),
-        (b"hello", "of no kind that is known"),
-        (b"\x08\x07 no model", "damaged, or no ONNX model"),
+        (b"hello", "of unknown kind"),
+        (b"\x08\x07 no model", "damaged or not an ONNX model"),
         (b"\xff" * 8 + b"{}", "is damaged"),
     ):
         path = tmp_path / "file"
@@ -143,10 +143,10 @@ def test_what_is_no_file_of_ours(tmp_path: Path, run: Run) -> None:
         code, out, err = run("inspect", path)
         assert code == 1 and not out and len(err) == 1 and err[0].startswith("error: ") and message in err[0], err
     code, out, err = run("inspect", tmp_path / "nothing")
-    assert code == 1 and "there is no file" in err[0]
+    assert code == 1 and "does not exist" in err[0]
 
 
-@pytest.mark.parametrize("size", [0x280, 0x480, 0x580])  # with the bytes that pickles of three protocols begin with
+@pytest.mark.parametrize("size", [0x280, 0x480, 0x580])  # the first bytes of pickles in three protocols
 def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path, run: Run, size: int) -> None:
     path = tmp_path / "file"
     for padding in range(size):

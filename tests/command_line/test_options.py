@@ -28,7 +28,7 @@ def test_one_option(run: Run) -> None:
         ["allowed", "mean, sum, weighted"],
         ["state", "works"],
     ]
-    assert "How the gradients of a window are combined" in out[6]
+    assert "How the gradients of an accumulation window are combined" in out[6]
     (found,) = json.loads("\n".join(run("options", "--json", "batch.gradient_accumulation_steps")[1]))
     assert (found["default"], found["allowed"]) == (1, ["at least 1"])
 
@@ -48,5 +48,5 @@ def test_near_misses(run: Run) -> None:
         ("mixed_precision.enable", "mixed_precision.enabled"),
     ):
         code, out, err = run("options", given)
-        assert code == 2 and not out and f"there is no option {given!r} (did you mean " in err[0] and meant in err[0]
-    assert "prints all of them" in run("options", "xyzzy")[2][0]
+        assert code == 2 and not out and f"unknown option {given!r} (did you mean " in err[0] and meant in err[0]
+    assert "lists all options" in run("options", "xyzzy")[2][0]

@@ -1,4 +1,4 @@
-"""docs/command_line.md: its commands print what it says they print."""
+"""docs/command_line.md: its commands print the output shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "command_line.md"
 
 
 def printed(page: str, run: Run) -> str:
-    """Returns the page with what its commands print now."""
+    """Returns the page with the current output of its commands."""
 
     def again(block: re.Match[str]) -> str:
         commands = re.findall(r"^\$ ort-trainer (.*)$", block[1], re.MULTILINE)
@@ -29,7 +29,7 @@ def printed(page: str, run: Run) -> str:
 
 
 def without_sizes(page: str) -> str:
-    """Leaves out what depends on the versions of torch and onnx, and the width of columns with it."""
+    """Removes what depends on the versions of torch and onnx, including column widths."""
     return re.sub(" +", " ", re.sub(r"\d[\d.]* (kB|bytes)", "SIZE", page))
 
 

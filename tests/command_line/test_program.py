@@ -1,4 +1,4 @@
-"""What all commands have in common: errors in one line, pipes, terminals, and an environment without torch."""
+"""Common to all commands: one-line errors, pipes, terminals, and an environment without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_entry_point_is_there() -> None:
 
 
 def test_as_a_module_with_a_reader_that_leaves() -> None:
-    """In a terminal without UTF-8, which the names of options do not need but which must not fail either."""
+    """A terminal without UTF-8 must not cause a failure, although option names don't need UTF-8."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "ort_trainer", "options", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -50,7 +50,7 @@ def test_characters_that_the_terminal_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stderr", screen)
     assert main(["inspect", "gewicht-ü"]) == 1
     screen.seek(0)
-    assert screen.read() == "error: there is no file 'gewicht-\\xfc'\n"
+    assert screen.read() == "error: file 'gewicht-\\xfc' does not exist\n"
 
 
 @pytest.mark.parametrize(("error", "line"), [(KeyError("x"), "error: KeyError: 'x'"), (OSError("a\nb"), "error: a b")])

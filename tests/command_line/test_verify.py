@@ -1,4 +1,4 @@
-"""ort-trainer verify: its exit codes, and the names of what is damaged."""
+"""ort-trainer verify: exit codes, and the names of damaged tensors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_files_without_checksums(files: Path, run: Run) -> None:
     model = files / "artifacts" / "training_model.onnx"
     for path in (files / "old.ortckpt", files / "upstream", model):
         code, out, _ = run("verify", path)
-        assert code == 0 and out == [f"{path}: no checksums, so that damage to tensors can't be seen"]
+        assert code == 0 and out == [f"{path}: no checksums, so damage to tensors can't be detected"]
         assert run("verify", "--require-checksums", path)[0] == 1
 
 
 def test_damage_without_checksums(files: Path, run: Run, tmp_path: Path) -> None:
-    """What can be read without loading the tensors must be right all the same."""
+    """The structure must be valid even though the tensors are not loaded."""
     for name in ("upstream", "old.ortckpt", "artifacts/training_model.onnx"):
         path = tmp_path / "file"
         path.write_bytes((files / name).read_bytes()[:-5])
@@ -67,10 +67,10 @@ def test_folders_and_kept_exports(files: Path, run: Run, tmp_path: Path) -> None
 
 
 def test_files_that_should_be_checkpoints(files: Path, run: Run, tmp_path: Path) -> None:
-    """A file of zeros, as a crash of the machine leaves it, begins as no kind that is known."""
+    """A file of zeros, as left by a machine crash, is of unknown kind."""
     (tmp_path / "notes.txt").write_text("of no interest")
     code, out, err = run("verify", tmp_path)
-    assert code == 2 and not out and "nothing to verify" in err[0]
+    assert code == 2 and not out and "no files to verify" in err[0]
     (tmp_path / "step-00000001.ortckpt").write_bytes(bytes(1000))
     (tmp_path / "step-00000002.ortckpt").write_bytes(b"")
     shutil.copy(files / "run.ortckpt", tmp_path / "step-00000003.ortckpt")
@@ -82,8 +82,8 @@ def test_files_that_should_be_checkpoints(files: Path, run: Run, tmp_path: Path)
 
 def test_wrong_usage(tmp_path: Path, run: Run) -> None:
     code, out, err = run("verify", tmp_path / "nothing")
-    assert code == 2 and not out and "there is no file" in err[0]
+    assert code == 2 and not out and "does not exist" in err[0]
     assert run("verify")[0] == 2
     (tmp_path / "file").write_bytes(b"hello")
     code, out, _ = run("verify", tmp_path / "file")
-    assert code == 1 and "of no kind that is known" in out[0]
+    assert code == 1 and "of unknown kind" in out[0]

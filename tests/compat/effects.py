@@ -1,4 +1,4 @@
-"""What shows that an option, or a property of TrainingParameters, has an effect: it differs from the default's."""
+"""Observations that show the effect of an option, or of a property of TrainingParameters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ RATE = "Learning_Rate"
 
 @dataclass(frozen=True)
 class Effect:
-    """A value that is not the default, and what is looked at.
+    """A value other than the default, and how to observe its effect.
 
     Attributes:
         value: The value, or a function that makes it in a new folder.
-        seen: Is given the complete options (or properties) and the folder, and returns what can be compared.
-        beside: What is set besides, with the value and without it.
+        seen: A function of the complete options (or properties) and the folder, which returns an observation.
+        beside: Settings for both runs, with the value and without it.
     """
 
     value: Any
@@ -59,7 +59,7 @@ class InFolder:
 
 
 def nested(path: str, value: Any, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns options with one value more."""
+    """Returns options with an additional value."""
     result: dict[str, Any] = copy.copy(dict(into or {}))
     key, _, rest = path.partition(".")
     result[key] = nested(rest, value, result.get(key)) if rest else value
@@ -89,7 +89,7 @@ def weights(options: dict[str, Any], _: Path, steps: int = 1) -> list[float]:
 
 
 def used_gradient(options: dict[str, Any], _: Path) -> float:
-    """The norm of a gradient as an update has used it."""
+    """Returns the norm of a gradient that an update has used."""
     trainer = trainer_after(options, config=optim.AdamConfig(), factor=100.0)
     gradient = trainer.get_gradient("fc2.weight")
     assert gradient is not None
@@ -104,7 +104,7 @@ def precision(options: dict[str, Any], _: Path) -> Any:
 
 
 def wrong_label(options: dict[str, Any], _: Path) -> str:
-    """What becomes of a label that PyTorch refuses, and ONNX Runtime takes for one from the end."""
+    """Tries a label of -1, which PyTorch refuses, and ONNX Runtime would count from the end."""
     trainer = trainer_after(options, 0)
     ((x, y),) = mlp_batches(1)
     try:
@@ -115,7 +115,7 @@ def wrong_label(options: dict[str, Any], _: Path) -> str:
 
 
 def infinite_loss(options: dict[str, Any], _: Path) -> int:
-    """The steps that are counted where the loss is none."""
+    """Returns how many steps are counted when the loss is not finite."""
     trainer = trainer_after(options, 0)
     with contextlib.suppress(FloatingPointError):
         trainer.train_step(mlp_batches(1)[0][0] * math.inf, mlp_batches(1)[0][1])
@@ -132,12 +132,12 @@ def operators_of(text: str) -> Any:
 
 
 def operators(options: dict[str, Any], _: Path) -> Any:
-    """The nodes of the training graph of a transformer, in ONNX Runtime's operators."""
+    """Returns the nodes of a transformer's training graph, in ONNX Runtime's operators."""
     return operators_of(repr(options))
 
 
 def graph(look: Callable[[Any], Any]) -> Callable[[dict[str, Any], Path], Any]:
-    """What is seen in the training graph, or an error."""
+    """Makes an observation of the training graph, or of an error."""
 
     def seen(options: dict[str, Any], _: Path) -> Any:
         try:
@@ -149,7 +149,7 @@ def graph(look: Callable[[Any], Any]) -> Callable[[dict[str, Any], Path], Any]:
 
 
 def own_session(look: Callable[[onnxruntime.InferenceSession], Any]) -> Callable[[dict[str, Any], Path], Any]:
-    """What is seen in the session of ONNX Runtime, or an error."""
+    """Makes an observation of ONNX Runtime's session, or of an error."""
 
     def seen(options: dict[str, Any], _: Path) -> Any:
         try:
@@ -161,7 +161,7 @@ def own_session(look: Callable[[onnxruntime.InferenceSession], Any]) -> Callable
 
 
 def own_weights(options: dict[str, Any], _: Path) -> bool:
-    """Whether the model itself is trained."""
+    """Returns whether the model itself is trained."""
     model = MLP()
     before = model.fc1.weight.detach().clone()
     trainer_after(options, model=model)
@@ -173,7 +173,7 @@ def masks(options: dict[str, Any], _: Path) -> Any:
 
 
 def files(options: dict[str, Any], folder: Path) -> int:
-    """How many files a step leaves in a folder, which is the cache too."""
+    """Returns how many files a step leaves in a folder that is also the cache."""
     before = os.environ.get("ORT_TRAINER_CACHE")
     os.environ["ORT_TRAINER_CACHE"] = str(folder)
     try:
@@ -196,7 +196,7 @@ def device(options: dict[str, Any], _: Path) -> str:
 
 
 def alone(options: dict[str, Any], _: Path) -> str:
-    """What a trainer in one process says; tests/distributed/ has what happens in several."""
+    """Returns the error of a trainer in one process; tests/distributed/ tests several."""
     try:
         trainer_after(options, 0)
     except ValueError as error:
@@ -205,7 +205,7 @@ def alone(options: dict[str, Any], _: Path) -> str:
 
 
 def symbolic_inference(options: dict[str, Any], folder: Path) -> int:
-    """How often ONNX Runtime's symbolic shape inference is called for an ONNX model."""
+    """Returns how often ONNX Runtime's symbolic shape inference is called for an ONNX model."""
     calls: list[Any] = []
     original = infer_shapes.infer_symbolic_shapes
     infer_shapes.infer_symbolic_shapes = lambda model: calls.append(0) or original(model)
@@ -218,7 +218,7 @@ def symbolic_inference(options: dict[str, Any], folder: Path) -> int:
 
 
 def checked(options: dict[str, Any], _: Path) -> str:
-    """Whether a graph that computes something else than the model is noticed."""
+    """Returns the error for a graph whose results differ from the model's."""
     try:
         trainer_after(nested("_internal_use.extra_postprocess", spoilt, options))
     except RuntimeError as error:
@@ -227,14 +227,14 @@ def checked(options: dict[str, Any], _: Path) -> str:
 
 
 def spoilt(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Computes something else than the model does."""
+    """Changes the results of the model."""
     for node in model.graph.node:
         node.op_type = "Sigmoid" if node.op_type == "Tanh" else node.op_type
     return model
 
 
 def contrib(model: onnx.ModelProto) -> None:
-    """Puts in an operator of ONNX Runtime's own."""
+    """Inserts an operator of ONNX Runtime's own."""
     for node in model.graph.node:
         if node.op_type == "Tanh":
             node.op_type, node.domain = "Gelu", "com.microsoft"
@@ -257,14 +257,13 @@ SEVERAL = {
     "world_size": 2,
     "local_rank": 1,
     "data_parallel_size": 2,
-    "allreduce_post_accumulation": True,
     "deepspeed_zero_optimization.stage": 1,
     "enable_adasum": True,
     "timeout": 30,
     "bucket_cap_mb": 1,
     "reduce_dtype": "bfloat16",
 }
-# By the option's own path; those that docs/names.md says are refused beyond the default are not here.
+# By the option's path, without options whose non-default values are refused according to docs/names.md.
 OPTIONS: dict[str, Effect] = {
     "batch.gradient_accumulation_steps": Effect(2, weights),
     "batch.gradient_reduction": Effect("sum", two_steps, WINDOW),
@@ -367,7 +366,7 @@ def runs(session: TrainingSession, count: int = 1) -> TrainingSession:
 
 
 def trained(properties: dict[str, Any], _: Path) -> Any:
-    """Sums of the weights after two runs."""
+    """Returns sums of the weights after two runs."""
     state = runs(session_of(properties), 2).get_state()
     return {name: float(value.sum()) for name, value in state.items() if name.startswith("fc")}
 
@@ -399,7 +398,7 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
 
 
 def refused(properties: dict[str, Any], _: Path) -> str:
-    """What a session in one process says."""
+    """Returns the error of a session in one process."""
     try:
         session_of(properties)
     except ValueError as error:
@@ -413,7 +412,6 @@ PROPERTIES: dict[str, Effect] = {
     **{
         key: Effect(value, refused)
         for key, value in {
-            "allreduce_post_accumulation": True,
             "data_parallel_size": 2,
             "deepspeed_zero_stage": 1,
             "enable_adasum": True,

@@ -25,7 +25,7 @@ def trained() -> ORTTrainer:
 
 
 def test_flat_state_goes_on_where_it_stopped(trained: ORTTrainer, tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"experimental_state_dict\(\) is there for old scripts"):
+    with pytest.warns(DeprecationWarning, match=r"experimental_state_dict\(\) is only for old scripts"):
         state = checkpoint.experimental_state_dict(trained)
     names = set(MLP().state_dict())
     assert set(state) == names | {f"Moment_{n}_{name}" for n in (1, 2) for name in names} | {"Step"}

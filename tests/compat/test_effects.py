@@ -1,4 +1,4 @@
-"""docs/names.md and values that are not the default: they have an effect, or the row says that they are refused."""
+"""Every value other than the default has an effect, or its row in docs/names.md says that it is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
@@ -17,7 +18,7 @@ from ort_trainer.options.schema import load_schema
 from ort_trainer.runtime.engine import has_cuda
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
-from .effects import OPTIONS, PROPERTIES, nested, session_of
+from .effects import OPTIONS, PROPERTIES, exported, nested, session_of
 from .test_names import OPTIONS as OPTION_ROWS
 from .test_names import SESSION_ROWS, leaves
 
@@ -34,7 +35,7 @@ PROPERTY_STATES = {
 
 
 def another(default: Any, rules: dict[str, Any]) -> Any:
-    """Returns a value of the same kind that is not the default."""
+    """Returns a value of the same type other than the default."""
     if "allowed" in rules:
         return next(value for value in rules["allowed"] if value != default)
     if isinstance(default, dict):
@@ -56,7 +57,7 @@ def test_every_row_is_tried() -> None:
     works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
     assert works == set(OPTIONS)
     assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == set(PROPERTIES)
-    assert len(refused(PROPERTY_STATES)) == 15
+    assert len(refused(PROPERTY_STATES)) == 16
     assert not any("refused beyond" in state for state in STATES.values() if not REFUSED.fullmatch(state))
 
 
@@ -100,8 +101,9 @@ def test_options_have_an_effect(path: str, tmp_path: Path) -> None:
     assert found != without
 
 
-# Options that have an effect elsewhere, and none on this model or device.
-IDLE_HERE = [path for path, state in STATES.items() if "a warning" in state and "12 to 17" not in state]
+# Options without effect on this model or device.
+FOR_ONNX = re.compile(r"(for|as) an ONNX model")
+IDLE_HERE = [path for path, state in STATES.items() if "a warning" in state and "for an ONNX model" not in state]
 IDLE_HERE = [path for path in IDLE_HERE if path in OPTIONS and (path != "device.mem_limit" or not has_cuda())]
 THE_REST = (MLP_DESC, optim.SGDConfig(), "cross_entropy")
 
@@ -115,7 +117,7 @@ def test_what_has_no_effect_here_is_refused(path: str) -> None:
 
 
 def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
-    """All but one together; that one has no effect alone only."""
+    """Tests all together, except one that has no effect only by itself."""
     alone = "graph_transformer.number_recompute_layers"
     with pytest.warns(UserWarning, match="number_recompute_layers: has no effect without"):
         OldOptions(nested(alone, OPTIONS[alone].value))
@@ -127,6 +129,29 @@ def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
     texts = [str(warning.message) for warning in caught]
     for path in (path for path in IDLE_HERE if path != alone):
         assert any(path.rpartition(".")[2] in text for text in texts), path
+
+
+@pytest.mark.needs_gradient_builder
+@pytest.mark.parametrize("path", OPTIONS)
+def test_the_row_says_what_an_onnx_model_refuses(path: str) -> None:
+    effect = OPTIONS[path]
+    given = nested(path, "pytorch" if path == "utils.kernels" else effect.value, effect.beside)
+    model, said = onnx.ModelProto.FromString(exported()), f"{path}.* ONNX model"
+
+    def make(kind: type[ORTTrainerOptions]) -> None:
+        ORTTrainer(model, MLP_DESC, optim.SGDConfig(), options=kind(given))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refusal = ""
+        try:
+            make(ORTTrainerOptions)
+        except ValueError as error:
+            refusal = str(error)
+    assert bool(re.search(said, refusal)) == bool(FOR_ONNX.search(STATES[path])), refusal
+    if "for an ONNX model, after `install()` a warning" in STATES[path]:
+        with pytest.warns(UserWarning, match=said):
+            make(OldOptions)
 
 
 @pytest.mark.parametrize("given", [12, 17])

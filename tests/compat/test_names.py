@@ -1,4 +1,4 @@
-"""docs/names.md: it has every name of the legacy documentation, and every row in it is true."""
+"""docs/names.md has every name of the legacy documentation, and every row is true."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = (HERE.parent.parent / "docs" / "names.md").read_text()
 DOCUMENTED = (HERE / "documented_names.txt").read_text().split()
 ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]+)`)? ?\| (.+) \|$", re.MULTILINE)
 SESSIONS = "## onnxruntime.TrainingSession and TrainingParameters"
-# (old name, new name, state) of every row; options are those whose old name is no name of a module.
+# (old name, new name, state) of every row; rows whose old name does not start with a module are options.
 ROWS: list[tuple[str, str, str]] = ROW.findall(PAGE)
 OPTIONS = [row for row in ROWS if not row[0].startswith("onnxruntime.")]
 SESSION_NAMES = {old for old, _, _ in ROW.findall(PAGE.partition(SESSIONS)[2])}
@@ -67,8 +67,8 @@ def check(old: str, new: str, state: str) -> None:
         assert resolve(old) is not None
     if state == "works" and new and "(" not in new:
         theirs, ours = resolve(old), resolve(new)
-        # An installed onnxruntime-training keeps its own enum; and what is built in is bound to the class, of which old
-        # scripts get a subclass.
+        # An installed onnxruntime-training keeps its own enum. Built-in methods are bound to a class, and old scripts
+        # get a subclass of ours.
         same = theirs == ours or (inspect.isbuiltin(theirs) and theirs.__name__ == ours.__name__)
         assert same or old.endswith("PropagateCastOpsStrategy")
 

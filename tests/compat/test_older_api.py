@@ -19,7 +19,7 @@ from ort_trainer.compat.older_api import IODescription, LossScaler, ModelDescrip
 
 from ..helpers import MLP, mlp_batches
 
-pytestmark = pytest.mark.filterwarnings("ignore:onnxruntime.capi.ort_trainer.ORTTrainer is there for old scripts")
+pytestmark = pytest.mark.filterwarnings("ignore:onnxruntime.capi.ort_trainer.ORTTrainer is only for old scripts")
 RATE = IODescription("lr", [1], torch.float32)
 DESCRIPTION = ModelDescription(
     [IODescription("x", ["batch", 8], torch.float32), IODescription("label", ["batch"], torch.int64, 3)],
@@ -65,7 +65,7 @@ def test_all_ways_to_call_a_step_give_the_numbers_of_pytorch() -> None:
     bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((x, y), {}, "inputs ['lr'] are missing: a step takes ['x', 'label', 'lr']"),
         ((x, y, rate, rate), {}, "4 inputs were given, but a step takes 3"),
-        ((x, y), {"lr": rate, "z": x}, "inputs ['z'] are not known: a step takes ['x', 'label', 'lr']"),
+        ((x, y), {"lr": rate, "z": x}, "inputs ['z'] are unknown: a step takes ['x', 'label', 'lr']"),
         ((x, y, rate), {"label": y}, "inputs ['label'] were given twice"),
         ((x, y, "fast"), {}, "the learning rate must be one number, but 'fast' was given"),
         ((x, y, torch.ones(2)), {}, "the learning rate must be one number"),
@@ -108,7 +108,7 @@ def test_the_trainer_can_ask_for_the_learning_rate() -> None:
         optimizer.step()
     for name, value in trainer.state_dict().items():
         assert torch.allclose(value, reference.state_dict()[name], rtol=1e-4, atol=1e-6), name
-    with pytest.raises(TypeError, match=re.escape("inputs ['lr'] are not known")):
+    with pytest.raises(TypeError, match=re.escape("inputs ['lr'] are unknown")):
         trainer.train_step(x, y, lr=0.1)
 
 
@@ -127,7 +127,7 @@ def test_mixed_precision_with_a_scale_of_the_callers_and_then_a_scaler() -> None
     assert (trainer.global_step_, trainer.current_step) == (1, 2)
     with pytest.raises(TypeError, match="inputs .'default_loss_scale_input_name'. are missing"):
         trainer.train_step(x, y, rate)
-    # A scaler, also one that is given later, is asked for the scale and told of every update.
+    # A scaler, even one that is assigned later, supplies the scale and is updated after every step.
     scaler = trainer.loss_scaler_ = LossScaler("scale", True, loss_scale=3e38, up_scale_window=2)
     assert len(trainer.train_step(x, y, rate)) == 2
     assert (scaler.loss_scale_, scaler.stable_steps_) == (1.5e38, 0)
@@ -188,7 +188,7 @@ def test_state_and_files_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx").exists()
 
 
-# Every argument that is an option of today's trainer, with the option and the value that it becomes.
+# Every argument that becomes an option of the current trainer, with the option and its value.
 OPTIONS = [
     ("device", torch.device("cpu"), "device.id", "cpu"),
     ("gradient_accumulation_steps", 3, "batch.gradient_accumulation_steps", 3),
@@ -306,7 +306,7 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
             ValueError,
             "the first output is the loss, which is a scalar, but 'logits' has the shape ['batch', 3]",
         ),
-        ({"frozen_weights": ["none"]}, ValueError, "utils.frozen_weights names ['none']"),
+        ({"frozen_weights": ["none"]}, ValueError, "unknown parameters ['none'] in utils.frozen_weights"),
         ({"device": "gpu"}, ValueError, "device.id"),
         ({"gradient_accumulation_steps": 0}, ValueError, "batch.gradient_accumulation_steps: min value is 1"),
         ({"use_mixed_precision": 1}, ValueError, "mixed_precision.enabled: must be of boolean type"),
@@ -333,8 +333,8 @@ def test_generate_sample() -> None:
     assert older_api.DEFAULT_OPSET_VERSION == 14
 
 
-def test_all_reduce_of_one_process_is_accepted_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="allreduce_post_accumulation: has no effect in one process"):
+def test_when_gradients_are_reduced_is_accepted_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="allreduce_post_accumulation: .*always reduced once per update"):
         trainer = older(allreduce_post_accumulation=True)
     assert trainer.trainer.options.distributed.allreduce_post_accumulation is True
 
@@ -382,7 +382,7 @@ def test_a_scaler_of_another_class(tmp_path: Path) -> None:
     second = trainer()
     older_api.load_checkpoint(second, tmp_path, "run")
     assert second.loss_scaler_ is not None and second.loss_scaler_.loss_scale_ == 256.0
-    with pytest.raises(TypeError, match="or have its loss_scale_ and update_loss_scale"):
+    with pytest.raises(TypeError, match="or have loss_scale_ and update_loss_scale"):
         older(use_mixed_precision=True, loss_scaler=torch.nn.Identity())
 
 
@@ -426,7 +426,7 @@ def test_inputs_with_names_of_their_own_are_positional() -> None:
     assert trainer.train_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
     assert trainer.train_step(label=y, image=x)[0].item() == pytest.approx(expected, rel=1e-5)
     assert trainer.eval_step(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(TypeError, match=re.escape("inputs ['x'] are not known: a step takes ['image', 'label']")):
+    with pytest.raises(TypeError, match=re.escape("inputs ['x'] are unknown: a step takes ['image', 'label']")):
         trainer.train_step(x=x, label=y)
     more = [IODescription("mask", ["batch"]), *description.inputs_]
     with pytest.raises(ValueError, match="mask"):

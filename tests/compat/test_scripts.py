@@ -1,4 +1,4 @@
-"""Old scripts, unchanged, in processes of their own: their numbers are PyTorch's."""
+"""Old scripts, unchanged, in separate processes: their results equal PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Update = Callable[[int], None]
 
 
 def run_installed(script: Path, argument: Path, printed: Path) -> None:
-    """What the process of a script does."""
+    """Runs a script after install(), in the current process."""
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), str(argument)]
     compat.install()
@@ -49,7 +49,7 @@ def run(script: str, argument: Path) -> dict[str, list[list[float]]]:
 
 
 def reference(rates: list[float]) -> dict[str, list[list[float]]]:
-    """The same training in PyTorch, with the learning rate of each update."""
+    """Trains in PyTorch, with the learning rate of each update."""
     torch.manual_seed(1)
     fc1, fc2 = nn.Linear(12, 16), nn.Linear(16, 10)
     groups = [
@@ -165,7 +165,7 @@ def test_the_gpt2_example(tmp_path: Path, old_models: ModuleType) -> None:
 
 
 def test_the_bert_example(tmp_path: Path, old_models: ModuleType) -> None:
-    """LAMB as its paper has it (algorithm 2), without bias correction, as legacy's default was."""
+    """LAMB as in its paper (algorithm 2), without bias correction, which was legacy's default."""
     pytest.importorskip("transformers")
     torch.manual_seed(1)
     model = old_models.BertForPreTraining()

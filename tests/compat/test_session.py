@@ -1,4 +1,4 @@
-"""onnxruntime.TrainingSession for old scripts: what has no effect is a warning."""
+"""onnxruntime.TrainingSession for old scripts: settings without effect cause a warning."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_script_that_asks_for_all_that_has_no_effect_trains(session_class: Any
     texts = [str(warning.message) for warning in caught]
     options = {"number_recompute_layers": None, "deepspeed_zero_stage": "deepspeed_zero_optimization.stage"}
     for name in WITHOUT_EFFECT:
-        # Layers are not recomputed in an ONNX model, so that their number has nothing to add.
+        # Layers of an ONNX model are not recomputed, and their number causes no second warning.
         shown = options.get(
             name, name.removeprefix("use_").replace("propagate_cast_ops_", "propagate_cast_ops_config.")
         )

@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_adasum.py."""
+"""The cases that the processes of test_adasum.py run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SHAPES = {"matrix": (5, 7), "vector": (3,), "scalar": (), "large": (11, 13)}
 
 
 def gradients(rank: int) -> dict[str, np.ndarray]:
-    """Gradients that are neither parallel nor orthogonal; one is zero on some ranks, and one is small."""
+    """Returns gradients that are neither parallel nor orthogonal; one is zero on some ranks, and one is small."""
     generator = np.random.default_rng(rank)
     common = np.random.default_rng(99)
     found = {name: common.normal(size=shape) + generator.normal(size=shape) for name, shape in SHAPES.items()}
     found["vector"] *= rank % 2
-    found["matrix"] *= 1e-25  # the squares are no numbers of float32
+    found["matrix"] *= 1e-25  # float32 can't represent the squares
     return {name: np.asarray(value, np.float32) for name, value in found.items()}
 
 
 def combined(given: dict[str, Any]) -> dict[str, Any]:
-    """What Adasum makes of the gradients of this rank and the others."""
+    """Returns the Adasum of the gradients of all ranks."""
     tensors = {name: torch.as_tensor(value, dtype=torch.float32) for name, value in given.items()}
     processes = Processes(torch.device("cpu"), 60.0)
     buckets = Buckets(tensors, processes.size, 300)  # several buckets
@@ -74,7 +74,7 @@ def of_skipped(rank: int, size: int) -> dict[str, Any]:
 
 
 def of_own_loop(rank: int, size: int) -> dict[str, Any]:
-    """What a loop of the user's own finds in p.grad."""
+    """Returns what a user's own loop finds in p.grad."""
     model = mlp()
     given = ORTTrainerOptions({"distributed": {"enable_adasum": True}})
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(), LOSS, given)

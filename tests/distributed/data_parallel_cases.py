@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_data_parallel.py."""
+"""The cases that the processes of test_data_parallel.py run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Odd(nn.Module):
-    """Two layers with one weight, a frozen layer, one that only some batches need, and one that none needs."""
+    """Two layers that share a weight, a frozen layer, one that only some batches use, and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def torch_optimizer(rank: int, size: int) -> dict[str, Any]:
 
 
 def own_loop(rank: int, size: int) -> dict[str, Any]:
-    """Gradients in ``p.grad`` of two passes, used by an optimizer of PyTorch and by the trainer in turn."""
+    """Gradients of two passes in ``p.grad``, used by a PyTorch optimizer and the trainer in turn."""
     trainer, losses = make(optim.AdamConfig(lr=0.01, epsilon=1e-5), {}, model := mlp()), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index, batch in enumerate(batches(12)):
@@ -142,7 +142,7 @@ def own_loop(rank: int, size: int) -> dict[str, Any]:
     return result(trainer, losses)
 
 
-# Every rank has some of the micro-batches of each update: the first one most of them, the last of four none.
+# Every rank has some micro-batches of each update: the first rank has most of them, the last of four none.
 
 
 def dealt(things: Sequence[Any], rank: int, size: int) -> Sequence[Any]:
@@ -153,13 +153,13 @@ def dealt(things: Sequence[Any], rank: int, size: int) -> Sequence[Any]:
 def updates(
     rank: int, size: int, trainer: ORTTrainer, step: Callable[[int, Batch], Any], count: int = 5
 ) -> dict[str, Any]:
-    """Trains with 6 micro-batches an update; ``step`` gets the number of each in its update."""
+    """Trains with 6 micro-batches per update; ``step`` gets the number of each in its update."""
     found = []
     for number in range(count):
         for index, batch in dealt([*enumerate(batches(6, 4, number))], rank, size):
             step(index, (batch[0] * (1e6 if (number, index) == (2, 0) and trainer.loss_scaler else 1.0), batch[1]))
         found.append(trainer.optimizer_step())
-    assert trainer.optimizer_step() is False, "nobody has anything left"
+    assert trainer.optimizer_step() is False, "no process has gradients left"
     return result(trainer, updated=np.array(found))
 
 
@@ -181,7 +181,7 @@ def summed(rank: int, size: int) -> dict[str, Any]:
 
 
 def weighted(rank: int, size: int) -> dict[str, Any]:
-    """By the methods of the session."""
+    """Trains with the methods of the session."""
     trainer = make(optim.AdamConfig(**ADAM), windows("weighted"))
     trainer.prepare(batches(1, 4)[0])
     session = trainer.session
@@ -198,7 +198,7 @@ def fp16(rank: int, size: int) -> dict[str, Any]:
 
 
 def unused(rank: int, size: int) -> dict[str, Any]:
-    """Only one micro-batch of rank 0 needs a layer."""
+    """Only one micro-batch of rank 0 uses a layer."""
     model = Odd()
     trainer = make(optim.AdamWConfig(lr=0.01, eps=1e-5, weight_decay=0.1), windows(), model)
 
@@ -209,7 +209,7 @@ def unused(rank: int, size: int) -> dict[str, Any]:
     return updates(rank, size, trainer, step)
 
 
-# Every rank has batches of its own, and not as many as the others.
+# Every rank has its own batches, and their numbers differ.
 
 
 def own_batches(epoch: int, rank: int, size: int) -> list[Batch]:
@@ -243,7 +243,7 @@ def uneven(rank: int, size: int) -> dict[str, Any]:
 
 
 def uneven_in_torch(size: int) -> dict[str, np.ndarray]:
-    """The same in one process of PyTorch: an update has what each rank has of its window."""
+    """The same in one PyTorch process: an update combines the windows of all ranks."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -258,11 +258,11 @@ def uneven_in_torch(size: int) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-# Beside PyTorch's own.
+# Compared with PyTorch's own data parallel training.
 
 
 def like_ddp(rank: int, size: int) -> dict[str, Any]:
-    """Batch norm: weights and running statistics of PyTorch's DistributedDataParallel, with the same batches."""
+    """Batch norm: weights and running statistics equal those of DistributedDataParallel with the same batches."""
     model = normed()
     trainer = make(optim.AdamConfig(**ADAM), {}, copy.deepcopy(model))
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -306,7 +306,7 @@ def dropout(rank: int, size: int) -> dict[str, Any]:
 
 
 def sums(rank: int, size: int) -> dict[str, Any]:
-    """Of two buckets, sent in several dtypes: numbers whose sum overflows fp16."""
+    """Sums of two buckets, sent in several dtypes: numbers whose sum overflows fp16."""
     trainer = make(optim.SGDConfig(lr=0.1))
     like = {name: torch.empty(shape) for name, shape in {"a": (5, 3), "b": (7,), "c": ()}.items()}
     found = {}
@@ -319,7 +319,7 @@ def sums(rank: int, size: int) -> dict[str, Any]:
             Sum(trainer.loop.strategy.processes, dtype).reduce(list(buckets), scatter)
             for bucket in buckets:
                 for owner, chunk in enumerate(bucket.flat.chunk(size)):
-                    if scatter and owner != rank:  # means nothing
+                    if scatter and owner != rank:  # undefined
                         chunk.zero_()
             views = [view.reshape(-1) for view in buckets.views.values()]
             found[f"{dtype}.{scatter}".removeprefix("torch.")] = torch.cat(views).numpy()

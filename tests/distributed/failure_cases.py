@@ -1,6 +1,6 @@
-"""What the processes of a world do in test_failures.py: rank 1 does something else than the others.
+"""The cases that the processes of test_failures.py run: rank 1 does something different from the others.
 
-Each case has a process group of its own, as one in which a process was missing can't be used again.
+Each case has its own process group, because a group in which a process was missing can't be used again.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def raises(rank: int) -> None:
             try:
                 trainer.train_step(*BATCH)
             except RuntimeError as error:
-                assert "start them again" in str(error) and time.monotonic() - begin < 2
+                assert "restart all processes" in str(error) and time.monotonic() - begin < 2
         raise
 
 

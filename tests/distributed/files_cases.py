@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_files.py: all write to the same paths at once."""
+"""The cases that the processes of test_files.py run: all write to the same paths at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fit_cases import data, model
 
 
 def files(rank: int, size: int) -> dict[str, Any]:
-    """In the middle of a window, with the moments in parts."""
+    """Writes files in the middle of a window, with sharded moments."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as own:
         trainer, folder = trained(rank, size, Path(own))
@@ -41,11 +41,11 @@ def files(rank: int, size: int) -> dict[str, Any]:
 
 
 def trained(rank: int, size: int, own: Path) -> tuple[ORTTrainer, Path]:
-    """A trainer after three micro-batches, which has written everything, and where."""
+    """Returns a trainer that has written all files after three micro-batches, and their folder."""
     options: dict[str, Any] = {"batch": {"gradient_accumulation_steps": 2}, "distributed": {}}
     if size > 1:
-        options["distributed"] = {"deepspeed_zero_optimization": {"stage": 1}, "allreduce_post_accumulation": True}
-    path = str(own / "graph.onnx")  # of which there is one on rank 0 only
+        options["distributed"] = {"deepspeed_zero_optimization": {"stage": 1}}
+    path = str(own / "graph.onnx")  # only rank 0 writes it
     options["debug"] = {"graph_save_paths": {"model_with_gradient_graph_path": path}}
     trainer = ORTTrainer(model(), "auto", optim.AdamConfig(lr=0.01), nn.CrossEntropyLoss(), ORTTrainerOptions(options))
     folder = Path(trainer.gather({"folder": str(own)})[0]["folder"])

@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_fit.py."""
+"""The cases that the processes of test_fit.py run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def data(count: int, seed: int = 1) -> TensorDataset:
 
 
 def part(rank: int, size: int, count: int, batch: int, seed: int = 1, shuffle: bool = False) -> DataLoader[Any]:
-    """This rank's part, in batches of which all ranks together have one of a fixed size."""
+    """Returns this rank's part of the data; the batches of all ranks together have a fixed size."""
     found = data(count, seed)
     if size == 1:
         return DataLoader(found, batch_size=batch)
@@ -51,7 +51,7 @@ def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Counted:
-    """Has the interface of torchmetrics, and does not know of other processes."""
+    """Has the interface of torchmetrics, and ignores other processes."""
 
     def reset(self) -> None:
         self.right, self.seen = 0, 0
@@ -65,7 +65,7 @@ class Counted:
 
 
 class Places(Callback):
-    """Writes down the batches after which something was called, and does something after one."""
+    """Records the batches after which its methods were called, and acts after one of them."""
 
     def __init__(self, at: tuple[int, int] = (0, 0), do: Callable[[FitState], object] | None = None) -> None:
         self.at, self.do = at, do
@@ -91,13 +91,13 @@ def outcome(trainer: ORTTrainer, result: FitState) -> dict[str, Any]:
 
 
 def shared_folder(trainer: ORTTrainer) -> Path:
-    """A folder that all ranks know."""
+    """Returns a folder shared by all ranks."""
     own = tempfile.mkdtemp() if trainer.world_rank == 0 else ""
     return Path(trainer.gather({"path": own})[0]["path"])
 
 
 def even(rank: int, size: int) -> dict[str, Any]:
-    """Four batches an epoch, in windows of three: the last window is a partial one."""
+    """Four batches per epoch, in windows of three: the last window is incomplete."""
     trainer = new_trainer(3)
     folder = shared_folder(trainer)
     shown = io.StringIO()
@@ -121,12 +121,12 @@ def even(rank: int, size: int) -> dict[str, Any]:
 
 
 def uneven(rank: int, size: int) -> dict[str, Any]:
-    """One rank has seven batches, the other four; windows of three, which the shorter one can't fill at its end."""
+    """One rank has seven batches, the other four; windows of three, so the shorter one ends in an incomplete window."""
     batches = list(DataLoader(data(88), batch_size=8))
     own = batches[:7] if rank else batches[7:]
     trainer = new_trainer(3)
     folder = shared_folder(trainer)
-    # Of five batches, when the other rank is at its end; the place of that is in it.
+    # After five batches, when the other rank is at its end; the checkpoint has that rank's position.
     keep = Places((1, 6), lambda state: shutil.copy(folder / "last.ortckpt", folder / "middle.ortckpt"))
     found = trainer.fit(
         own,
@@ -143,7 +143,7 @@ def uneven(rank: int, size: int) -> dict[str, Any]:
 
 
 def stop(rank: int, size: int) -> dict[str, Any]:
-    """Only the last rank asks, in the middle of an epoch of 8 batches in windows of 2."""
+    """Only the last rank asks to stop, in the middle of an epoch of 8 batches in windows of 2."""
     trainer = new_trainer(2)
     asks = Places((2, 3), lambda state: state.stop("enough") if rank == size - 1 else None)
     result = trainer.fit(part(rank, size, 96, 12), epochs=3, callbacks=[asks], progress=False)
@@ -151,7 +151,7 @@ def stop(rank: int, size: int) -> dict[str, Any]:
 
 
 class Drift(Callback):
-    """Puts in a number that differs from rank to rank, and stops at the end of an epoch on one rank only."""
+    """Adds a number that differs between ranks, and stops at the end of an epoch on one rank only."""
 
     def on_validation_end(self, state: FitState, trainer: ORTTrainer) -> None:
         state.metrics["eval_drift"] = float(state.epoch + trainer.world_rank)
@@ -162,7 +162,7 @@ class Drift(Callback):
 
 
 def monitored(rank: int, size: int) -> dict[str, Any]:
-    """Early stopping watches a number of which each rank sees another part."""
+    """Early stopping monitors a number to which the ranks contribute different values."""
     trainer = new_trainer()
     loader = part(rank, size, 48, 24)
     early = EarlyStopping("eval_drift", patience=9)
@@ -171,7 +171,7 @@ def monitored(rank: int, size: int) -> dict[str, Any]:
 
 
 def interrupt(rank: int, size: int) -> dict[str, Any]:
-    """Ctrl-C on one rank, then SIGTERM on another; each time all go on where they were."""
+    """Ctrl-C on one rank, then SIGTERM on another; each time all resume where they were."""
 
     def press(state: FitState) -> None:
         if rank == size - 1:
@@ -183,7 +183,7 @@ def interrupt(rank: int, size: int) -> dict[str, Any]:
 
     def start() -> tuple[ORTTrainer, DataLoader[Any]]:
         trainer = new_trainer(2, dropout=0.3)
-        torch.manual_seed(5 + rank)  # each rank has an order of its own
+        torch.manual_seed(5 + rank)  # each rank has its own order
         return trainer, DataLoader(data(40), batch_size=5, shuffle=True)
 
     whole, loader = start()
@@ -215,7 +215,7 @@ def interrupt(rank: int, size: int) -> dict[str, Any]:
 
 
 def different(rank: int, size: int) -> dict[str, Any]:
-    """Arguments that differ, and a checkpoint of other processes, are an error in all ranks; then it goes on."""
+    """Different arguments and a checkpoint of another number of processes are errors in all ranks; then fit works."""
     trainer = new_trainer()
     loader = part(rank, size, 48, 24)
     folder = shared_folder(trainer)

@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_launch.py."""
+"""The cases that the processes of test_launch.py run."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ def given(rank: int, size: int) -> dict[str, Any]:
     return train(rank, size, {"world_rank": rank, "world_size": size, "local_rank": rank, "data_parallel_size": size})
 
 
-def post_accumulation(rank: int, size: int) -> dict[str, Any]:
-    return train(rank, size, {"allreduce_post_accumulation": True}, batch={"gradient_accumulation_steps": 2})
-
-
 def small_buckets(rank: int, size: int) -> dict[str, Any]:
     return train(rank, size, {"bucket_cap_mb": 0.0001})
 
@@ -66,7 +62,7 @@ def disagreeing(rank: int, size: int) -> dict[str, Any]:
 
 
 def shared_groups(rank: int, size: int) -> dict[str, Any]:
-    """How many groups ten trainers make, and that another timeout has its own."""
+    """Ten trainers share one group; another timeout needs its own."""
     counts = []
     for timeout in [600] * 5 + [60] * 5:
         trainer = make(optim.SGDConfig(), {"distributed": {"timeout": timeout}})
@@ -118,7 +114,7 @@ def session(rank: int, size: int) -> dict[str, Any]:
     parameters = TrainingParameters(loss_output_name="loss", training_optimizer_name="AdamOptimizer")
     if size > 1:
         parameters.world_rank, parameters.world_size, parameters.data_parallel_size = rank, size, size
-        parameters.deepspeed_zero_stage, parameters.allreduce_post_accumulation = 1, True
+        parameters.deepspeed_zero_stage = 1
     made = TrainingSession(path, parameters)
     path.unlink()
     for batch in batches(4):
@@ -129,7 +125,7 @@ def session(rank: int, size: int) -> dict[str, Any]:
 
 
 def joined_again(rank: int, size: int) -> dict[str, Any]:
-    """The launcher's group, which was left twice."""
+    """The launcher's group, after it was destroyed twice."""
     for _ in range(2):
         dist.destroy_process_group()
         trainer = make(optim.SGDConfig(), {"distributed": {"timeout": 60}})
@@ -137,7 +133,7 @@ def joined_again(rank: int, size: int) -> dict[str, Any]:
 
 
 def another_group(rank: int, size: int) -> dict[str, Any]:
-    """A group that the script makes, without a launcher's variables, after another one was left."""
+    """A group that the script makes, without a launcher's variables, after another one was destroyed."""
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         port = os.environ.pop(name)

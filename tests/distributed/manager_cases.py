@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_manager.py."""
+"""The cases that the processes of test_manager.py run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .fit_cases import data, new_trainer, part, shared_folder, weights
 
 
 def start(rank: int) -> tuple[ORTTrainer, Position]:
-    """A trainer and the data of this rank, of which rank 1 has less, in an order of its own."""
+    """Returns a trainer and this rank's data, in its own order; rank 1 has fewer batches."""
     trainer = new_trainer(2, dropout=0.3)
     torch.manual_seed(5 + rank)
     return trainer, Position(DataLoader(data(40 - 10 * rank), batch_size=5, shuffle=True))
@@ -33,7 +33,7 @@ def joined(trainer: ORTTrainer, position: Position) -> AbstractContextManager[No
 
 
 def own_loop(rank: int, size: int) -> dict[str, Any]:
-    """Two epochs; a second run stops in the middle of an epoch, where rank 1 is at its end, and a third goes on."""
+    """Two epochs; a second run stops in mid-epoch, when rank 1 is at its end, and a third resumes."""
     whole, position = start(rank)
     folder = shared_folder(whole)
 
@@ -42,7 +42,7 @@ def own_loop(rank: int, size: int) -> dict[str, Any]:
             with joined(trainer, position):
                 for x, y in position.batches():
                     trainer.train_step(x, y)
-                    if manager is not None and position.batch == 7:  # rank 0 alone, as rank 1 has six batches
+                    if manager is not None and position.batch == 7:  # rank 0 only: rank 1 has six batches
                         manager.save(trainer, position, {"epoch": epoch})
                     if (epoch, position.batch) == (2, last):
                         break
@@ -57,7 +57,7 @@ def own_loop(rank: int, size: int) -> dict[str, Any]:
     with CheckpointManager(folder, keep_last=2, async_save=True) as manager:
         manager.resume(broken, position)
         train(broken, position, manager, last=7)
-    broken.gather({})  # the file of rank 0 is there
+    broken.gather({})  # waits for the file of rank 0
     again, position = start(rank)
     torch.manual_seed(99)
     with CheckpointManager(folder, keep_last=2, async_save=True) as manager:
@@ -74,7 +74,7 @@ def own_loop(rank: int, size: int) -> dict[str, Any]:
 
 
 def errors(rank: int, size: int) -> dict[str, Any]:
-    """What goes wrong in one process is an error in all, and then they go on."""
+    """An error in one process is raised in all, and then they continue."""
     trainer, position = start(rank)
     folder = shared_folder(trainer)
     x, y = data(8).tensors
@@ -114,7 +114,7 @@ def errors(rank: int, size: int) -> dict[str, Any]:
     trainer.gather({})
     fresh = CheckpointManager(folder)
     if rank == 0:
-        with pytest.warns(UserWarning, match="is skipped"):
+        with pytest.warns(UserWarning, match="skipping the checkpoint"):
             fresh.resume(other, place)
     else:
         fresh.resume(other, place)
@@ -127,7 +127,7 @@ def errors(rank: int, size: int) -> dict[str, Any]:
 
 
 def own_disk(rank: int, folder: Path, x: torch.Tensor, y: torch.Tensor) -> int:
-    """The newest checkpoint is damaged for rank 1 alone; returns the step at which this rank goes on."""
+    """The newest checkpoint is damaged for rank 1 only; returns the step at which this rank resumes."""
     trainer, position = start(rank)
     with CheckpointManager(folder) as manager:
         manager.resume(trainer, position)
@@ -143,13 +143,13 @@ def own_disk(rank: int, folder: Path, x: torch.Tensor, y: torch.Tensor) -> int:
     trainer.gather({})
     other, place = start(rank)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rank 0 warns of what is skipped
+        warnings.simplefilter("ignore")  # rank 0 warns of skipped checkpoints
         CheckpointManager(folder).resume(other, place)
     return other.train_step_info.step
 
 
 def fit(rank: int, size: int) -> dict[str, Any]:
-    """One rank has two batches more, with which it saves in the middle of an epoch, when the other is at its end."""
+    """One rank has two more batches, and saves in mid-epoch when the other is at its end."""
     batches = list(DataLoader(data(64), batch_size=8))
     own = batches[:3] if rank else batches[3:]
     trainer = new_trainer(2)

@@ -1,4 +1,4 @@
-"""What the processes of the worlds of sharded_worlds.py do: ZeRO, and checkpoints."""
+"""The cases that the processes of sharded_worlds.py run: ZeRO and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TWO = {"batch": {"gradient_accumulation_steps": 2}}
 
 
 class Odd(nn.Module):
-    """A weight without dimensions, one that is not used, one that is frozen, a tied one, one in channels-last order."""
+    """A scalar weight, an unused one, a frozen one, a tied one, and one in channels-last order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batches(count: int, first: int = 0, size: int = 24) -> Iterator[tuple[torch.
 
 
 def make(config: optim.OptimizerConfig, stage: int, options: dict[str, Any], dropout: float = 0) -> ORTTrainer:
-    """Returns a trainer, with buckets of 1000 bytes, of which the model fills several."""
+    """Returns a trainer with buckets of 1000 bytes; the model fills several."""
     distributed = {"bucket_cap_mb": 1e-3, "deepspeed_zero_optimization": {"stage": stage}}
     model = Odd()
     model.dropout.p = dropout
@@ -98,7 +98,7 @@ for _name, (_config, _options) in RUNS.items():
 
 
 def own_loop(rank: int, size: int) -> Result:
-    """Passes that fill p.grad, of which each update uses two."""
+    """Passes that fill p.grad; each update uses two."""
     trainer = make(optim.AdamWConfig(lr=0.01), 1, {})
     for number, (x, y) in enumerate(batches(8)):
         trainer.forward_backward(x.chunk(size)[rank], y.chunk(size)[rank])
@@ -109,7 +109,7 @@ def own_loop(rank: int, size: int) -> Result:
 
 
 def overflow(rank: int, size: int) -> Result:
-    """In fp16, with one batch that the last rank's gradients overflow with."""
+    """Trains in fp16, with one batch whose gradients overflow on the last rank."""
     scaler = amp.DynamicLossScaler(loss_scale=1024.0, up_scale_window=4)
     trainer = make(optim.AdamWConfig(lr=0.01), 1, {"mixed_precision": {"enabled": True, "loss_scaler": scaler}})
     finite, scales = [], []
@@ -123,7 +123,7 @@ def overflow(rank: int, size: int) -> Result:
 
 
 def memory(rank: int, size: int) -> Result:
-    """How many elements of moments this rank has, of how many."""
+    """Returns how many elements of the moments this rank has, and their total."""
     trainer = make(optim.AdamConfig(), 1, {})
     train(trainer, rank, size, 1)
     slots = trainer.loop.session.optimizer.slots.values()  # type: ignore[union-attr]
@@ -141,7 +141,7 @@ def refused_torch(rank: int, size: int) -> Result:
 
 
 def refused_shared(rank: int, size: int) -> Result:
-    """Two weights in the same memory, none of which is the other's view for PyTorch."""
+    """Two weights that share memory without being views of each other."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[1].weight = nn.Parameter(model[0].weight.data[:4])
     options = ORTTrainerOptions({"distributed": {"deepspeed_zero_optimization": {"stage": 1}}})
@@ -156,11 +156,11 @@ def _path(name: str) -> Path:
 
 
 def _chain(stage: int, source: str | None, rank: int, size: int) -> Result:
-    """Loads what another world has saved, says what came of it, trains on and saves, in the middle of a window."""
+    """Loads what another world saved, returns the state, continues training, and saves in the middle of a window."""
     trainer = make(optim.AdamConfig(lr=0.01, lambda_coef=0.1), stage, TWO, dropout=0.1)
     found: Result = {}
     if source is not None:
-        if size > 2:  # before the first batch, else after it
+        if size > 2:  # loads before the first batch; otherwise after it
             trainer.load_checkpoint(_path(source))
         trainer.prepare(next(batches(1))[:2])
         train(trainer, rank, size, 2 if size <= 2 else 0, first=90)
@@ -182,7 +182,7 @@ def _chain(stage: int, source: str | None, rank: int, size: int) -> Result:
     return found
 
 
-# 4 -> 2 -> 1 -> 3, where ZeRO is on in every other one, and the other way round.
+# 4 -> 2 -> 1 -> 3 processes, with ZeRO on in every other one; then with ZeRO on in the others.
 first_on = functools.partial(_chain, 1, None)
 first_off = functools.partial(_chain, 0, None)
 second_off = functools.partial(_chain, 0, "from4_1")
@@ -194,7 +194,7 @@ fourth_off = functools.partial(_chain, 0, "from1_1")
 
 
 def resume(rank: int, size: int) -> Result:
-    """Trains on after a checkpoint, and again from it, in another trainer."""
+    """Continues after a checkpoint, and again from that checkpoint in another trainer."""
     path = _path(f"resume{size}")
     first = make(optim.LambConfig(lr=0.01), 1, TWO, dropout=0.1)
     train(first, rank, size, 4)
@@ -210,7 +210,7 @@ def resume(rank: int, size: int) -> Result:
 
 
 def failures(rank: int, size: int) -> Result:
-    """What goes wrong in one process, and what all raise then; training goes on after each."""
+    """Errors in one process, and what all raise then; training continues after each."""
     trainer = make(optim.AdamConfig(), 1, {})
     train(trainer, rank, size, 1)
     trainer.save_checkpoint(_path("good"), overwrite=True)
@@ -232,7 +232,7 @@ def failures(rank: int, size: int) -> Result:
     after = weights(trainer)
     found["unchanged"] = all(np.array_equal(before[key], after[key]) for key in before)
     found["losses"] = np.array(train(trainer, rank, size, 2))
-    try:  # on one rank only: last, as nothing can go on after it
+    try:  # on one rank only: last, because nothing works after it
         if rank == 0:
             trainer.load_checkpoint(_path("good"))
         train(trainer, rank, size, 1)

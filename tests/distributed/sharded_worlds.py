@@ -10,7 +10,7 @@ from typing import Any
 from .sharded_cases import RUNS
 from .world import run
 
-# In this order: the first fills the cache of exports, and the others load what those before them have saved.
+# The order matters: the first fills the export cache, and the others load what earlier ones have saved.
 LAUNCHES: list[tuple[int, list[str]]] = [
     (1, [*RUNS, "own_loop", "overflow", "first_on"]),
     (4, ["adam", "lamb", "memory", "first_on", "first_off"]),
@@ -23,7 +23,7 @@ CASES = {size: [case for other, cases in LAUNCHES if other == size for case in c
 
 @functools.cache
 def worlds() -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """Returns what the cases have returned, by number of processes, case and rank."""
+    """Returns the results of the cases, by number of processes, case and rank."""
     found: dict[int, dict[str, list[dict[str, Any]]]] = {size: {} for size in CASES}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CHECKPOINTS"] = folder

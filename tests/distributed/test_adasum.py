@@ -1,4 +1,4 @@
-"""Adasum in several processes is what its formula says, in plain NumPy."""
+"""Adasum in several processes matches its formula in plain NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world(size: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def adasum(given: list[np.ndarray]) -> np.ndarray:
-    """Adasum of the gradients of a power of two of ranks, neighbours first."""
+    """Returns the Adasum of the gradients of 2^n ranks, neighbours first."""
     if len(given) == 1:
         return given[0].astype(np.float64)
     middle = len(given) // 2
@@ -54,7 +54,7 @@ def test_what_it_is_for(size: int) -> None:
     found = world(size)["of_known"][0]
     np.testing.assert_allclose(found["equal"], np.arange(1, 7).reshape(2, 3), rtol=1e-6)  # their mean
     np.testing.assert_allclose(found["orthogonal"], np.ones(size), rtol=1e-6)  # their sum
-    # Of two processes 2 and -2 are 3 - 3; of four the pairs are.
+    # With two processes 2 and -2 become 3 - 3; with four processes each pair does.
     np.testing.assert_allclose(found["opposite"], [0.0], atol=1e-6)
 
 
@@ -67,7 +67,7 @@ def test_what_is_not_finite_stays_so(size: int) -> None:
 
 
 def gradients_of(model: nn.Module, window: Sequence[Batch], rank: int, size: int) -> dict[str, np.ndarray]:
-    """The mean that a process brings, from PyTorch."""
+    """Returns a process's mean gradients, computed by PyTorch."""
     model.zero_grad()
     for batch in window:
         x, y = part(batch, rank, size)

@@ -1,4 +1,4 @@
-"""Gradients lie in few flat tensors, at addresses that kernels like."""
+"""Gradients lie in a few flat tensors, at aligned addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint for all processes, which any other number of them loads, with ZeRO or without."""
+"""One checkpoint for all processes, which any number of processes can load, with or without ZeRO."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from .sharded_worlds import worlds
 
-# What has saved and what has loaded it: sizes and cases.
+# Sizes and cases of the worlds that saved and loaded a checkpoint.
 LOADS = [
     ((4, "first_on"), (2, "second_off")),
     ((4, "first_off"), (2, "second_on")),
@@ -36,7 +36,7 @@ def test_other_numbers_of_processes_load_it_bit_for_bit(saved: tuple[int, str], 
         assert result["user"] == saved[0]
         for name in names:
             np.testing.assert_array_equal(result[f"loaded.{name}"], source[f"saved.{name}"], err_msg=name)
-        # After 5 micro-batches of windows of 2: one is left, of which every process has a part.
+        # After 5 micro-batches in windows of 2, one is left, and every process has a part of it.
         np.testing.assert_array_equal(result["window"], source["saved_window"])
         for name in (key.removeprefix("total.") for key in source if key.startswith("total.")):
             np.testing.assert_array_equal(result[f"gradient.{name}"], source[f"total.{name}"], err_msg=name)
@@ -64,7 +64,7 @@ def test_each_process_has_random_numbers_of_its_own(size: int, on: str, off: str
 
 def test_a_window_counts_all_micro_batches() -> None:
     np.testing.assert_array_equal(found((4, "first_on"))[0]["saved_window"], [1, 4])
-    # Rank 0 has those of the window that was loaded, 1 of 4 processes, and 5 of its own: the third is full.
+    # Rank 0 has the micro-batch of the loaded window (of 4 processes) and 5 of its own: the third window is full.
     np.testing.assert_array_equal(found((2, "second_on"))[0]["window"], [1, 4])
 
 
@@ -78,10 +78,10 @@ def test_as_many_processes_go_on_as_if_nothing_had_been() -> None:
 @pytest.mark.parametrize(
     ("case", "rank", "own", "others"),
     [
-        ("write", 0, "FileNotFoundError", "'save' has failed in another process, rank 0: FileNotFoundError"),
-        ("exists", 0, "FileExistsError", "'save' has failed in another process, rank 0: FileExistsError"),
-        ("read", None, "FileNotFoundError", "'load' has failed in another process, rank 1: FileNotFoundError"),
-        ("damaged", None, "RuntimeError", "'load' has failed in another process, rank 1: RuntimeError"),
+        ("write", 0, "FileNotFoundError", "'save' failed in another process: rank 0: FileNotFoundError"),
+        ("exists", 0, "FileExistsError", "'save' failed in another process: rank 0: FileExistsError"),
+        ("read", None, "FileNotFoundError", "'load' failed in another process: rank 1: FileNotFoundError"),
+        ("damaged", None, "RuntimeError", "'load' failed in another process: rank 1: RuntimeError"),
     ],
 )
 def test_what_fails_in_one_process_raises_in_all(case: str, rank: int | None, own: str, others: str) -> None:
@@ -94,5 +94,5 @@ def test_what_fails_in_one_process_raises_in_all(case: str, rank: int | None, ow
 
 def test_processes_that_load_different_states_are_found_out() -> None:
     for one in found((3, "failures")):
-        assert "ranks [1, 2] were given another state to load than rank 0" in str(one["other"])
+        assert "ranks [1, 2] got a different state to load than rank 0" in str(one["other"])
         assert str(one["alone"]).startswith("DistributedError: "), one["alone"]

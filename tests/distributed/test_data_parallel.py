@@ -18,7 +18,7 @@ Ranks = list[dict[str, Any]]
 PARTS = ("sgd", "adam", "adamw", "lamb", "torch_optimizer", "own_loop")
 DEALT = ("mean", "summed", "weighted", "fp16", "unused")
 OTHERS = ("uneven", "like_ddp", "start", "dropout", "sums", "refused")
-# Where the last process has no micro-batch at all, and where a sum has more than two parts.
+# Cases where the last process has no micro-batch, and where a sum has more than two parts.
 FEW = ("lamb", "weighted", "unused", "uneven", "start", "sums")
 CASES = {1: (*PARTS, *DEALT, "start"), 2: (*PARTS, *DEALT, *OTHERS), 3: FEW, 4: FEW}
 
@@ -32,7 +32,7 @@ def world(size: int) -> dict[str, Ranks]:
 
 
 def in_sizes(names: tuple[str, ...], sizes: tuple[int, ...] = (2, 3, 4)) -> Callable[[Any], Any]:
-    # On an engine whose graphs write into bound memory gradients come about in the buckets.
+    # If the engine's graphs write into bound memory, gradients are computed in the buckets.
     pairs = [
         pytest.param(name, size, marks=[pytest.mark.engine] if size == 2 else [])
         for size in sizes
@@ -53,7 +53,7 @@ def assert_weights(found: dict[str, Any], expected: dict[str, Any], rtol: float 
 
 
 def assert_same(together: Ranks, *keys: str) -> None:
-    """Weights, and what else is named, are equal bit for bit in all processes."""
+    """Checks that weights and the named values are equal bit for bit in all processes."""
     for found in together:
         for name in (*(name for name in found if name.startswith("weight.")), *keys):
             np.testing.assert_array_equal(found[name], together[0][name], err_msg=name)
@@ -100,7 +100,7 @@ def test_processes_with_other_numbers_of_batches_end_together(size: int) -> None
     together = world(size)["uneven"]
     assert_same(together, "optimization_step", "answers", "steps")
     assert together[0]["optimization_step"] == 8
-    assert together[0]["answers"].all()  # which was the last batch of the process with most
+    assert together[0]["answers"].all()  # until the last batch of the process with the most batches
     assert (together[0]["steps"] == [[7] * size, [14] * size]).all()
     assert_weights(weights(together[0]), cases.uneven_in_torch(size), rtol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Files that several processes write to the same paths: one is there, whole, and has what one process would write."""
+"""Several processes write files to the same paths: each file is complete, and equals that of a single process."""
 
 from __future__ import annotations
 

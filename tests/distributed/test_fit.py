@@ -1,4 +1,4 @@
-"""``trainer.fit`` in several processes: as in one process with the batches of all."""
+"""``trainer.fit`` in several processes equals one process with the batches of all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def world(size: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def together(case: str) -> list[dict[str, Any]]:
-    """What each rank has returned; all have the same history and weights."""
+    """Returns the result of each rank, after checking that all have the same history and weights."""
     found = world(2)[case]
     for rank, row in enumerate(found):
         assert "error" not in row, (rank, row)
@@ -44,7 +44,7 @@ def test_as_one_process() -> None:
 
 
 def test_different_numbers_of_batches() -> None:
-    """A process at its end brings what is left of its window to the next update of the others."""
+    """A process at its end contributes the rest of its window to the next update of the others."""
     batches = list(DataLoader(data(88), batch_size=8))
     first, second = batches[7:], batches[:7]
     windows = [first[:3] + second[:3], first[3:] + second[3:6], second[6:]]
@@ -72,7 +72,7 @@ def test_different_numbers_of_batches() -> None:
 
 
 def test_a_stop_that_one_process_asks_for() -> None:
-    """After the third batch of the second epoch; all stop after the update with the fourth."""
+    """It asks after the third batch of the second epoch; all stop after the update with the fourth."""
     for row in together("stop"):
         assert (row["status"], row["reason"]) == ("stopped", "enough")
         assert (row["steps"], row["batch"]) == (12, 4)
@@ -85,7 +85,7 @@ def test_numbers_of_callbacks_are_means() -> None:
 
 
 def test_an_interrupt_of_one_process() -> None:
-    """All end after the next update, and go on bit for bit: each with its own batches and random numbers."""
+    """All end after the next update, and resume bit for bit, each with its own batches and random numbers."""
     for row in together("interrupt"):
         assert row["status"] == "interrupted" and row["batch"] == 4 and row["handler"]
         assert row["status of the second"] == "interrupted" and row["batch of the second"] == 2

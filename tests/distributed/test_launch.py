@@ -1,4 +1,4 @@
-"""Where a process finds its place, and what the options say to that."""
+"""How a process finds its rank and world, and how this relates to the options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from onnxruntime.capi import _pybind_state
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import DistributedError, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.distributed import find_place
 from ort_trainer.distributed.launch import Place
@@ -26,7 +26,11 @@ from ort_trainer.training.strategy import SingleProcess
 from .data_parallel_cases import LOSS, mlp
 from .world import ROOT, environments, free_port, run
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+LAUNCHERS = {"torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "mpirun": MPIRUN, "srun": SRUN}
+LAUNCHERS["an older srun"] = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+VARIABLES = {"MASTER_ADDR", "MASTER_PORT", *(name for names in LAUNCHERS.values() for name in names)}
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +75,53 @@ def test_the_environment_says_the_place(monkeypatch: pytest.MonkeyPatch, given: 
     shown = place.shown_in(options(**given))
     assert {key: getattr(shown.distributed, key) for key in ALL} == ALL
     assert not shown.is_given("distributed.data_parallel_size") or given == ALL
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_says_the_place(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    names = LAUNCHERS[launcher]
+    launched(monkeypatch, **dict(zip(names, (2, 4, 1), strict=True)))
+    place = find_place(options())
+    assert (place.rank, place.size, place.local_rank) == (2, 4, 1)
+    with pytest.raises(ValueError, match=f"world_size is 3, but the environment variable {names[1]} is 4"):
+        find_place(options(world_size=3))
+    with pytest.raises(ValueError, match=f"^{names[1]} is 4, but MASTER_ADDR and MASTER_PORT .*{launcher.split()[-1]}"):
+        trainer_with(options())
+    in_group(monkeypatch, 2, 4)
+    assert find_place(options()).local_rank == 1
+
+
+def test_the_launcher_of_the_script_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mpirun runs in an allocation of Slurm, and either may start torchrun."""
+    for count, launcher in enumerate(("srun", "mpirun", "torchrun"), start=2):
+        launched(monkeypatch, **dict(zip(LAUNCHERS[launcher], (1, count, 0), strict=True)))
+        assert find_place(options()).size == count
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": 4},
+        {"SLURM_NTASKS": 4, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500},
+        {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0},
+        {"SLURM_PROCID": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500},
+        {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_STEP_NUM_TASKS": 1},
+        {"SLURM_NTASKS": 1, "SLURM_PROCID": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500},
+        dict(zip(MPIRUN, (0, 1, 0), strict=True)),
+    ],
+    ids=[
+        "allocation",
+        "with an address",
+        "batch script",
+        "its tasks left open",
+        "shell of srun",
+        "one task",
+        "mpirun -n 1",
+    ],
+)
+def test_one_process_of_an_allocation_is_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any]) -> None:
+    launched(monkeypatch, **variables)
+    assert find_place(options()) == Place()
 
 
 def test_the_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +194,6 @@ def test_several_processes_that_nobody_launched(key: str) -> None:
 
 
 FOR_SEVERAL = {
-    "allreduce_post_accumulation": True,
     "deepspeed_zero_optimization": {"stage": 1},
     "enable_adasum": True,
     "timeout": 30,
@@ -155,23 +205,34 @@ FOR_SEVERAL = {
 @pytest.mark.parametrize("key", FOR_SEVERAL)
 def test_what_has_no_effect_in_one_process(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"distributed": {key: FOR_SEVERAL[key], "world_size": 1, "world_rank": 0, "local_rank": 0}}
-    with pytest.raises(ValueError, match=rf"^distributed.{key}[a-z.]*: has no effect in one process: leave it out, or"):
+    with pytest.raises(ValueError, match=rf"^distributed.{key}[a-z.]*: has no effect in one process; leave it out, or"):
         trainer_with(ORTTrainerOptions(given))
     with pytest.warns(UserWarning, match=f"^distributed.{key}"):
         trainer_with(OldOptions(given))
-    # The same script, launched with one process; some platforms leave out where to meet.
+    # The same script, launched with one process; some platforms omit the address.
     launched(monkeypatch, RANK=0, WORLD_SIZE=1)
     assert isinstance(trainer_with(ORTTrainerOptions(given)).loop.strategy, SingleProcess)
     assert not dist.is_initialized()
 
 
 def test_a_launch_of_one_process_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a DistributedSampler, which asks for it, works as with several."""
+    """A DistributedSampler, which needs the group, works as with several processes."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     launched(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     trainer = trainer_with(options())
     assert isinstance(trainer.loop.strategy, SingleProcess) and dist.get_world_size() == 1
     assert isinstance(trainer_with(options(timeout=5)).loop.strategy, SingleProcess)
+
+
+def test_the_processes_of_mpirun_meet_by_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **dict(zip(MPIRUN, (1, 2, 1), strict=True)), MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+
+    def rendezvous(*arguments: Any, **_: Any) -> Any:
+        raise RuntimeError(f"called with {arguments}")
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    with pytest.raises(DistributedError, match=r"rank 1 of 2 could not join .*: called with \('env://', 1, 2\)"):
+        trainer_with(options())
 
 
 def test_a_build_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +246,7 @@ def test_a_build_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be tried of CUDA without one."""
+    """The part of the CUDA support that can be tested without CUDA."""
     monkeypatch.setattr(engine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -216,7 +277,7 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- in several processes
 
 SESSION = ("session",) if hasattr(_pybind_state, "GradientGraphBuilder") else ()
-ALONE = ("plain", "post_accumulation", *SESSION)
+ALONE = ("plain", *SESSION)
 TOGETHER = (
     *("given", "small_buckets", "low_precision", "adasum", "sharded", "sharded_adasum", "disagreeing", "shared_groups"),
     *("older", "joined_again", "another_group"),
@@ -226,7 +287,7 @@ TOGETHER = (
 @functools.cache
 def world(size: int) -> dict[str, list[dict[str, Any]]]:
     if size > 1:
-        world(1)  # whose exports are kept
+        world(1)  # fills the export cache
     return run("launch_cases", (*ALONE, *TOGETHER) if size > 1 else ALONE, size)
 
 
@@ -301,7 +362,7 @@ def test_old_scripts() -> None:
 
 
 def test_the_script_of_the_page_trains_the_same_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not leave the group itself, and one process ends before the other."""
+    """The script does not destroy the group itself, and one process ends before the other."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.DOTALL)
     end = "import time\ntime.sleep(2 * trainer.world_rank)\nprint(loss.item(), flush=True)\n"
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,7 @@ def test_an_error_in_one_is_an_error_in_all() -> None:
     assert second[1].startswith("TypeError: metrics must be a dict")
     for found in world()["errors"]:
         assert found["before"] == 1 and found["step"] == 1  # the damaged newest was skipped by all
-        assert found["own disk"] == 2, "and one that is damaged for one of them alone"
+        assert found["own disk"] == 2, "and one that is damaged for only one of them"
 
 
 def test_fit() -> None:

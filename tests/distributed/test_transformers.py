@@ -1,4 +1,4 @@
-"""``OrtTrainer`` and accelerate in several processes, against ``transformers.Trainer`` in as many, and in one."""
+"""``OrtTrainer`` and accelerate in several processes, against ``transformers.Trainer`` in as many and in one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def world(size: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], ours: str, theirs: str, relative: float) -> None:
-    """Compares what has the one prefix with what has the other; the bias of a key is nothing but rounding."""
+    """Compares the values with two prefixes; a key's bias is only rounding errors."""
     names = [name.removeprefix(theirs) for name in expected if name.startswith(theirs)]
     assert names
     for name in names:
@@ -41,7 +41,7 @@ def test_against_transformers(case: str) -> None:
 
 
 def test_as_one_process() -> None:
-    """With the same batches in all, where the loss is divided by what all ranks have."""
+    """With the same batches in all ranks, the loss is divided by their total."""
     (alone,) = world(1)["language"]
     for found in world(2)["language"]:
         assert_same(found, alone, "OrtTrainer.", "OrtTrainer.", 1e-4)

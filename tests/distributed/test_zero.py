@@ -41,7 +41,7 @@ def test_each_process_keeps_a_part_of_the_moments(size: int) -> None:
     found = worlds()[size]["memory"]
     kept = [int(one["kept"]) for one in found]
     assert sum(kept) == found[0]["whole"]
-    # Padding, and the few elements by which parts of buckets differ.
+    # The margin covers padding, and the few elements by which parts of buckets differ.
     assert max(kept) <= found[0]["whole"] / size * 1.25
 
 
@@ -49,7 +49,7 @@ def test_each_process_keeps_a_part_of_the_moments(size: int) -> None:
     ("case", "words"),
     [
         ("refused_torch", ["ValueError", "SGD", "ZeroRedundancyOptimizer", "optim.SGDConfig"]),
-        ("refused_shared", ["ValueError", "'0.weight', '1.weight'", "same memory", "stage to 0"]),
+        ("refused_shared", ["ValueError", "'0.weight', '1.weight'", "share memory", "stage to 0"]),
     ],
 )
 def test_what_can_not_be_divided_is_refused(case: str, words: list[str]) -> None:

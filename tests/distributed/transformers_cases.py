@@ -1,4 +1,4 @@
-"""What the processes of a world do in test_transformers.py."""
+"""The cases that the processes of test_transformers.py run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KINDS: tuple[type[Trainer], ...] = (OrtTrainer, Trainer)
 
 
 def folder() -> Path:
-    """One that all ranks know."""
+    """Returns a folder shared by all ranks."""
     return Path(broadcast_object_list([tempfile.mkdtemp()])[0])
 
 
 def logged(trainer: Trainer, name: str) -> dict[str, Any]:
-    """What was logged, and the weights."""
+    """Returns the logged values and the weights."""
     history = trainer.state.log_history
     found: dict[str, Any] = {
         f"{name}.{key}": np.array([entry[key] for entry in history if key in entry])
@@ -41,7 +41,7 @@ def logged(trainer: Trainer, name: str) -> dict[str, Any]:
 
 
 def classify(rank: int, size: int) -> dict[str, Any]:
-    """Windows of two, of which the last of each epoch has one batch; clipping, and evaluations."""
+    """Windows of two, the last of each epoch with one batch; clipping and evaluations."""
     settings = {
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.5,
@@ -66,7 +66,7 @@ def classify(rank: int, size: int) -> dict[str, Any]:
 
 
 def language(rank: int, size: int) -> dict[str, Any]:
-    """Its loss is divided by the number of labels of a window, in all ranks."""
+    """The loss is divided by the number of labels of a window, over all ranks."""
     settings = {"gradient_accumulation_steps": 3, "max_steps": 6, "per_device_train_batch_size": 8 // size}
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -78,7 +78,7 @@ def language(rank: int, size: int) -> dict[str, Any]:
 
 
 def resume(rank: int, size: int) -> dict[str, Any]:
-    """With dropout, from a checkpoint in the middle of the second epoch."""
+    """Resumes with dropout, from a checkpoint in the middle of the second epoch."""
     place = folder()
     found: dict[str, Any] = {}
     for name, checkpoint in (("whole", None), ("resumed", str(place / "checkpoint-8"))):
@@ -92,7 +92,7 @@ def resume(rank: int, size: int) -> dict[str, Any]:
 
 
 class Shuffled(Sampler[int]):
-    """Another order in each epoch, the same in all processes."""
+    """A different order in each epoch, the same in all processes."""
 
     epoch = 0
 

@@ -1,8 +1,8 @@
-"""One process of a world: runs cases one after the other and writes what they return.
+"""One process of a world: runs cases one after another and writes their results.
 
-A case is a function of a module of this folder: (rank, size) -> dict of numbers, strings and arrays. All processes run
-the same cases in the same order. A case that raises is written down as that, with its type and text, and the next one
-begins; so a case that leaves the processes out of step spoils those after it.
+A case is a function of a module in this folder: (rank, size) -> dict of numbers, strings and arrays. All processes run
+the same cases in the same order. If a case raises, its result is the error's type and text, and the next case starts;
+so a case that leaves the processes out of step spoils later ones.
 """
 
 from __future__ import annotations

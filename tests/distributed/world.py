@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def environments(size: int) -> list[dict[str, str]]:
-    """What a launcher sets, for each rank."""
+    """Returns the environment variables that a launcher sets, for each rank."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
@@ -33,14 +33,14 @@ def environments(size: int) -> list[dict[str, str]]:
 def run(
     module: str, cases: Sequence[str], size: int, timeout: float = 600, lost: Collection[int] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs cases of a module of this folder in a world; returns what each returned, by rank.
+    """Runs cases of a module of this folder in a world; returns the result of each case, by rank.
 
     Args:
-        module: Its name.
-        cases: Names of functions in it.
-        size: Number of processes.
-        timeout: Seconds for all.
-        lost: Ranks that do not survive the last case; there is nothing of them then.
+        module: The name of the module.
+        cases: The names of functions in it.
+        size: The number of processes.
+        timeout: Seconds for all cases.
+        lost: Ranks that do not survive the last case, and have no results.
 
     Raises:
         AssertionError: If a process fails; the message has the output of all.

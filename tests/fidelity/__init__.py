@@ -1,1 +1,1 @@
-"""What is compared with PyTorch: a catalogue of architectures, losses and layers, and the comparison itself."""
+"""Compares training with PyTorch: a catalogue of architectures, losses and layers, and the comparison itself."""

@@ -17,13 +17,13 @@ class Case:
     """Something that trains.
 
     Attributes:
-        name: As in the table of the docs.
-        model: Makes the model; the seed is set before.
-        batch: Makes a batch of a batch size and a length.
+        name: Its name in the table of the docs.
+        model: Makes the model; the seed is set before the call.
+        batch: Makes a batch from a generator, a batch size and a length.
         loss_fn: The loss of (prediction, label), where the label is the batch's last entry; None if the loss is the
             model's first output.
-        exports: How many training graphs two batch sizes and two lengths need: more than one where the model branches
-            on a size or fixes it.
+        exports: How many training graphs two batch sizes and two lengths need: more than one if the model branches on
+            a size or fixes it.
     """
 
     name: str

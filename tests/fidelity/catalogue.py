@@ -1,4 +1,4 @@
-"""All cases, in the sections of the table."""
+"""All cases, by section of the table."""
 
 from __future__ import annotations
 

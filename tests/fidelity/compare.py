@@ -1,4 +1,4 @@
-"""Trains a case here and in PyTorch, and measures how far apart they are."""
+"""Trains a case here and in PyTorch, and measures the difference."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 20
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 # The loss scale of mixed precision, which keeps small gradients from vanishing.
 SCALE = 1024.0
-# What is near enough whatever PyTorch does: relative, of losses and of weights.
+# Relative difference of losses and weights that always passes.
 NEAR = 1e-4
-# Runs of PyTorch whose first weights differ by one rounding.
+# Number of PyTorch runs whose initial weights differ by one rounding.
 REPEATS = 3
-# A relu or a maximum on the edge turns a rounding into another path, in PyTorch as here: where PyTorch's losses differ
-# from its own by more than this, the comparison would say nothing, and other batches are drawn.
+# At the edge of a relu or a maximum, one rounding decides which path is taken, in PyTorch as here. If PyTorch's losses
+# differ from each other by more than this, the comparison would be meaningless, and other batches are drawn.
 STEADY = 1e-5
-# Two batch sizes and two lengths take turns.
+# Two batch sizes and two lengths alternate.
 SIZES = [(4, 9), (4, 9), (3, 9), (4, 7), (3, 7)]
 
 
@@ -37,11 +37,11 @@ class Difference:
     Attributes:
         loss: Largest relative difference of a loss within 20 steps.
         weights: Largest relative difference of a parameter or buffer after them, by the norm of the difference.
-        own_loss: As ``loss``, between runs of PyTorch whose first weights differ in the last bit; None where that was
+        own_loss: As ``loss``, between runs of PyTorch whose initial weights differ in the last bit; None if that was
             not run.
         own_weights: As ``weights``, between these runs.
-        excess: Largest of the weights' differences as a multiple of what is allowed: 1e-4 of the weight's norm, or
-            10 times the difference between the runs of PyTorch.
+        excess: Largest difference of the weights as a multiple of the tolerance: 1e-4 of the weight's norm, or 10
+            times the difference between the runs of PyTorch.
         mixed_loss: As ``loss``, fp16 here against fp32 in PyTorch; None if that was not run.
         own_mixed_loss: The same for PyTorch's own autocast; None if that was not run, or PyTorch can't.
         seconds: How long the export of the training graph took.
@@ -63,10 +63,10 @@ def compare(case: Case, mixed: bool = False, thorough: bool = True) -> Differenc
     """Compares 20 steps of AdamW, without clipping and with dropout off.
 
     Args:
-        case: What is compared.
+        case: The case.
         mixed: Whether to compare fp16 too.
-        thorough: Whether to compare PyTorch with itself in any case; if not, only where 1e-4 is not reached, to see
-            whether PyTorch reaches it.
+        thorough: Whether to always compare PyTorch with itself; otherwise only if 1e-4 is exceeded, to see whether
+            PyTorch stays within it.
     """
     torch.manual_seed(0)
     model = case.model()
@@ -88,7 +88,7 @@ def compare(case: Case, mixed: bool = False, thorough: bool = True) -> Differenc
         found.mixed_loss = _largest(_train(case, model, batches, mixed=True)[0], theirs)
         try:
             found.own_mixed_loss = _largest(_train_pytorch(case, copy.deepcopy(model), batches, mixed=True)[0], theirs)
-        except RuntimeError:  # on the CPU PyTorch has no LSTM of fp16
+        except RuntimeError:  # PyTorch has no fp16 LSTM on the CPU
             found.own_mixed_loss = None
     return found
 
@@ -96,7 +96,7 @@ def compare(case: Case, mixed: bool = False, thorough: bool = True) -> Differenc
 def _compare_weights(
     found: Difference, state: dict[str, torch.Tensor], reference: nn.Module, repeats: list[nn.Module]
 ) -> None:
-    """Notes how far parameters and buffers are apart, and what that is of what is allowed."""
+    """Records the differences of parameters and buffers, absolutely and as multiples of the tolerance."""
     expected = reference.state_dict()
     assert list(state) == list(expected)
     found.weights = found.own_weights = found.excess = 0.0
@@ -157,7 +157,7 @@ def _loss(case: Case, model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def describe(batch: Callable[[torch.Generator, int, int], Batch]) -> dict[str, Any]:
-    """Returns a model description in which every size is dynamic that differs between two batches."""
+    """Returns a model description in which every size that differs between two batches is dynamic."""
     draw = torch.Generator().manual_seed(0)
     small, large = batch(draw, 3, 7), batch(draw, 4, 9)
     inputs = []
@@ -171,7 +171,7 @@ def describe(batch: Callable[[torch.Generator, int, int], Batch]) -> dict[str, A
 def _train(
     case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
 ) -> tuple[list[float], ORTTrainer, float]:
-    # A scale that stays, as in PyTorch's run: one that adapts itself leaves out the first steps.
+    # A fixed scale, as in PyTorch's run: a dynamic one would skip the first steps.
     scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=SCALE) if mixed else None
     precision = {"enabled": True, "loss_scaler": scaler} if mixed else {}
     options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": precision})

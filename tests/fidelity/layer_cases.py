@@ -26,7 +26,7 @@ def sequences(draw: torch.Generator, batch: int, length: int) -> Batch:
 
 
 def short_sequences(draw: torch.Generator, batch: int, length: int) -> Batch:
-    """Sequences for models that unroll them, whose graphs grow with the length."""
+    """Makes sequences for models that unroll them, whose graphs grow with the length."""
     return sequences(draw, batch, length // 2)
 
 
@@ -51,7 +51,7 @@ def _input_named_x(module: nn.Module) -> nn.Module:
 
 
 class Apply(nn.Module):
-    """A module and what to do with it and an input x."""
+    """Applies a function to a module and an input x."""
 
     def __init__(self, module: nn.Module, function: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -153,12 +153,13 @@ LOSSES = [
     _loss("margin ranking", lambda z, y: F.margin_ranking_loss(z, z.flip(0), y.sign(), 0.1), _real),
     _loss("triplet", lambda z, y: F.triplet_margin_loss(z, y, z.roll(1, 0), swap=True), _real),
     _loss("triplet with cosine distance", _cosine_triplet, _real),
+    # On kernels other than PyTorch's, the recursion is unrolled for each length.
     Case("CTC", lambda: _input_named_x(network()), speech, _ctc, exports=2),
 ]  # fmt: skip
 
 
 class Recurrent(nn.Module):
-    """A recurrent network over a sequence, of which all states are used."""
+    """A recurrent network over a sequence, all of whose states are used."""
 
     def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Recurrent(nn.Module):
 
 
 class Translator(nn.Module):
-    """``nn.Transformer`` from a sequence to itself, with masks that it is left to find out about."""
+    """``nn.Transformer`` from a sequence to itself, with masks whose kind it must find out itself."""
 
     def __init__(self, function: Callable[[nn.Transformer, torch.Tensor, torch.Tensor], torch.Tensor], **settings: Any):
         super().__init__()
@@ -195,7 +196,7 @@ def _hinted(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.T
 
 
 def _padded(own: nn.Transformer, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """With boolean masks, of padding as well; sequence first."""
+    """Applies boolean masks, including masks of padding, with the sequence first."""
     padding, after = x[..., 0] > 1.0, mask < 0
     value = x.transpose(0, 1)
     encoded = own.encoder(value, after.T & after, padding, is_causal=False)
@@ -265,7 +266,7 @@ ACTIVATIONS = [
 
 
 class Shared(nn.Module):
-    """One layer that is applied three times, as in ALBERT."""
+    """Applies one layer three times, as ALBERT does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +280,7 @@ class Shared(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activations of the first part are computed again in the backward pass."""
+    """Recomputes the activations of the first part in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +292,7 @@ class Checkpointed(nn.Module):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds in the forward pass; the gradient goes through as if it had not."""
+    """Rounds in the forward pass; the gradient ignores the rounding."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -306,7 +307,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Unused(nn.Module):
-    """Has parameters that nothing uses, and one that is frozen."""
+    """Has unused parameters, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class Unused(nn.Module):
 
 
 class Bags(nn.Module):
-    """Embeddings, with and without padding_idx, sparse gradients asked for, and bags."""
+    """Embeddings with and without padding_idx, with sparse gradients, and embedding bags."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -485,7 +486,7 @@ def _linear_algebra(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _distributions(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A divergence between distributions, which look at the values of their parameters by default."""
+    """Computes a divergence between distributions, which read the values of their parameters by default."""
     mean, deviation = own[0](x).chunk(2, -1)
     posterior = torch.distributions.Normal(mean, F.softplus(deviation))
     prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))

@@ -26,7 +26,7 @@ _DECODER = {**_SMALL, "num_key_value_heads": 2}
 
 
 def build(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Returns a function that makes a model of a configuration in which every kind of dropout is 0."""
+    """Returns a function that makes a model with every kind of dropout set to 0."""
 
     def make() -> nn.Module:
         import transformers
@@ -73,6 +73,11 @@ def causal_language_model(draw: torch.Generator, batch: int, length: int) -> Bat
     return {**data, "labels": data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)}
 
 
+def unmasked_language_model(draw: torch.Generator, batch: int, length: int) -> Batch:
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=draw)
+    return {"input_ids": ids, "labels": ids}
+
+
 def sequence_to_sequence(draw: torch.Generator, batch: int, length: int) -> Batch:
     return {**_tokens(draw, batch, length), "labels": torch.randint(3, VOCABULARY, (batch, length - 1), generator=draw)}
 
@@ -83,7 +88,7 @@ def image_classification(draw: torch.Generator, batch: int, length: int) -> Batc
 
 
 def large_image_classification(draw: torch.Generator, batch: int, length: int) -> Batch:
-    """Images of which enough is left at the end: batch norm over three values is chaotic."""
+    """Makes images large enough for batch norm at the end of a network: over only three values it is chaotic."""
     image = torch.randn(batch, 3, 64, 64, generator=draw)
     return {"pixel_values": image, "labels": torch.randint(0, 2, (batch,), generator=draw)}
 
@@ -93,11 +98,22 @@ def speech_recognition(draw: torch.Generator, batch: int, length: int) -> Batch:
     return {"input_features": features, "labels": torch.randint(3, VOCABULARY, (batch, length), generator=draw)}
 
 
+def connectionist(draw: torch.Generator, batch: int, length: int) -> Batch:
+    labels = torch.randint(3, VOCABULARY, (batch, length), generator=draw)
+    labels[0, length - 2 :] = -100
+    return {"input_values": torch.randn(batch, 800, generator=draw), "labels": labels}
+
+
+def segmentation(draw: torch.Generator, batch: int, length: int) -> Batch:
+    image = torch.randn(batch, 3, 64, 64, generator=draw)
+    return {"pixel_values": image, "labels": torch.randint(0, 5, (batch, 64, 64), generator=draw)}
+
+
 def _case(name: str, model: str, config: str, batch: Any, settings: dict[str, Any]) -> Case:
     return Case(name, build(model, config, **settings), batch)
 
 
-# Without a problem_type the model looks at its labels, and at their values, to find out what they are for.
+# Without a problem_type, the model inspects its labels and their values to derive it.
 _DEBERTA = {
     **_SMALL, "problem_type": "single_label_classification",
     "relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"],
@@ -115,6 +131,13 @@ _WHISPER = {
 _T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0,
+}  # fmt: skip
+
+_WAV2VEC2 = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 5),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False, "ctc_zero_infinity": True,
 }  # fmt: skip
 
 CASES = [
@@ -200,13 +223,19 @@ CASES = [
         causal_language_model,
         {**_DECODER, "sliding_window": 4},
     ),
-    # The other implementations of experts look at how many tokens each gets.
     _case(
         "Mixtral",
         "MixtralForCausalLM",
         "MixtralConfig",
         causal_language_model,
-        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    _case(
+        "Mamba",
+        "MambaForCausalLM",
+        "MambaConfig",
+        unmasked_language_model,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_cache": False},
     ),
     _case("Gemma", "GemmaForCausalLM", "GemmaConfig", causal_language_model, _GEMMA),
     _case("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config", causal_language_model, {**_GEMMA, "sliding_window": 4}),
@@ -248,5 +277,13 @@ CASES = [
         image_classification,
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
     ),
+    _case(
+        "SegFormer",
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        segmentation,
+        {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 32, "num_labels": 5},
+    ),
+    _case("Wav2Vec2", "Wav2Vec2ForCTC", "Wav2Vec2Config", connectionist, _WAV2VEC2),
     _case("Whisper", "WhisperForConditionalGeneration", "WhisperConfig", speech_recognition, _WHISPER),
 ]

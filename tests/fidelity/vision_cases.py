@@ -1,4 +1,4 @@
-"""Convolutional networks and what they are made of."""
+"""Convolutional networks and their layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .case import Batch, Case
 
 
 def images(draw: torch.Generator, batch: int, length: int) -> Batch:
-    """Images whose height follows the length."""
+    """Makes images whose height depends on the length."""
     image = torch.randn(batch, 4, length + 7, 16, generator=draw)
     return {"image": image, "label": torch.randint(0, 3, (batch,), generator=draw)}
 
@@ -21,7 +21,7 @@ def segmentation(draw: torch.Generator, batch: int, length: int) -> Batch:
 
 
 class Classifier(nn.Module):
-    """Any body of 4 channels in and ``channels`` out, a global average and a linear layer."""
+    """A body with 4 channels in and ``channels`` out, a global average and a linear layer."""
 
     def __init__(self, channels: int, *body: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def inverted_residual(inner: int, outer: int, stride: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Two levels down by pooling, up by transposed convolution, joined by skip connections."""
+    """A U-Net: two levels down by pooling, two up by transposed convolution, joined by skip connections."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``ORTTrainer.fit`` against a PyTorch loop; metrics, callbacks, and arguments that it refuses."""
+"""``ORTTrainer.fit`` against a PyTorch loop; metrics, callbacks, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Counted:
-    """Has the interface of torchmetrics: the share of right answers over all that it has seen."""
+    """A metric with the interface of torchmetrics: the accuracy over all batches."""
 
     def __init__(self) -> None:
         self.resets, self.right, self.seen = 0, 0, 0
@@ -46,7 +46,7 @@ class Counted:
 
 
 class Evaluate:
-    """Has the interface of ``evaluate``: it takes classes, and gives a dict."""
+    """A metric with the interface of ``evaluate``: takes classes and returns a dict."""
 
     def __init__(self, **more: float) -> None:
         self.predictions: list[int] = []
@@ -68,7 +68,7 @@ def classes(outputs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("steps", [1, 3])  # with three, the seventh batch is a window of its own
+@pytest.mark.parametrize("steps", [1, 3])  # with three, the seventh batch is a separate window
 def test_against_a_pytorch_loop(steps: int) -> None:
     model, train, evaluation = MLP(), uneven_batches(), mlp_batches(3, size=4, seed=2)
     reference = copy.deepcopy(model)
@@ -170,7 +170,7 @@ def test_metrics_of_every_kind() -> None:
 
 
 class Moments(Callback):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -196,7 +196,7 @@ def test_the_order_of_moments(tmp_path: Any) -> None:
     )
     batch = ["on_train_batch_start", "on_train_batch_end"]
     epoch = ["on_train_epoch_start", *batch, *batch, "on_validation_start", "on_validation_end", "on_train_epoch_end"]
-    # Twice, as both epochs are the best so far, too.
+    # Twice, because both epochs are also the best so far.
     saves = ["on_save_checkpoint"]
     found = [moment for moment in moments.seen if moment not in saves]
     assert found == ["on_fit_start", *epoch, *epoch, "on_fit_end"]
@@ -265,7 +265,7 @@ def test_early_stopping_at_nan() -> None:
 
 
 class Interrupt(Callback):
-    """Sends SIGINT at the end of a batch, or inside of one as Ctrl-C does."""
+    """Sends SIGINT at the end of a batch, or within one, as Ctrl-C does."""
 
     def __init__(self, epoch: int, batch: int) -> None:
         self.at = epoch, batch
@@ -286,24 +286,24 @@ def test_an_interrupt_ends_it_cleanly() -> None:
         ({"epochs": 0}, ValueError, "epochs must be at least 1, but 0 was given"),
         ({"epochs": 2.0}, TypeError, "epochs must be an int, but 2.0"),
         ({"epochs": True}, TypeError, "epochs must be an int"),
-        ({"train_loader": None}, TypeError, "train_loader must give batches"),
-        ({"train_loader": {"x": 1}}, TypeError, "train_loader must give batches"),
+        ({"train_loader": None}, TypeError, "train_loader must yield batches"),
+        ({"train_loader": {"x": 1}}, TypeError, "train_loader must yield batches"),
         ({"train_loader": iter([]), "epochs": 2}, TypeError, "train_loader is an iterator"),
-        ({"train_loader": []}, ValueError, "train_loader gave no batch in epoch 1"),
-        ({"eval_loader": 3}, TypeError, "eval_loader must give batches"),
-        ({"eval_loader": []}, ValueError, "eval_loader gave no batch in epoch 1"),
-        ({"metrics": accuracy}, ValueError, "metrics are computed on an eval_loader"),
+        ({"train_loader": []}, ValueError, "train_loader yielded no batch in epoch 1"),
+        ({"eval_loader": 3}, TypeError, "eval_loader must yield batches"),
+        ({"eval_loader": []}, ValueError, "eval_loader yielded no batch in epoch 1"),
+        ({"metrics": accuracy}, ValueError, "metrics need an eval_loader"),
         ({"metrics": 3, "eval_loader": [1]}, TypeError, "a metric must be a function"),
         ({"metrics": [accuracy, accuracy], "eval_loader": [1]}, ValueError, r"unique names.*\['accuracy'\]"),
-        ({"metrics": {"loss": accuracy}, "eval_loader": [1]}, ValueError, "none is 'loss'"),
+        ({"metrics": {"loss": accuracy}, "eval_loader": [1]}, ValueError, "unique names other than 'loss'"),
         ({"metrics": {1: accuracy}, "eval_loader": [1]}, TypeError, "names of metrics must be str"),
-        ({"metrics": lambda *_: "much", "eval_loader": ...}, TypeError, "must give a number, but it gave 'much'"),
+        ({"metrics": lambda *_: "much", "eval_loader": ...}, TypeError, "must return a number, but it returned 'much'"),
         ({"labels": "label"}, ValueError, "no metrics were given"),
-        ({"labels": "z", "metrics": accuracy, "eval_loader": ...}, ValueError, "labels='z' is no input"),
+        ({"labels": "z", "metrics": accuracy, "eval_loader": ...}, ValueError, "labels='z' is not an input"),
         ({"callbacks": ["bar"]}, TypeError, "a callback must be .*'bar'"),
         ({"progress": "bar"}, TypeError, "a callback must be .*'bar'"),
-        ({"checkpoints": "nowhere"}, FileNotFoundError, "'nowhere' for checkpoints does not exist"),
-        ({"resume": True}, ValueError, "no folder for checkpoints was given"),
+        ({"checkpoints": "nowhere"}, FileNotFoundError, "'nowhere' does not exist"),
+        ({"resume": True}, ValueError, "but checkpoints was not given"),
         ({"resume": 3}, TypeError, "resume must be True, False or the path"),
         ({"resume": "nowhere.ortckpt"}, FileNotFoundError, "nowhere.ortckpt"),
         ({"callbacks": [EarlyStopping("eval_loss")]}, ValueError, "monitors 'eval_loss'.*need an eval_loader"),
@@ -351,17 +351,17 @@ def test_a_number_that_no_epoch_gives_is_found_at_its_end() -> None:
 def test_fetches_without_the_loss_are_refused() -> None:
     trainer = mlp_trainer()
     trainer.train_step_info.fetches = ["logits"]
-    with pytest.raises(ValueError, match="fetches leaves out the loss, 'loss'"):
+    with pytest.raises(ValueError, match="fetches lacks the loss, 'loss'"):
         trainer.fit(mlp_batches(1), progress=False)
     assert trainer.train_step_info.step == 0
     trainer.train_step_info.fetches = ["logits", "loss"]
-    assert MLP_DESC["outputs"][0][0] == "loss"  # so the order is another one
+    assert MLP_DESC["outputs"][0][0] == "loss"  # so the order differs here
     history = trainer.fit(mlp_batches(1), mlp_batches(1), metrics=accuracy, progress=False).history
     assert 0 < history[0]["loss"] < 3 and 0 <= history[0]["eval_accuracy"] <= 1
 
 
 class _Stateful(torch.nn.Module):
-    """Takes a state of two parts before what it classifies."""
+    """Takes a state of two parts before the input to classify."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints of ``fit``, and going on from them bit for bit."""
+"""Checkpoints of ``fit``, and resuming from them bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def new_trainer() -> ORTTrainer:
 
 
 class Draws(Callback):
-    """Draws random numbers between batches, which is not to be repeated where a fit goes on."""
+    """Draws random numbers between batches; a resumed fit must not repeat these draws."""
 
     def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
         torch.rand(1)
@@ -64,7 +64,7 @@ class Draws(Callback):
 
 
 class Keep(Callback):
-    """Keeps a checkpoint as it was in the middle of an epoch."""
+    """Copies a checkpoint in the middle of an epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,18 +97,18 @@ def assert_same(ours: ORTTrainer, theirs: ORTTrainer) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "sampler", "workers"])
 def test_in_the_middle_of_an_epoch_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """After three of six batches, in the middle of a window, from data that are drawn."""
+    """Resumes after three of six batches, in the middle of a window, from random data."""
     seed()
     whole = new_trainer()
     checkpoints = Checkpoints(tmp_path, every_n_batches=3)
     callbacks = [Draws(), Keep(tmp_path)]
     expected = whole.fit(loader(kind), mlp_batches(2), 3, callbacks=callbacks, checkpoints=checkpoints, progress=False)
 
-    torch.manual_seed(99)  # nothing of another start may be left
+    torch.manual_seed(99)  # the random state at the start must not matter
     np.random.seed(99)
     random.seed(99)
     resumed, middle = new_trainer(), tmp_path / "middle.ortckpt"
-    if kind == "generator":  # as the first versions have written it
+    if kind == "generator":  # as the first versions wrote it
         kept, user = load_checkpoint_file(middle)
         own = {name: user["fit"][name] for name in ("state", "random", "epoch_random", "callbacks", "others")}
         save_checkpoint_file(middle, kept, {"fit": own}, overwrite=True)
@@ -174,7 +174,7 @@ class _AtEpochStart(Callback):
 
 
 class _InsideStep(Callback):
-    """Sends SIGINT before a step has counted, as Ctrl-C nearly always does."""
+    """Sends SIGINT before a step is counted, which is when Ctrl-C nearly always arrives."""
 
     def __init__(self, trainer: ORTTrainer, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         step = trainer.train_step
@@ -218,7 +218,7 @@ def test_best_and_last(tmp_path: Path) -> None:
 
 
 def test_the_best_is_remembered(tmp_path: Path) -> None:
-    """The best of all epochs, not of those since a fit went on; and patience goes on, too."""
+    """The best value covers all epochs, not only those since the fit resumed; so does patience."""
     told = iter([0.1, 0.5, 0.4, 0.3])
     train = mlp_batches(2)
 
@@ -240,7 +240,7 @@ def test_the_best_is_remembered(tmp_path: Path) -> None:
     assert result.status == "stopped" and len(result.history) == 3
     assert (tmp_path / "best.ortckpt").read_bytes() == written
     assert fit(9, 2).steps == 0  # it stays stopped,
-    assert len(fit(4, 9).history) == 4  # until more patience is asked for
+    assert len(fit(4, 9).history) == 4  # until patience is raised
 
 
 def test_more_epochs_later_are_the_same(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_what_can_not_be_resumed_is_refused(tmp_path: Path) -> None:
         data = loader("generator")
         mlp_trainer().fit(data, epochs=1, checkpoints=Checkpoints(tmp_path, overwrite=True), progress=False)
         mlp_trainer().fit(train, epochs=2, checkpoints=tmp_path, resume=True, progress=False)
-    with pytest.raises(ValueError, match="has 2 epochs done, but epochs is 1"):
+    with pytest.raises(ValueError, match="has 2 completed epochs, but epochs is only 1"):
         mlp_trainer().fit(train, epochs=2, checkpoints=Checkpoints(tmp_path, overwrite=True), progress=False)
         mlp_trainer().fit(train, epochs=1, checkpoints=tmp_path, resume=True, progress=False)
     trainer.save_checkpoint(tmp_path / "own.ortckpt", {"epoch": 1})

@@ -1,4 +1,4 @@
-"""What ``fit`` shows and writes: lines or a bar, CSV files, TensorBoard, a picture."""
+"""The output of ``fit``: lines or a bar, CSV files, TensorBoard, a plot."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_bar_on_a_terminal(there: bool, capsys: pytest.CaptureFixture[str], mo
     else:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     trainer = mlp_trainer()
-    trainer.prepare(mlp_batches(1)[0])  # an export has a line of its own on a terminal
+    trainer.prepare(mlp_batches(1)[0])  # on a terminal, an export would print its own line
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     trainer.fit(mlp_batches(3), epochs=2)
@@ -97,7 +97,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_a_csv_file_goes_on(tmp_path: Path) -> None:
-    """Rows of steps that are made again are there once."""
+    """Rows of repeated steps appear once."""
     train, path = mlp_batches(4), tmp_path / "log.csv"
     checkpoint = tmp_path / "saved.ortckpt"
 
@@ -128,7 +128,7 @@ def test_a_csv_file_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that notes what it is told, as tensorboard itself is not among what the tests need."""
+    """Uses a writer that records its calls, because the tests do not require tensorboard."""
     made: list[Any] = []
 
     class SummaryWriter:

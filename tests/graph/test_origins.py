@@ -1,4 +1,4 @@
-"""Where nodes come from: as text, by the names that ONNX Runtime makes of names, and one module within another."""
+"""Origins of nodes: as text, by names that ONNX Runtime has changed, and in nested modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def origins() -> Origins:
 
 def test_places_survive_as_text() -> None:
     found = Origins.from_text(origins().to_text())
-    assert found.modules == (("", "Net"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")), "what occurs"
+    assert found.modules == (("", "Net"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")), "those that occur"
     assert [found.place("program", step) for step in range(3)] == [Place("body.0", False), None, Place(LOSS, True)]
 
 

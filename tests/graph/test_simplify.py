@@ -1,4 +1,4 @@
-"""What simplification folds, merges and leaves alone."""
+"""What simplification folds, merges and keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(body: str, outputs: str = "float[4] y", functions: str = "") -> ir.Mod
 
 
 def simplified(found: ir.Model, thoroughly: bool = True) -> Counter[str]:
-    """Simplifies in place, after which the results are the same; returns the operators that are left."""
+    """Simplifies in place, checks that the results are equal, and returns the remaining operators."""
     before = run(found)
     result = SimplifyPass(thoroughly)(found)
     assert result.model is found
@@ -52,7 +52,7 @@ def test_what_is_not_finite_stays() -> None:
     )
     assert simplified(found) == {"Add": 1}
     assert np.isnan(next(iter(found.graph.initializers.values())).const_value.numpy())
-    # Neither x * 0 nor x - x is zero for what is not finite.
+    # x * 0 and x - x are not zero for non-finite x.
     found = model("z = Constant<value_float=0.>() a = Mul(x, z) b = Sub(x, x) y = Add(a, b)")
     assert simplified(found) == {"Mul": 1, "Sub": 1, "Add": 1}
 
@@ -64,10 +64,10 @@ def test_what_is_not_finite_stays() -> None:
         ("n = Constant<value_float=0.>() y = Sub(x, n)", 0),
         ("n = Constant<value_float=1.>() y = Mul(x, n)", 0),
         ("n = Constant<value_float=1.>() y = Div(x, n)", 0),
-        # Almost nothing is not nothing: the eps of a logarithm is this small.
+        # Tiny numbers must stay: the eps of a logarithm can be this small.
         ("n = Constant<value_float=1e-8>() y = Add(x, n)", 1),
         ("n = Constant<value_float=1.00001>() y = Mul(x, n)", 1),
-        # An element of a vector broadcasts, and 0 - x is no neutral operation.
+        # A vector with one element broadcasts, and 0 - x is not a neutral operation.
         ("n = Constant<value_float=0.>() y = Sub(n, x)", 1),
     ],
 )
@@ -104,7 +104,7 @@ def test_outputs_keep_their_names_and_order() -> None:
 
 
 def test_a_value_that_is_reshaped_twice() -> None:
-    """The rule that writes shapes as constants names both after the value."""
+    """The rule that writes shapes as constants names both constants after the value."""
     found = model(
         "a = Constant<value_ints=[2,-1]>() b = Constant<value_ints=[-1,1]>() c = Reshape(x, a) d = Reshape(x, b) "
         "y = Add(c, c) z = Add(d, d)",

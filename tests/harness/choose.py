@@ -1,7 +1,7 @@
-"""Which tests run: a sample of the whole for the gate, or what a change can affect.
+"""Chooses which tests run: a sample of all for the gate, or what a change can affect.
 
-``tests/measured.json``, which ``make reach`` writes, has what the choice is based on: the parametrizations that take
-long, and the tests that together reach each file of the package.
+The choice is based on ``tests/measured.json``, which ``make reach`` writes: the parametrizations that take long, and
+the tests that together reach each file of the package.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from . import import_map
 from .import_map import ROOT, TESTS
 
 MEASURED = TESTS / "measured.json"
-# Of a large parametrization the gate runs one case in so many, and those that are always run.
+# The gate runs one in this many cases of a large parametrization, and those that always run.
 ONE_IN = 6
-# What a change outside the package and the tests can affect; the longest beginning counts.
+# Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
 _BESIDE: Mapping[str, Sequence[str]] = {
     ".ci": (),
     "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
@@ -29,7 +29,7 @@ _BESIDE: Mapping[str, Sequence[str]] = {
     "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py"),
     "constraints.txt": ("tests/test_package.py",),
     "docs": ("tests/test_docs.py",),
-    "examples": ("tests/test_examples.py", "tests/test_cookbook.py"),
+    "examples": ("tests/test_examples.py", "tests/test_cookbook.py", "tests/test_recipes.py"),
     "examples/browser": (),
     "pyproject.toml": ("tests/test_package.py",),
     "schemas": ("tests/options/test_options.py", "tests/options/test_model_desc.py", "tests/test_docs.py"),
@@ -41,10 +41,10 @@ class Measured:
     """What ``make reach`` has measured.
 
     Attributes:
-        large: Test functions whose cases together take more than a second, with these seconds.
-        always: Cases of them without which the gate would not reach some line of the package.
+        large: Test functions whose cases together take more than a second -> these seconds.
+        always: Cases of large functions without which the gate would miss some line of the package.
         reach: File of the package, relative to the root -> tests that together reach it, best first.
-        reach_on_stock: The same of the stock engine, for files that the tests of the first one do not reach enough of.
+        reach_on_stock: The same on the stock engine, for files that the tests on the first one do not reach enough of.
     """
 
     large: Mapping[str, float] = field(default_factory=dict)
@@ -57,15 +57,17 @@ class Measured:
         """Reads the file.
 
         Raises:
-            SystemExit: If there is none.
+            SystemExit: If it is missing.
         """
         if not MEASURED.exists():
-            raise SystemExit(f"{MEASURED} is missing, by which tests are chosen: check it out, or call `make reach`")
+            raise SystemExit(
+                f"{MEASURED} is missing, which is needed to choose tests: check it out, or run `make reach`"
+            )
         found = json.loads(MEASURED.read_text())
         return cls(found["large"], frozenset(found["always"]), found["reach"], found["reach_on_stock"])
 
     def to_text(self) -> str:
-        """Returns what the file has."""
+        """Returns the text of the file."""
         found = {**dataclasses.asdict(self), "always": sorted(self.always)}
         return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
@@ -76,12 +78,12 @@ def function_of(test: str) -> str:
 
 
 def gate(tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
-    """Returns what the gate runs of all tests: every function, and of large parametrizations one case in six.
+    """Returns the tests that the gate runs: every function, but only one case in six of large parametrizations.
 
     Args:
-        tests: Identifiers of all.
-        seed: What the sample is drawn by, such as a commit.
-        measured: What is large, and what is always run.
+        tests: Identifiers of all tests.
+        seed: Seed of the sample, such as a commit.
+        measured: What is large, and what always runs.
     """
     chosen = set(_one_each(tests, seed))
     return [
@@ -101,8 +103,8 @@ class Affected:
     Attributes:
         certain: Tests that reach the changed files.
         failed: Tests that failed last.
-        changed: Test files that have changed, and those that read what has changed beside the package and the tests.
-        distance: Files that import a changed one, with the number of imports in between; 0 for the changed ones.
+        changed: Test files that have changed, or that read changed files outside the package and the tests.
+        distance: File that imports a changed one -> number of imports in between; 0 for the changed ones.
         fills: Whether a case of every test function follows.
     """
 
@@ -114,12 +116,12 @@ class Affected:
 
     @classmethod
     def by(cls, changed: Collection[str], failed: Collection[str], measured: Measured) -> Affected:
-        """Returns what some changes can affect.
+        """Returns what a change can affect.
 
         Args:
-            changed: The files that have changed, relative to the root.
+            changed: The changed files, relative to the root.
             failed: Tests that failed last.
-            measured: What reaches which file.
+            measured: Which tests reach which file.
         """
         certain = frozenset().union(*(measured.reach.get(path, ()) for path in changed))
         near = {path for path in changed if path.startswith("tests/")}.union(*map(_readers, changed))
@@ -129,19 +131,19 @@ class Affected:
         return cls(certain, frozenset(failed), frozenset(near), distance)
 
     def rank(self, test: str) -> int:
-        """Returns 0 for a test that failed last, 1 for one that a change affects for certain, and 2 for all others."""
+        """Returns 0 for a test that failed last, 1 for one that the change certainly affects, and 2 for all others."""
         if test in self.failed:
             return 0
         return 1 if test in self.certain or test.partition("::")[0] in self.changed else 2
 
     def chosen(self, tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
-        """Returns what to run of all tests, in this order as long as there is time.
+        """Returns the tests to run, in this order, while there is time.
 
-        First come those that failed, then the certain ones, then a case of each function, those near to a change first.
+        First come those that failed, then the certain ones, then a case of each function, nearest to a change first.
 
         Args:
-            tests: Identifiers of all.
-            seed: What decides which case of a function is taken, and what comes first of equally near files.
+            tests: Identifiers of all tests.
+            seed: Decides which case of a function is taken, and which of equally near files comes first.
             measured: What is large.
         """
         each = set(_one_each(tests, seed)) if self.fills else set()
@@ -157,7 +159,7 @@ class Affected:
         return sorted(filter(runs, tests), key=order)
 
     def to_text(self) -> str:
-        """Returns it as JSON."""
+        """Returns this object as JSON."""
         sets = (sorted(found) for found in (self.certain, self.failed, self.changed))
         return json.dumps([*sets, dict(self.distance), self.fills])
 
@@ -169,7 +171,7 @@ class Affected:
 
 
 def _readers(path: str) -> Sequence[str]:
-    """Returns the test files that read a file which is no Python module of the package or the tests."""
+    """Returns the test files that read a file outside the package and the tests."""
     places = [place for place in _BESIDE if path == place or path.startswith(f"{place}/")]
     return _BESIDE[max(places, key=len)] if places else ()
 
@@ -183,29 +185,29 @@ def _one_each(tests: Iterable[str], seed: str) -> list[str]:
 
 
 def _draw(text: str, seed: str) -> int:
-    """Returns a number that nobody can foresee, and that is the same each time."""
+    """Returns a pseudo-random number that depends only on the text and the seed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8], "big")
 
 
 def last_failed(cache: Path) -> list[str]:
-    """Returns the tests that failed when they ran last, as pytest has noted them in a folder."""
+    """Returns the tests that failed last, from pytest's cache folder."""
     path = cache / "v" / "cache" / "lastfailed"
     return list(json.loads(path.read_text())) if path.exists() else []
 
 
 def commit() -> str:
-    """Returns the commit that is checked out; where there is no git, nothing."""
+    """Returns the commit that is checked out, or "" without git."""
     return _git("rev-parse", "HEAD", must=False).strip()
 
 
 def changed_files(since: str = "") -> list[str]:
-    """Returns the files that differ from a commit, in the working tree or in commits since, relative to the root.
+    """Returns the files of the working tree that differ from a commit, relative to the root.
 
     Args:
-        since: The commit; by default where this branch has left ``main``, of which that on the server counts.
+        since: The commit; by default, where this branch left ``main`` (the server's, if it is known).
 
     Raises:
-        SystemExit: If git fails, as it does where there is no such commit.
+        SystemExit: If git fails, such as for an unknown commit.
     """
     if not since:
         known = [name for name in ("main@{upstream}", "main") if _git("rev-parse", "--verify", "-q", name, must=False)]
@@ -220,7 +222,7 @@ def _git(*args: str, must: bool = True) -> str:
         return "" if done.returncode else done.stdout
     except FileNotFoundError as error:
         if must:
-            raise SystemExit("git is needed to find what has changed, and is not installed") from error
+            raise SystemExit("git is needed to find the changed files, but is not installed") from error
         return ""
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"git {' '.join(args)}: {error.stderr.strip()}") from error

@@ -1,4 +1,4 @@
-"""Coverage's contexts under ``make reach``: every process tells which test runs in it."""
+"""Coverage's contexts under ``make reach``: every process reports which test runs in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def follow_forks() -> None:
-    """Tells coverage in every forked process which test it belongs to; coverage itself restarts there without one."""
+    """Tells coverage in every forked process which test it belongs to; coverage restarts there without a context."""
     os.register_at_fork(after_in_child=lambda: now_runs(os.environ.get("PYTEST_CURRENT_TEST", "")))
 
 
@@ -15,7 +15,7 @@ def now_runs(test: str) -> None:
     """Tells coverage which test runs in this process, if coverage runs at all.
 
     Args:
-        test: Its identifier, perhaps with the phase that pytest appends.
+        test: Its identifier, with or without the phase that pytest appends.
     """
     from coverage import Coverage
 
@@ -25,5 +25,5 @@ def now_runs(test: str) -> None:
 
 
 def without_phase(test: str) -> str:
-    """Returns the identifier of a test from what pytest says runs, which may name the phase."""
+    """Returns the identifier of a test without the phase that pytest may append."""
     return re.sub(r" \((setup|call|teardown)\)$", "", test)

@@ -1,4 +1,4 @@
-"""Which file imports which, read from the files: of the package and of the tests."""
+"""Reads from the files of the package and the tests which file imports which."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def target(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
 
 @functools.cache
 def imported(path: Path) -> frozenset[Path]:
-    """Returns the files that a file imports: those that define the names, not those that pass them on.
+    """Returns the files that a file imports: those that define the names, not those that re-export them.
 
-    What only type checkers import does not count. A file that goes over the modules of its folder imports them all.
+    Imports for type checkers only do not count. A file that iterates over the modules of its folder imports them all.
     """
     found: set[Path] = set()
     for node in _running(tree(path)):
@@ -55,12 +55,12 @@ def imported(path: Path) -> frozenset[Path]:
 
 
 def closure(paths: Iterable[Path]) -> set[Path]:
-    """Returns all files that some files import, directly or not, and these themselves."""
+    """Returns some files and all files that they import, directly or indirectly."""
     return set(_reached(paths, imported))
 
 
 def dependents(paths: Iterable[Path], files: Iterable[Path]) -> dict[Path, int]:
-    """Returns those of some files that depend on others, with the number of imports in between; 0 for these."""
+    """Returns which of ``files`` depend on ``paths`` -> number of imports in between; 0 for ``paths`` themselves."""
     importers = defaultdict(set)
     for file in files:
         for path in imported(file):
@@ -81,7 +81,7 @@ def _reached(paths: Iterable[Path], step: Callable[[Path], Iterable[Path]]) -> d
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a file that run, unlike what stands under ``if TYPE_CHECKING``."""
+    """Yields the nodes of a file that run, unlike those under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         if for_checkers and child not in node.orelse:
@@ -91,7 +91,7 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _definition(module: tuple[str, ...], name: str) -> set[Path]:
-    """Returns the file that defines a name of a module, and nothing if it is of another library."""
+    """Returns the file that defines a name of a module, or an empty set if it belongs to another library."""
     if module[:1] not in (("ort_trainer",), ("tests",)):
         return set()
     submodule = _file((*module, name)) if name else None
@@ -117,7 +117,7 @@ def _file(module: tuple[str, ...]) -> Path | None:
 
 @functools.cache
 def _passed_on(path: Path) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Returns the names that an ``__init__`` passes on, with their modules: those of ``lazily`` too."""
+    """Returns the names that an ``__init__`` re-exports, including by ``lazily``, with their modules."""
     found = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom):

@@ -1,6 +1,6 @@
-"""Which tests reach which lines of the package, as coverage's contexts say; writes ``tests/measured.json`` from it.
+"""Finds which tests reach which lines of the package, from coverage's contexts, and writes ``tests/measured.json``.
 
-The lines that run when a module is imported are those of whatever test reaches the module.
+Every test that reaches a module also reaches the lines that run when it is imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .step import BUILD, Step
 
 FOLDER = BUILD / "reach"
 ENGINES = ("tests", "tests on stock")
-# A parametrization whose cases take so many seconds together is large.
+# A parametrization is large if its cases together take more than this many seconds.
 LARGE = 1.0
-# `make quick` promises 90 % of a changed file's lines, also when the file of what was measured is a little old.
+# `make quick` promises 90 % of a changed file's lines; this leaves room for measurements that are a little old.
 ENOUGH = 0.97
 
 _KINDS = ((0.97, "at least 97 %"), (0.9, "90 to 97 %"), (0.0, "below 90 %"))
@@ -33,7 +33,7 @@ Line = tuple[str, int]
 
 
 def _test(context: str) -> str:
-    """Returns the test of a context: in a process that many tests use, the second one that is named."""
+    """Returns the test of a context; if it names two, as in a process that many tests share, the second one."""
     return without_phase(f"tests/{context.rpartition('|tests/')[2].removeprefix('tests/')}") if context else ""
 
 
@@ -41,12 +41,12 @@ class Reached:
     """What the tests of one engine reach.
 
     Args:
-        engine: The name of the step that has run them.
+        engine: The name of the step that ran them.
 
     Attributes:
-        tests: What each test cost, by its name.
-        measured_at: When, in seconds since 1970.
-        lines: The lines that each test reaches, by its name; of no test those that ran before any.
+        tests: Name of a test -> its costs.
+        measured_at: Time of the measurement, in seconds since 1970.
+        lines: Name of a test -> the lines that it reaches; "" -> those that ran before any test.
 
     Raises:
         SystemExit: If nothing was measured.
@@ -58,7 +58,7 @@ class Reached:
         step = Step(engine, (), folder=FOLDER)
         record, combined = step.file("jsonl"), step.place / "data.combined"
         if not record.exists() or not combined.exists():
-            raise SystemExit(f"{combined} is missing: call `make reach`, which takes half an hour")
+            raise SystemExit(f"{combined} is missing: run `make reach`, which takes half an hour")
         self.tests = {found["test"]: found for found in map(json.loads, record.read_text().splitlines())}
         self.measured_at = combined.stat().st_mtime
         data = CoverageData(str(combined))
@@ -73,11 +73,11 @@ class Reached:
 
     @property
     def usual(self) -> list[str]:
-        """The tests that the gate may run: all but the slow ones."""
+        """The tests that the gate may run: all except slow ones."""
         return [test for test, costs in self.tests.items() if not costs["slow"]]
 
     def of(self, tests: Iterable[str]) -> set[Line]:
-        """Returns the lines that some tests reach, with those that run before any test."""
+        """Returns the lines that some tests reach, including those that run before any test."""
         found = set().union(self.lines.get("", ()), *(self.lines.get(test, ()) for test in tests))
         return found | {(path, line) for path in {path for path, _ in found} for line in _at_import(path)}
 
@@ -110,7 +110,7 @@ def _at_import(path: str) -> frozenset[int]:
 
 
 def combine() -> None:
-    """Makes one file of those that the processes have left, for each engine."""
+    """Combines the files of all processes into one per engine."""
     from coverage import CoverageData
     from coverage.data import combine_parallel_data
 
@@ -122,7 +122,7 @@ def combine() -> None:
 
 
 def measure(first: Reached, second: Reached) -> choose.Measured:
-    """Returns what the choice of tests is based on."""
+    """Returns the measurements that tests are chosen by."""
     seconds: Counter[str] = Counter()
     for found in (first, second):
         own: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def measure(first: Reached, second: Reached) -> choose.Measured:
 
 
 def _bodies(found: Reached) -> dict[str, dict[str, set[Line]]]:
-    """Returns the lines of functions by file and test; of a file without functions the lines that it has."""
+    """Returns the lines of functions by file and test; for files without functions, all their lines."""
     bodies: defaultdict[str, defaultdict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
     others: defaultdict[str, defaultdict[str, set[Line]]] = defaultdict(lambda: defaultdict(set))
     for test in found.usual:
@@ -163,7 +163,7 @@ def _bodies(found: Reached) -> dict[str, dict[str, set[Line]]]:
 def _cover(
     lines: set[Line], tests: Mapping[str, set[Line]], costs: Mapping[str, Mapping[str, Any]], share: float
 ) -> list[str]:
-    """Returns tests that together reach a share of some lines, those first that reach most in their time."""
+    """Returns tests that together reach a share of some lines, those with the most lines per second first."""
     left, chosen = set(lines), []
     while len(left) > (1 - share) * len(lines):
         best = max(tests, key=lambda test: len(tests[test] & left) / (costs[test]["seconds"] + 0.1))
@@ -175,7 +175,7 @@ def _cover(
 
 
 def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Collection[str]) -> str:
-    """Returns what the gate and `make quick` reach of what all tests do."""
+    """Returns tables of the lines that the gate and `make quick` reach, compared with all tests."""
     whole = first.all() | second.all()
     rows: list[tuple[object, ...]] = [("all tests", f"{len(whole):,}", "")]
     for seed in seeds:
@@ -199,7 +199,7 @@ def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Co
 
 
 def main() -> None:
-    """Writes ``measured.json``, and the tables of the page for contributors."""
+    """Writes ``measured.json``, and the tables in docs/contributing.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/contributing.md")
     given = parser.parse_args()

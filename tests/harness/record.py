@@ -1,6 +1,6 @@
-"""Where the time of tests goes: for each test its seconds, and what of them went into exports, steps and processes.
+"""Records where the time of tests goes: the seconds of each test, and how many went into exports, steps and processes.
 
-Active with ``--record FILE``, to which a JSON line is written for each test; ``report`` makes tables of them.
+``--record FILE`` enables it, and writes a JSON line for each test to the file; ``report`` makes tables of them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import pytest
 
 from tests import processes
 
-# What is counted: an export that is made or found, a step of a trainer, a fork of ``processes.py``.
+# What is counted: an export that is made or found in the cache, a step of a trainer, a fork of ``processes.py``.
 CAUSES = ("exports", "steps", "forks")
-# What is known of each test: seconds by the clock, and of processors in this process and in new interpreters.
+# What is known of each test: wall-clock seconds, and CPU seconds of this process and of new interpreters.
 COSTS = ("seconds", "processor", "interpreters", *CAUSES, *(f"{cause}_count" for cause in CAUSES))
-# Processor seconds of a test, with its children, that ask for a smaller test or the mark ``slow``.
+# CPU seconds, including children, beyond which a test must become smaller or be marked ``slow``.
 LIMIT = 30.0
 
 
 class Recorder:
-    """A plugin of pytest, in every worker, which measures, and in the process that hears of all tests, which writes."""
+    """A pytest plugin that measures in every worker, and writes in the process that receives all reports."""
 
     def __init__(self, path: Path, writes: bool, limit: float) -> None:
         self._path, self._writes, self._limit = path, writes, limit
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._counts = dict.fromkeys(CAUSES, 0)
-        self._exporting = 0.0  # seconds of a processor in children that export
+        self._exporting = 0.0  # CPU seconds of children that export
         self._tests: dict[str, dict[str, Any]] = {}
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,8 @@ class Recorder:
             if report.passed and used > self._limit and not report.costs["slow"]:
                 report.outcome = "failed"
                 report.longrepr = (
-                    f"{item.nodeid} took {used:.0f} s of a processor, and {LIMIT:.0f} are allowed: make it smaller, or "
-                    "mark it slow, and only `make everything` runs it"
+                    f"{item.nodeid} took {used:.0f} s of CPU time, but at most {LIMIT:.0f} s are allowed: make it "
+                    "smaller, or mark it slow, so that only `make everything` runs it"
                 )
         return report
 
@@ -99,7 +99,7 @@ class Recorder:
             known["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         elif report.failed:
             known["outcome"] = "failed"
-        crashed = report.when == "???"  # and with it a worker, which has nothing more to say
+        crashed = report.when == "???"  # the worker crashed, so no more reports follow
         if report.when == "teardown" or crashed:
             known.update(dict.fromkeys(COSTS, 0) if crashed else report.costs)
             with self._path.open("a") as file:
@@ -110,13 +110,13 @@ _BEFORE = pytest.StashKey[dict[str, float]]()
 
 
 def _children() -> float:
-    """Seconds of a processor that children took, of which an end is known: exports, new interpreters."""
+    """Returns the CPU seconds of child processes that have ended: exports, new interpreters."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def start(config: pytest.Config) -> None:
-    """Registers the plugin where it is asked for."""
+    """Registers the plugin if ``--record`` is given."""
     path = config.getoption("record")
     if not path:
         return

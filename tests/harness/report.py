@@ -1,4 +1,4 @@
-"""The page at the end of a run: what ran, how long, what was skipped and why; and its tables for the documentation."""
+"""Writes the page at the end of a run: what ran, how long, what was skipped and why; and tables for the docs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .record import COSTS
 from .step import Ended
 
 PAGE = ROOT / "docs" / "contributing.md"
-# The commands that choose by a seed.
+# The commands that sample by a seed.
 SAMPLED = ("quick", "gate")
-# How many files the table of files names.
+# Maximum number of files in the table of files.
 _MOST = 25
 
 
@@ -45,7 +45,7 @@ def steps(ended: Sequence[Ended]) -> str:
 
 
 def causes(ended: Sequence[Ended]) -> str:
-    """Returns the table of what the time of tests went into."""
+    """Returns the table of where the tests' time went."""
     rows = []
     for one in ended:
         if not one.tests:
@@ -90,13 +90,13 @@ def files(ended: Iterable[Ended]) -> str:
 
 
 def write(ended: Sequence[Ended]) -> None:
-    """Writes the tables into the page for contributors, between their marks."""
+    """Writes the tables into docs/contributing.md, between their marks."""
     machine = f"Measured by `make everything` on {platform.machine()}, Python {platform.python_version()}."
     write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), causes(ended), files(ended)]))
 
 
 def _failures(ended: Iterable[Ended]) -> Iterator[str]:
-    """Yields what has failed, with the command that repeats it."""
+    """Yields what failed, with the command that repeats it."""
     for one in ended:
         failed = [test["test"] for test in one.tests if test["outcome"] == "failed"]
         for test in failed:
@@ -118,7 +118,7 @@ def _skipped(ended: Iterable[Ended]) -> str:
     return table(("skipped", "step", "why"), rows) if rows else "Nothing was skipped."
 
 
-_GONE = "the tests that reached the changed files are there no more: `make reach` measures anew"
+_GONE = "the tests that reached the changed files no longer exist: run `make reach` to measure again"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

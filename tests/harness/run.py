@@ -1,6 +1,6 @@
-"""Runs linters and tests: what is behind ``make quick``, ``make test``, ``make everything`` and ``make reach``.
+"""Runs linters and tests for ``make quick``, ``make test``, ``make everything`` and ``make reach``.
 
-Every step runs, whatever the others find, and a page at the end says what ran, how long, and what was skipped and why.
+Every step runs even if others fail. A page at the end says what ran, how long, and what was skipped and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .import_map import ROOT
 from .reach import ENGINES
 from .step import BUILD, STOCK, Ended, Step, last_failed_in, pytest_step, python
 
-# Of the three minutes of `make quick`: what has begun by then may take a while yet.
+# Less than the three minutes of `make quick`, because what has begun by then takes a while to finish.
 QUICK_SECONDS = 150
 
 LINTERS = (
@@ -30,7 +30,7 @@ LINTERS = (
 
 
 def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """What a change can affect, in at most three minutes."""
+    """Runs what a change can affect, in at most three minutes."""
     until = time.time() + QUICK_SECONDS
     yield from LINTERS
     changed, measured = choose.changed_files(given.since), choose.Measured.read()
@@ -42,7 +42,7 @@ def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
         frozenset(choose.last_failed(last_failed_in(STOCK))),
         fills=False,
     )
-    # The stock engine first, as the other tests take what time is left.
+    # The stock engine comes first, because the other tests take all the time that is left.
     for name, chosen, environment in ((ENGINES[1], on_stock, STOCK), (ENGINES[0], affected, {})):
         if chosen.fills or chosen.certain or chosen.failed:
             path = Step(name, (), folder=folder).file("json")
@@ -52,7 +52,7 @@ def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
 
 
 def gate(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """Every test function, of large parametrizations a sample."""
+    """Runs every test function, with a sample of large parametrizations."""
     chosen = ("--gate", "--seed", given.seed)
     yield from LINTERS
     yield pytest_step(folder, ENGINES[0], "-m", "not slow and not torture", *chosen)
@@ -60,7 +60,7 @@ def gate(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
 
 
 def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """All there is, with no export of an earlier run, in child processes as users have them."""
+    """Runs everything, from an empty export cache, with exports in child processes as users have them."""
     cold = {"ORT_TRAINER_CACHE": str(folder / "exports")}
     yield from LINTERS
     yield pytest_step(folder, ENGINES[0], "-m", "not torture", isolated=True, environment=cold)
@@ -71,7 +71,7 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
 
 
 def reach(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """The tests of both engines under coverage, from whose contexts ``measured.json`` is written."""
+    """Runs the tests of both engines under coverage, and writes ``measured.json`` from its contexts."""
     settings = str(ROOT / "tests" / "harness" / "coverage.ini")
     watched = {"ORT_TRAINER_CACHE": str(folder / "exports"), "COVERAGE_PROCESS_START": settings}
     for name, mark, environment in ((ENGINES[0], "", {}), (ENGINES[1], "engine and ", STOCK)):
@@ -97,7 +97,7 @@ def main() -> int:
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__)
         if name == "quick":
-            command.add_argument("--since", default="", help="a commit: what has changed since counts")
+            command.add_argument("--since", default="", help="a commit: compare the working tree with it")
         if name in report.SAMPLED:
             command.add_argument("--seed", default=choose.commit(), help="draws the sample (default: the commit)")
         else:
@@ -119,7 +119,7 @@ def main() -> int:
 
 def _run(step: Step, after_failure: bool) -> Ended:
     if step.needs_all and after_failure:
-        return Ended(step, 0, 0.0, f"an earlier step has failed; {step.line()} goes on all the same")
+        return Ended(step, 0, 0.0, f"an earlier step failed; to run this one anyway: {step.line()}")
     print(f"== {step.name}", flush=True)
     start = time.perf_counter()
     skipped = step.file("skipped")

@@ -1,4 +1,4 @@
-"""Which tests one worker of pytest-xdist runs, so that what the tests of a file share is made once and not by each."""
+"""Assigns tests to workers of pytest-xdist, so that what the tests of a file share is made only once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 
 _SAME_WORLDS = ("tests/distributed/test_zero.py", "tests/distributed/test_checkpoints.py")
-# Long, and its tests share nothing: they come last, one by one, so that all workers end together.
+# This file is long, and its tests share nothing: they are assigned last, one by one, so that all workers end together.
 _APART = "tests/test_fidelity.py"
 
 
 class ByFile(LoadScopeScheduling):
-    """The tests of a file run in one worker; files with many tests come first."""
+    """Runs the tests of a file in one worker; files with many tests come first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -23,11 +23,11 @@ class ByFile(LoadScopeScheduling):
 
 
 class InOrder(ByFile):
-    """The same, but files keep their order, and those of their tests that have a lower rank come before the others.
+    """Does the same, but keeps the order of files, and runs their tests with a lower rank before the others.
 
     Args:
-        rank: What a test comes after; see ``Affected``.
-        args: What every scheduler takes.
+        rank: Returns the rank of a test; see ``Affected``.
+        args: The arguments of every scheduler.
     """
 
     def __init__(self, rank: Callable[[str], int], *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A step of a run: a command, where its tests leave what they cost, and what has become of it."""
+"""A step of a run: a command, where the costs of its tests are recorded, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILD = ROOT / "build" / "tests"
 STOCK = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / ".stock"), os.environ.get("PYTHONPATH")]))}
 WORKERS = 2
 _NO_TESTS = 5
-"""The exit code of pytest where it has found none of the tests that it was to run."""
+"""The exit code of pytest if it found none of the tests to run."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Step:
     """One command.
 
     Attributes:
-        name: What it is called on the page.
-        command: Its words.
+        name: Its name on the page.
+        command: The command's words.
         environment: Variables that differ from this process's.
-        folder: Where it leaves files.
+        folder: Where it writes files.
         repeats: The words that repeat one of its tests, if it has tests.
-        needs_all: Whether it is left out where an earlier step has failed.
-        may_be_empty: Whether its tests may all be gone.
+        needs_all: Whether to skip it if an earlier step failed.
+        may_be_empty: Whether it is no failure if none of its tests exist.
     """
 
     name: str
@@ -47,22 +47,22 @@ class Step:
 
     @property
     def place(self) -> Path:
-        """A folder of its own, within that of all steps."""
+        """Its own folder, within that of all steps."""
         return self.folder / self.name.replace(" ", "_")
 
     def file(self, ending: str) -> Path:
-        """Returns a file of this step; ``jsonl`` has a line for each test, and ``skipped`` why the step did nothing."""
+        """Returns a file of this step; ``jsonl`` has a line per test, ``skipped`` says why the step did nothing."""
         return self.folder / f"{self.place.name}.{ending}"
 
     def line(self, test: str = "") -> str:
-        """Returns what a shell takes to run the step, or one of its tests, once more."""
+        """Returns the shell command that repeats the step, or one of its tests."""
         command = [*self.repeats, test] if test else self.command
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *command])
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What has become of a step.
+    """The outcome of a step.
 
     Attributes:
         step: The step.
@@ -78,12 +78,12 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed."""
+        """Whether it failed."""
         return bool(self.code) and not (self.step.may_be_empty and self.code == _NO_TESTS)
 
     @cached_property
     def tests(self) -> list[dict[str, Any]]:
-        """What its tests cost."""
+        """The costs of its tests."""
         path = self.step.file("jsonl")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -104,15 +104,15 @@ def pytest_step(
     """Returns a step that runs tests.
 
     Args:
-        folder: Where it leaves files.
-        name: What it is called.
+        folder: Where it writes files.
+        name: Its name.
         options: Options of pytest that choose tests and workers.
         isolated: Whether exports run in child processes.
-        may_be_empty: Whether its tests may all be gone.
-        environment: Variables that differ.
+        may_be_empty: Whether it is no failure if none of its tests exist.
+        environment: Variables that differ from this process's.
     """
     environment = environment or {}
-    # What failed last is another matter on the other engine.
+    # Each engine has its own list of tests that failed last.
     common = ["-o", f"cache_dir={last_failed_in(environment).relative_to(ROOT)}", *["--isolated"] * isolated]
     record = str(Step(name, (), folder=folder).file("jsonl"))
     command = python("pytest", "-n", str(WORKERS), "--record", record, *common, *options, "tests")
@@ -120,5 +120,5 @@ def pytest_step(
 
 
 def last_failed_in(environment: Mapping[str, str]) -> Path:
-    """Returns pytest's folder in which it notes what has failed on an engine."""
+    """Returns the folder in which pytest records what failed on an engine."""
     return ROOT / ".pytest_cache" / ("stock" if STOCK.items() <= environment.items() else "first")

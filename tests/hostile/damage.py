@@ -1,4 +1,4 @@
-"""Damages the bytes of files: a few ways for all formats, and safetensors files that say what they should not."""
+"""Damages the bytes of files: in a few ways for all formats, and safetensors files with invalid headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ort_trainer.sealed import write
 
-# Lengths and counts that no file has.
+# Lengths and counts that no valid file has.
 ABSURD = (
     b"\xff" * 8,
     b"\x00" * 8,
@@ -24,13 +24,13 @@ ABSURD = (
 
 
 def truncated(data: bytes, percent: int = 1) -> Iterator[bytes]:
-    """The data cut off after every so many percent, whole files left out."""
+    """Yields the data truncated after every ``percent`` percent, without the whole."""
     for part in range(0, 100, percent):
         yield data[: len(data) * part // 100]
 
 
 def changed(data: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
-    """The data with a few bits turned over, or bytes overwritten, moved or left out, by chance that is repeatable."""
+    """Yields the data with random but repeatable damage: bits flipped, bytes overwritten, copied or removed."""
     source = random.Random(seed)
     for number in range(count):
         damaged = bytearray(data)
@@ -51,7 +51,7 @@ def changed(data: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
 
 
 def with_header(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """A safetensors file with another header, which has no checksums: as somebody would write it who can compute."""
+    """Returns a safetensors file with a changed header without checksums, as an attacker could write it."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     for key in ("checksums", "header_checksum"):
@@ -62,7 +62,7 @@ def with_header(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
 
 
 def sealed(metadata: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]] | None = None) -> bytes:
-    """A sealed file, all of whose checksums are right."""
+    """Returns a sealed file with correct checksums."""
     file = io.BytesIO()
     stored = {
         name: (value.dtype.name, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
@@ -74,7 +74,7 @@ def sealed(metadata: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]] | 
     return file.getvalue()
 
 
-# Changes of a header whose file must be refused. They name files that must not be touched.
+# Changes of a header that must be refused. Some name files that must not be touched.
 HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no JSON": lambda h: b"{",
     "a list": lambda h: b"[]",

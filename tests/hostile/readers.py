@@ -1,4 +1,4 @@
-"""All readers of files, each with sound files of its format, and how it refuses others."""
+"""All readers of files, each with valid files of its format and the errors with which it refuses others."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Reader:
     """A reader.
 
     Attributes:
-        sound: Sound files.
+        sound: Valid files.
         read: Reads bytes, with a folder to write them to.
-        refusals: What it raises for all others.
+        refusals: The errors that it may raise for all others.
     """
 
     sound: tuple[bytes, ...]
@@ -45,7 +45,7 @@ class Reader:
     refusals: tuple[type[Exception], ...] = (CheckpointError,)
 
     def accepts(self, data: bytes, folder: Path) -> bool:
-        """Whether it reads a file; anything but a refusal is an error of the test."""
+        """Returns whether it reads a file; any error that is not a refusal is raised."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of files without checksums
             try:

@@ -1,4 +1,4 @@
-"""Files that are damaged or meant to do harm: each reader refuses them with its own error, and does nothing else."""
+"""Damaged and malicious files: each reader refuses them with its own error, and does nothing else."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ort_trainer.checkpoint import load_checkpoint_file
 from .damage import ABSURD, HEADERS, changed, sealed, truncated, with_header
 from .readers import LEGACY, readers
 
-# Of HDF5, each file is read in a process of its own first.
+# Each HDF5 file is first read in its own process.
 SLOW = {"legacy": 25, "artifact": 4, "ONNX model": 4}
 NAMES = sorted(readers())
 
 
 class Watch:
-    """Sees what Python opens, imports and executes."""
+    """Records what Python opens, imports and executes."""
 
     def __init__(self) -> None:
         self.on = False
@@ -50,14 +50,14 @@ class Watch:
             self.seen.append(f"{event} {args}")
 
 
-_WATCH = Watch()  # an audit hook can't be taken away
+_WATCH = Watch()  # an audit hook can't be removed
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_executed(tmp_path: Path) -> Iterator[None]:
-    """No program, no pickle, no library, and no file of a name in a file."""
+    """Asserts that no program, pickle or library is run, and that no file named in a file is opened."""
     (tmp_path / "evil").write_text("never read")
-    readers()["legacy"].accepts(LEGACY.read_bytes(), tmp_path)  # which imports h5py, and that asks for the machine
+    readers()["legacy"].accepts(LEGACY.read_bytes(), tmp_path)  # imports h5py, which asks for the platform
     _WATCH.seen.clear()
     _WATCH.on = True
     try:
@@ -79,9 +79,9 @@ def test_cut_off_anywhere(name: str, tmp_path: Path) -> None:
     reader = readers()[name]
     whole = reader.sound[0]
     results = [reader.accepts(data, tmp_path) for data in truncated(whole, SLOW.get(name, 1))]
-    if name in ("ONNX bytes", "ONNX model"):  # what is left of a message can be a message
+    if name in ("ONNX bytes", "ONNX model"):  # a truncated message can be a valid message
         assert results.count(False) > len(results) // 2
-    elif name == "export":  # as can be what is left of the model, which is the last part
+    elif name == "export":  # so can the model, which is the last part
         assert not any(results[:90])
     else:
         assert not any(results)
@@ -94,28 +94,28 @@ def test_changed_anywhere(name: str, tmp_path: Path) -> None:
     for data in reader.sound:
         results = [reader.accepts(data, tmp_path) for data in changed(data, count)]
         if name in ("checkpoint", "training API's checkpoint"):
-            assert not any(results), "nothing in a sealed file may change"
+            assert not any(results), "no byte of a sealed file may change"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_another_kind(name: str, tmp_path: Path) -> None:
-    """Other formats, wrong first bytes, nothing, noise, and the lengths that no file has at the beginning."""
+    """Refuses other formats, wrong first bytes, empty files, noise, and absurd lengths at the beginning."""
     reader = readers()[name]
     noise = np.random.default_rng(0).bytes(2000)
     others = [data for other in NAMES if other != name for data in readers()[other].sound]
     if name in ("artifact", "ONNX bytes", "ONNX model", "checkpoint", "legacy"):
-        # One reads files of the other; and an artifact is an ONNX model.
+        # Some of these read each other's files, and an artifact is an ONNX model.
         others = [readers()["upstream"].sound[0], readers()["export"].sound[0]]
     whole = reader.sound[0]
     starts = [absurd + whole[len(absurd) :] for absurd in ABSURD]
     for data in (b"", b"\x00", noise, noise[:8] + whole[8:], b"\x80\x04cos\nsystem\n(S'true'\ntR.", *others, *starts):
         if name == "legacy" and data in starts:
-            continue  # HDF5 may begin anywhere
+            continue  # HDF5 may start anywhere in a file
         assert not reader.accepts(data, tmp_path), data[:40]
 
 
 def test_headers_that_say_what_they_should_not(tmp_path: Path) -> None:
-    """Of a file without checksums, so that what the header says is all there is to go by. In bounded memory."""
+    """Refuses them in bounded memory. The files have no checksums, so only the header can tell."""
     tracemalloc.start()
     try:
         for name in ("checkpoint", "training API's checkpoint"):
@@ -179,7 +179,7 @@ def test_manifests_that_say_what_they_should_not(manifest: str, tmp_path: Path) 
 
 
 def test_names_that_are_paths_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor may have any name; it is a key of a dict, and no file is looked for under it."""
+    """A tensor may have any name: it is only a key of a dict, never a path."""
     monkeypatch.chdir(tmp_path)
     names = ["../evil", str(tmp_path / "evil"), "evil\0", "$(touch evil2)", "__import__('os').system('touch evil2')"]
     tensors = {f"state/{name}": np.full(2, number, np.float32) for number, name in enumerate(names)}
@@ -235,7 +235,7 @@ def test_checkpoints_of_the_training_api_with_wrong_fields(tmp_path: Path) -> No
 
 
 def test_hdf5_that_takes_all_memory_or_time(tmp_path: Path) -> None:
-    """A length within the file by which HDF5's library allocates: neither this process nor its child follows it."""
+    """HDF5's library allocates by a length in the file; neither this process nor its child may do so."""
     data = LEGACY.read_bytes()
     place = data.index(b"GCOL") + 8
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -247,7 +247,7 @@ def test_hdf5_that_takes_all_memory_or_time(tmp_path: Path) -> None:
 
 
 def test_hdf5_of_many_ways_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups with two links to the next: a walk through 40 of them has a million million ends."""
+    """Each of 40 groups has two links to the next, so a walk has a million million paths."""
     monkeypatch.setattr("ort_trainer.checkpoint.rehearsal._SECONDS", 1)
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "file", "w") as file:
@@ -256,11 +256,11 @@ def test_hdf5_of_many_ways_to_the_same_place(tmp_path: Path, monkeypatch: pytest
             inner = group.create_group("a")
             group["b"] = inner
             group = inner
-    with pytest.raises(CheckpointError, match="takes longer than 1 seconds"):
+    with pytest.raises(CheckpointError, match="takes more than 1 seconds"):
         load_checkpoint_file(tmp_path / "file")
 
 
-# One way to damage a file: what is done, at which place of a thousand, and with what.
+# Ways to damage a file: the operation, its position in thousandths, and its bytes.
 EDITS = st.lists(
     st.tuples(st.sampled_from(["cut", "flip", "put", "drop", "double"]), st.integers(0, 999), st.binary(max_size=12)),
     min_size=1,
@@ -293,7 +293,7 @@ def test_fuzzed(name: str, tmp_path: Path) -> None:
 
 
 def fuzz(name: str, folder: Path, examples: int) -> None:
-    """Lets Hypothesis look for a file that makes a reader raise something of another kind, or that crashes it."""
+    """Lets Hypothesis search for a file that makes a reader raise an unexpected error or crash."""
     reader = readers()[name]
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""Checkpoints that a trainer must refuse leave it as it was, bit for bit; what does not fit is listed at once."""
+"""A refused checkpoint leaves the trainer unchanged, bit for bit; one message lists everything that does not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .damage import HEADERS, changed, truncated, with_header
 
-# What a trainer's load_checkpoint raises for a file: no TypeError, as no argument is wrong.
+# What a trainer's load_checkpoint raises for a file: no TypeError, because no argument is wrong.
 REFUSALS = (CheckpointError, RuntimeError, ValueError)
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 5, 1 << 70, 0.5, math.nan, math.inf, "text", "", "../evil", [], [[[]]], {}, {"a": {"b": 3}}),
@@ -37,7 +37,7 @@ WRONG: tuple[Any, ...] = (
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are the same, bit for bit."""
+    """Returns whether two states are equal, bit for bit."""
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -50,7 +50,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[ORTTrainer]:
-    """In the middle of a window, with a schedule and a loss scaler."""
+    """A trainer in the middle of a window, with a schedule and a loss scaler."""
     options = {
         "mixed_precision": {"enabled": True, "loss_scaler": amp.DynamicLossScaler()},
         "batch": {"gradient_accumulation_steps": 3},
@@ -70,7 +70,7 @@ def bytes_of(state: dict[str, Any], user: dict[str, Any] | None = None) -> bytes
 
 
 def loads(trainer: ORTTrainer, data: bytes) -> bool:
-    """Whether a trainer takes a checkpoint."""
+    """Returns whether a trainer accepts a checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -100,7 +100,7 @@ def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def test_wrong_values_in_any_place(trainer: ORTTrainer) -> None:
-    """In a file whose checksums are right: it is read whole, or refused and nothing has changed."""
+    """The checksums are correct: the file is read whole, or refused without changing anything."""
     original = trainer.state_dict()
     before, refused, cases = original, 0, 0
     for *above, last in places(original):
@@ -142,7 +142,7 @@ def test_keys_that_are_gone_or_too_many(trainer: ORTTrainer) -> None:
 
 
 class Other(nn.Module):
-    """Another model with names of the same kind: of another width, with a layer more, and one less."""
+    """A model with similar names, but another width, an extra layer and a missing one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Other(nn.Module):
 
 
 def test_a_mismatch_is_listed_whole(trainer: ORTTrainer) -> None:
-    """As PyTorch's load_state_dict lists it: missing, unexpected and mis-shaped keys in one message."""
+    """One message lists missing, unexpected and mis-shaped keys, as PyTorch's load_state_dict does."""
     other = mlp_trainer(model=Other())
     other.train_step(*mlp_batches(1)[0])
     before = trainer.state_dict()
@@ -170,9 +170,9 @@ def test_a_mismatch_is_listed_whole(trainer: ORTTrainer) -> None:
         r"\[optimizer\]\[fc1.bias\]\[Moment_2\] has shape \[4\]",
     ):
         assert caught.match(part)
-    assert "strict=False" not in str(caught.value), "which would not help"
+    assert "strict=False" not in str(caught.value), "strict=False would not help"
     assert same(trainer.state_dict(), before)
-    # PyTorch names the same keys of the weights alone.
+    # PyTorch names the same keys for the weights alone.
     weights = other.state_dict(pytorch_format=True)
     with pytest.raises(RuntimeError) as theirs:
         MLP().load_state_dict(weights)
@@ -191,7 +191,7 @@ def test_a_mismatch_is_listed_whole(trainer: ORTTrainer) -> None:
 def test_what_is_of_a_wrong_kind_in_a_file_is_an_error_of_the_file(trainer: ORTTrainer) -> None:
     state = trainer.state_dict()
     state["model"] = {"full_precision": 7}
-    with pytest.raises(CheckpointError, match="holds something that no checkpoint of a trainer has: .*must be a dict"):
+    with pytest.raises(CheckpointError, match="holds a value that is invalid in a checkpoint: .*must be a dict"):
         trainer.load_checkpoint(io.BytesIO(bytes_of(state)))
     with pytest.raises(TypeError, match="path must be a path or a binary file"):
         trainer.load_checkpoint(3)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ def test_what_is_of_a_wrong_kind_in_a_file_is_an_error_of_the_file(trainer: ORTT
 
 
 def test_no_json_of_python_is_lost(trainer: ORTTrainer) -> None:
-    """What is refused above is refused for what it is: the same file with sound values is read."""
+    """The refusals above are due to the values: the same file with valid ones is read."""
     user = {"deep": json.loads("[" * 50 + "]" * 50), "nan": math.nan, "large": 1 << 70}
     _, found = load_checkpoint_file(io.BytesIO(bytes_of(trainer.state_dict(), user)))
     assert same(found, user)

@@ -70,7 +70,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def texts(count: int, classes: bool) -> Data:
-    """Texts of several lengths, with the class or the text itself as the label."""
+    """Returns texts of several lengths, with the class or the text itself as the label."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(count):
@@ -80,7 +80,7 @@ def texts(count: int, classes: bool) -> Data:
 
 
 def pad(rows: Data) -> dict[str, torch.Tensor]:
-    """Batches of the length of their longest text; padding is masked, and no label."""
+    """Pads a batch to its longest text; padding is masked, and has no label."""
     batch = {"input_ids": [row["input_ids"] for row in rows]}
     batch["attention_mask"] = [torch.ones_like(ids) for ids in batch["input_ids"]]
     padded = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in batch.items()}
@@ -95,7 +95,7 @@ def pad(rows: Data) -> dict[str, torch.Tensor]:
 
 
 class Tiny(nn.Module):
-    """No model of the library, and without its loss arguments, so that the trainer divides the loss."""
+    """Not a model of the library, and without its loss arguments, so the trainer divides the loss."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "logging_steps": 1,
         "save_strategy": "no",
         "learning_rate": 1e-2,
-        # The gradient of a key's bias is zero but for rounding, which Adam would make as large as any other.
+        # The gradient of a key's bias is only rounding errors, which Adam would scale up to full steps.
         "adam_epsilon": 1e-5,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -131,7 +131,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def assert_same_run(ours: Trainer, theirs: Trainer, relative: float = 1e-4) -> None:
-    """Compares what was logged at every update, and the weights."""
+    """Compares the values logged at every update, and the weights."""
     assert len(ours.state.log_history) == len(theirs.state.log_history)
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.keys() == other.keys()
@@ -162,7 +162,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 @pytest.mark.engine
 def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two epochs of ten updates, the last of which has one micro-batch, with an evaluation after each."""
+    """Two epochs of ten updates, the last with one micro-batch, and an evaluation after each epoch."""
     calls = {Trainer: 0, OrtTrainer: 0}
     forward = BertForSequenceClassification.forward
     running: list[type[Trainer]] = []
@@ -198,8 +198,8 @@ def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.state.global_step == 20
     assert_same_run(ours, theirs)
     norms = [entry["grad_norm"] for entry in theirs.state.log_history if "grad_norm" in entry]
-    assert min(norms) < 0.5 < max(norms)  # clipping had something to do, and not always
-    assert calls[Trainer] == 38 + 6 and calls[OrtTrainer] < 10  # to capture it and to see what it returns
+    assert min(norms) < 0.5 < max(norms)  # some gradients were clipped, and some not
+    assert calls[Trainer] == 38 + 6 and calls[OrtTrainer] < 10  # only for the export and the structure of the output
 
     ours.save_model(str(tmp_path / "model"))
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
@@ -233,7 +233,7 @@ def test_bf16(tmp_path: Path) -> None:
 
 
 class Moments(TrainerCallback):
-    """Writes down what is called, and what the callback sees of the gradients and the model."""
+    """Records its calls, and what it sees of the gradients and the model."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -249,7 +249,7 @@ class Moments(TrainerCallback):
 
 
 def test_checkpoints_and_callbacks(tmp_path: Path) -> None:
-    """With dropout: its masks can be PyTorch's, and a run that is resumed gets those that it would have had."""
+    """Uses dropout: its masks can be PyTorch's, and a resumed run gets the same masks as an uninterrupted one."""
     moments: dict[type[Trainer], Moments] = {}
 
     def make(kind: type[Trainer]) -> Trainer:
@@ -288,7 +288,7 @@ def test_checkpoints_and_callbacks(tmp_path: Path) -> None:
 
 
 class Weighted:
-    """A loss of one's own, as an override of ``compute_loss``; mixed into both classes."""
+    """A user's own loss, as an override of ``compute_loss``; mixed into both classes."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -313,7 +313,7 @@ def summed(outputs: dict[str, torch.Tensor], labels: torch.Tensor, num_items_in_
 
 @pytest.mark.parametrize("case", ["model", "override", "function", "smoothing"])
 def test_losses(case: str, tmp_path: Path) -> None:
-    """All ways to have a loss, with a last window that is not full."""
+    """All ways to define a loss, with an incomplete last window."""
     settings = {"gradient_accumulation_steps": 4, "num_train_epochs": 4, "lr_scheduler_type": "constant"}
     if case == "smoothing":
         settings["label_smoothing_factor"] = 0.1
@@ -338,7 +338,7 @@ def test_losses(case: str, tmp_path: Path) -> None:
 
 
 def test_a_new_model_for_every_training(tmp_path: Path) -> None:
-    """What was computed with the model before is forgotten."""
+    """Parts of the previous model are dropped."""
     trainer = OrtTrainer(model_init=lambda: Tiny(), args=arguments(tmp_path, max_steps=3), train_dataset=points())
     first = trainer.train()
     kept = trainer.model
@@ -354,7 +354,7 @@ def test_options_reach_the_computation(tmp_path: Path) -> None:
     trainer.train()
     ((_, computing),) = trainer._parts.values()
     assert computing.options.utils.kernels == "onnxruntime"
-    with pytest.raises(ValueError, match=r"ort_options has \['batch'\], which follow TrainingArguments"):
+    with pytest.raises(ValueError, match=r"ort_options has \['batch'\], which TrainingArguments sets here"):
         OrtTrainer(Tiny(), arguments(tmp_path), ort_options={"batch": {"gradient_accumulation_steps": 2}})
 
 
@@ -368,16 +368,16 @@ def test_what_does_not_go_through_onnx_is_refused(name: str, tmp_path: Path) -> 
 
 def test_several_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="but there are 2 GPUs"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="this process has 2 GPUs"):
         patch.setattr(TrainingArguments, "n_gpu", 2)
         OrtTrainer(Tiny(), args)
-    with pytest.raises(ValueError, match="accelerate was configured for FSDP"):
+    with pytest.raises(ValueError, match="accelerate is configured for FSDP"):
         monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
         OrtTrainer(Tiny(), args)
 
 
 def test_refused_arguments_exist(tmp_path: Path) -> None:
-    """A renamed argument would not be refused any more."""
+    """A renamed argument would no longer be refused."""
     args = arguments(tmp_path)
     assert not [name for name in _REFUSED if not hasattr(args, name)]
 

@@ -141,5 +141,5 @@ def test_adamw_shows_its_own_names() -> None:
 
 
 def test_lambda_under_both_names_is_refused() -> None:
-    with pytest.raises(ValueError, match="group 0 sets both 'lambda' and 'lambda_coef', which are one"):
+    with pytest.raises(ValueError, match="group 0 sets both 'lambda' and 'lambda_coef', which are the same"):
         AdamConfig([{"params": ["a"], "lambda": 0.1, "lambda_coef": 0.2}])

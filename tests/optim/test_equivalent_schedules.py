@@ -1,4 +1,4 @@
-"""The table of docs/optimizers.md: schedules of this package give the rates of PyTorch's and of transformers'."""
+"""The tables of docs/optimizers.md: this package's schedules return the same rates as PyTorch's and transformers'."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_of_transformers() -> None:
 
 
 def rows(first: str) -> dict[str, str]:
-    """Returns the second column of the tables of the page by the names in their first."""
+    """Returns the second column of the page's tables by the names in the first."""
     found = {}
     for names, here in re.findall(rf"^\| (`{first}\w*.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE):
         found |= dict.fromkeys(re.findall(rf"`({first}\w*)", names), here)

@@ -18,7 +18,7 @@ def rates(scheduler: optim._LRScheduler, steps: int, lr: float = 1.0) -> list[fl
     return found
 
 
-# Expected values are worked out by hand from the formulas with T = 10, W = 2 (or 0.02 for the default warm-up).
+# Expected values are computed by hand from the formulas with T = 10, W = 2 (or 0.02 for the default warm-up).
 @pytest.mark.parametrize(
     ("scheduler", "expected"),
     [

@@ -1,4 +1,4 @@
-"""A new optimizer is a new file: what is put into the folder of the rules is found."""
+"""A new optimizer needs only a new file in the folder of the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker says of the options and of the outputs of a step."""
+"""What a type checker says about the options and about the outputs of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# All of torch takes mypy half a minute to read.
+# mypy takes half a minute to read all of torch.
 TORCH = """
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ class dtype: ...
 bfloat16: dtype
 def __getattr__(name: str) -> Any: ...
 """
-# Nor is anything of these of interest.
+# These are not needed either.
 SETTINGS = """
 [mypy]
 ignore_missing_imports = True

@@ -1,4 +1,4 @@
-"""ORTTrainer.profile on both kinds of kernels: what is measured, where it is put, and that training stays the same."""
+"""ORTTrainer.profile on both kinds of kernels: its figures, its files, and that it does not change the training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """Two layers of the same shape, and what is in no module of its own."""
+    """Two layers of the same shape, and code outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ def by_path(profile: Profile) -> dict[str, ModuleTime]:
 
 
 def norms(profile: Profile, kernels: str) -> float:
-    """How often a step calls for a layer norm."""
+    """Returns the number of layer-norm calls per step."""
     calls = {row.name: row.calls for row in profile.operators}
     return calls["aten.native_layer_norm" if kernels == "pytorch" else "LayerNormalization"]
 
 
 def is_within(path: str, other: str) -> bool:
-    """Whether a module is right within another one."""
+    """Returns whether a module is a direct child of another one."""
     return path not in ("", "(loss)", "(fused)") and path.rpartition(".")[0] == other
 
 
@@ -114,7 +114,7 @@ def test_layers_of_the_same_shape_are_told_apart(kernels: str) -> None:
             passes = {args["pass"] for args in events if args.get("module") == f"layers.{layer}.{part}"}
             assert passes == {"forward", "backward"}, (layer, part)
     counts = [sum(args.get("module", "").startswith(f"layers.{layer}") for args in events) for layer in (0, 1)]
-    # The first layer need not compute the gradient of its input.
+    # The first layer does not compute the gradient of its input.
     assert 0 < counts[0] <= counts[1]
 
 
@@ -159,7 +159,7 @@ def test_the_trace(kernels: str, tmp_path: Path) -> None:
     profile = profiled(trainer)
     assert profile.trace == tmp_path / "ort_trainer_trace.json"
     assert f"trace: {profile.trace}" in str(profile)
-    assert [path.name for path in tmp_path.iterdir()] == ["ort_trainer_trace.json"], "nothing else is left behind"
+    assert [path.name for path in tmp_path.iterdir()] == ["ort_trainer_trace.json"], "no other file is left"
     events = events_of(profile.trace)
     for event in events:
         assert event["name"] and math.isfinite(event["ts"]) and event["ts"] >= 0 <= event["dur"]
@@ -181,7 +181,7 @@ def test_the_trace(kernels: str, tmp_path: Path) -> None:
 
 @on_both
 def test_training_stays_the_same(kernels: str) -> None:
-    """Random masks, accumulation, batches of two sizes, which have graphs of their own where a size is fixed."""
+    """Covers random masks, accumulation, and two batch sizes, which need two graphs if a size is fixed."""
     model = Nested()
     trained = []
     for is_profiled in (False, True):
@@ -199,7 +199,7 @@ def test_training_stays_the_same(kernels: str) -> None:
 
 
 class ByLength(nn.Module):
-    """Has a graph for each way."""
+    """Has one graph per branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class WithFunction(Nested):
 
 
 class Wrapped(nn.Module):
-    """A part without gradients, one that is called twice, and names that are this package's own."""
+    """A part without gradients, a part that is called twice, and names that this package uses itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_onnx_models_have_no_modules(tmp_path: Path) -> None:
     for x, label in mlp_batches(2):
         again.train_step(x=x, label=label)
     assert profile.modules == () and profile.operators and profile.products > 0
-    assert "which has no modules" in str(profile)
+    assert "ONNX models have no modules" in str(profile)
 
 
 @pytest.mark.parametrize("steps", [0, -3])
@@ -357,7 +357,7 @@ def test_two_profiles_at_a_time_are_refused() -> None:
     trainer = mlp_trainer()
     profile = trainer.profile(3, trace=None)
     trainer.train_step(*mlp_batches(1)[0])
-    with pytest.raises(RuntimeError, match="a profile of 3 steps is under way, and 2 of them are left: call train_st"):
+    with pytest.raises(RuntimeError, match="a profile of 3 steps is running, with 2 left: call train_st"):
         trainer.profile()
     for batch in mlp_batches(2):
         trainer.train_step(*batch)

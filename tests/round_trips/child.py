@@ -1,4 +1,4 @@
-"""The other process: loads checkpoints, and leaves what it found, and models as transformers saves them."""
+"""The other process: loads checkpoints, writes what it found, and saves models as transformers does."""
 
 from __future__ import annotations
 

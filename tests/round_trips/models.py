@@ -1,4 +1,4 @@
-"""Models whose state has all that can go wrong on the way, each with a batch and a trainer."""
+"""Models with every kind of state that could get lost, each with a batch and a trainer."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Case:
     """A model.
 
     Attributes:
-        make: Makes one, with other weights each time.
+        make: Makes one, with different weights each time.
         description: The model description.
-        batch: By name.
-        loss_fn: None where the model gives the loss.
-        dtype: What the model is turned into.
+        batch: Its tensors by name.
+        loss_fn: The loss function; None if the model returns the loss.
+        dtype: The dtype that the model is converted to.
     """
 
     make: Callable[[], nn.Module]
@@ -83,7 +83,7 @@ def everything(dtype: torch.dtype = torch.float32) -> Case:
 
 
 class WithLoss(nn.Module):
-    """A language model of transformers that gives loss and logits."""
+    """A language model of transformers that returns loss and logits."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__()
@@ -128,6 +128,6 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns copies of what ``state_dict`` has, and the buffers that it leaves out."""
+    """Returns copies of everything in ``state_dict``, and of the buffers that it leaves out."""
     found = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()}
     return {name: value.detach().clone() for name, value in found.items()}

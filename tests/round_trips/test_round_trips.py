@@ -1,4 +1,4 @@
-"""Weights and buffers on their way through every form in which they are kept: bit-equal at each stop."""
+"""Weights and buffers survive every format that they are saved in, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .models import CASES, Case, WithLoss, all_tensors
 pytest.importorskip("transformers")
 
 LIBRARY = ("gpt2", "bert")
-"""Cases of transformers."""
+"""Cases that are models of transformers."""
 ELSEWHERE = ("everything", "bfloat16", *LIBRARY)
 """Cases that go through another process."""
 
@@ -39,10 +39,10 @@ def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 @dataclass
 class Trained:
-    """A trainer after two steps, its model, and copies of all that the model had then.
+    """A trainer after two steps, its model, and copies of all the model's tensors at that point.
 
     Attributes:
-        other: A second trainer that has begun, whose weights do not matter: each test scrambles and then loads them.
+        other: A second trainer that has started. Its weights do not matter: each test scrambles and then loads them.
         other_model: Its model.
     """
 
@@ -55,7 +55,7 @@ class Trained:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """Those that a state dict of PyTorch has."""
+        """The tensors that a state dict of PyTorch has."""
         return {name: self.tensors[name] for name in self.model.state_dict()}
 
     def scrambled(self) -> ORTTrainer:
@@ -71,7 +71,7 @@ class Trained:
         return self.other
 
     def check_other(self, with_all: bool = False) -> None:
-        """Compares the second trainer and its model, with what no state dict has, or without, with the first ones."""
+        """Compares the second trainer and its model with the first; ``with_all`` includes what no state dict has."""
         assert_equal(self.other.state_dict(pytorch_format=True), self.saved)
         found = all_tensors(self.other_model)
         assert_equal(
@@ -91,7 +91,7 @@ def trained() -> dict[str, Trained]:
             trainer.train_step(*case.batch.values())
         after = all_tensors(model)
         assert any(not torch.equal(before[key], after[key]) for key in before)
-        # The first way: a model of PyTorch that a new trainer is made of.
+        # The first way: a PyTorch model that a new trainer is made from.
         other_model = case.model(seed=1)
         other_model.load_state_dict(trainer.state_dict(pytorch_format=True))
         other = case.trainer(other_model)
@@ -103,7 +103,7 @@ def trained() -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def elsewhere(trained: dict[str, Trained], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints, and with what another process found in them."""
+    """A folder with checkpoints, and what another process found in them."""
     folder = tmp_path_factory.mktemp("elsewhere")
     for name, entry in trained.items():
         entry.trainer.save_checkpoint(folder / f"{name}.ortckpt")
@@ -137,7 +137,7 @@ def test_files_of_pytorch_and_safetensors(trained: dict[str, Trained], name: str
 
 @each
 def test_the_whole_state_through_torch_save(trained: dict[str, Trained], name: str, tmp_path: Path) -> None:
-    """The nested state dict, which PyTorch loads without executing anything once its arrays are tensors."""
+    """PyTorch loads the nested state dict without executing anything, once its arrays are tensors."""
     entry = trained[name]
 
     def as_tensors(value: Any) -> Any:
@@ -176,7 +176,7 @@ def test_save_pretrained_and_from_pretrained(trained: dict[str, Trained], elsewh
 
 
 def test_artifacts_and_back(trained: dict[str, Trained], tmp_path: Path) -> None:
-    """Through the checkpoint of an export that the API has read and written again."""
+    """The way is the checkpoint of an export, read and written again by the API."""
     entry = trained["everything"]
     entry.trainer.export_artifacts(tmp_path)
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
@@ -190,7 +190,7 @@ def test_artifacts_and_back(trained: dict[str, Trained], tmp_path: Path) -> None
 
 @each
 def test_training_goes_on_as_it_would_have(trained: dict[str, Trained], elsewhere: Path, name: str) -> None:
-    """The last test of the module, as it takes a step."""
+    """This is the last test of the module, because it takes a step."""
     entry = trained[name]
     entry.scrambled().load_checkpoint(elsewhere / f"{name}.ortckpt")
     entry.check_other(with_all=True)

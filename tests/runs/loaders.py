@@ -1,4 +1,4 @@
-"""Loaders of every kind, over data that draw from all three generators."""
+"""All kinds of loaders, over data that draw from all three generators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Noisy(Dataset[Any]):
 
 
 class Stateful:
-    """Has an order and a place of its own, which nobody can see, and gives them in a state dict."""
+    """Keeps its own hidden order and position, and returns them in a state dict."""
 
     def __init__(self) -> None:
         self.random, self.order, self.place = random.Random(7), list(range(SAMPLES)), 0

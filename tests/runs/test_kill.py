@@ -1,4 +1,4 @@
-"""A loop of one's own is killed, twice, and ends as if it had not been."""
+"""A user's own loop is killed twice, and ends as if it had not been."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .loaders import loader, seed
 
 
 def train(folder: Path, kind: str, kill_at: int = 0, number: int = 0) -> tuple[ORTTrainer, list[float]]:
-    """Trains for three epochs of six batches, in windows of four, and saves after each third batch in a thread.
+    """Trains for three epochs of six batches, in windows of four, and saves after every third batch in a thread.
 
     Returns:
-        The trainer, and its losses; those before a kill are in the user's dict.
+        The trainer and its losses, including those before a kill, which are in the user's dict.
     """
     seed(number)
     trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 4}}, model=MLP(dropout=0.3))
@@ -57,7 +57,7 @@ KILLED = """if True:
 @pytest.mark.parametrize("kind", ["workers generator", "stateful"])
 def test_bit_for_bit(kind: str, tmp_path: Path) -> None:
     expected, losses = train(tmp_path / "whole", kind)
-    # Behind the third batch of an epoch, in the middle of a window; and behind the end of the second epoch.
+    # After the third batch of an epoch, in the middle of a window; and after the end of the second epoch.
     for kill_at, number in ((5, 0), (14, 98)) if kind == "stateful" else ((11, 0),):
         command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), kind, str(kill_at), str(number)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Which checkpoints a manager keeps, and from which it goes on."""
+"""Which checkpoints a manager keeps, and from which it resumes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def files(manager: CheckpointManager) -> list[Path]:
 
 
 def save(manager: CheckpointManager, trainer: ORTTrainer, step: int, **metrics: float) -> Path:
-    trainer.train_step_info.step = step  # as if so many steps had been made
+    trainer.train_step_info.step = step  # pretends to have made this many steps
     return manager.save(trainer, metrics=metrics or None, user_dict={"step": step})
 
 
 def damage(path: Path, place: float) -> None:
-    """Flips a bit somewhere between the beginning and the end of a file."""
+    """Flips a bit of a file, at a place given as a fraction of its length."""
     data = bytearray(path.read_bytes())
     data[int(place * len(data))] ^= 4
     path.write_bytes(data)
@@ -71,7 +71,7 @@ def test_the_last_and_the_best_are_kept(trainer: ORTTrainer, tmp_path: Path) -> 
     assert names(again) == ["2", "7"]
     save(again, trainer, 8, score=torch.tensor(1.5))
     assert names(again) == ["8"] and again.best == again.latest
-    save(again, trainer, 8)  # the same step once more, at the end of a run: it is still the best
+    save(again, trainer, 8)  # the same step again, at the end of a run: it is still the best
     assert again.checkpoints[0].metrics == {"score": 1.5}
     assert sorted(path.name for path in made.iterdir()) == ["latest", "step-00000008.ortckpt"]
 
@@ -90,7 +90,7 @@ def test_min_and_all(trainer: ORTTrainer, tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_goes_on_from_there(trainer: ORTTrainer, tmp_path: Path) -> None:
-    """The newest is what was saved last; a higher step of before does not push it out."""
+    """The newest checkpoint is the one saved last; an earlier one with a higher step does not replace it."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     for step in (100, 150):
         save(manager, trainer, step)
@@ -110,14 +110,14 @@ def test_damaged_files_are_skipped(trainer: ORTTrainer, tmp_path: Path, place: f
         save(manager, trainer, step)
     damage(tmp_path / "step-00000003.ortckpt", place)
     fresh = CheckpointManager(tmp_path, keep_last=1)
-    with pytest.warns(UserWarning, match=r"'.*step-00000003\.ortckpt' is skipped: .*damaged"):
+    with pytest.warns(UserWarning, match=r"skipping the checkpoint '.*step-00000003\.ortckpt': .*damaged"):
         assert fresh.resume(trainer) == {"step": 2}
-    save(fresh, trainer, 4)  # the damaged one counts for nothing, and is left for whoever wants to look at it
+    save(fresh, trainer, 4)  # the damaged one is ignored, and kept for inspection
     assert names(fresh) == ["3", "4"] and [entry.step for entry in fresh.checkpoints] == [4]
     damage(tmp_path / "step-00000004.ortckpt", place)
     before = trainer.state_dict()
     with (
-        pytest.warns(UserWarning, match="is skipped"),
+        pytest.warns(UserWarning, match="skipping the checkpoint"),
         pytest.raises(CheckpointError, match="none of the 2 checkpoints .* can be used.* move them away"),
     ):
         CheckpointManager(tmp_path).resume(trainer)
@@ -132,7 +132,7 @@ def test_a_damaged_one_never_pushes_out_a_good_one(trainer: ORTTrainer, tmp_path
     for step in (1, 2):
         save(manager, trainer, step)
     damage(tmp_path / "step-00000002.ortckpt", 0.95)
-    with pytest.warns(UserWarning, match="skipped"):
+    with pytest.warns(UserWarning, match="skipping"):
         manager.resume(trainer)
     save(manager, trainer, 3)
     assert names(manager) == ["1", "2", "3"]
@@ -157,14 +157,14 @@ def test_what_no_manager_has_saved_comes_last(trainer: ORTTrainer, tmp_path: Pat
 def test_a_file_that_vanishes_is_skipped(
     trainer: ORTTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """As where another process removes what is not to be kept."""
+    """Another process may remove an outdated checkpoint."""
     manager = CheckpointManager(tmp_path)
     paths = [save(manager, trainer, step) for step in (1, 2)]
     reader = CheckpointManager(tmp_path)
     monkeypatch.setattr(reader, "_candidates", lambda: paths[::-1])
     paths[1].unlink()
     assert reader.resume(trainer) == {"step": 1}
-    assert [str(entry.message) for entry in recwarn if "is skipped: there is no checkpoint" in str(entry.message)]
+    assert [str(entry.message) for entry in recwarn if "ortckpt': there is no checkpoint" in str(entry.message)]
 
 
 def test_a_run_without_steps_left_has_nothing_to_save(trainer: ORTTrainer, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_run_without_steps_left_has_nothing_to_save(trainer: ORTTrainer, tmp_p
     save(manager, trainer, 3)
     again = mlp_trainer()
     manager.resume(again)
-    with pytest.raises(RuntimeError, match=r"nothing to save yet but the state that was loaded.*before save\(\)"):
+    with pytest.raises(RuntimeError, match=r"nothing to save yet but the loaded state.*before save\(\)"):
         manager.save(again)
     assert names(manager) == ["3"]
 
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
     manager = CheckpointManager(tmp_path, keep_best=("loss", "min"))
-    with pytest.raises(ValueError, match=r"decides by 'loss', but the metrics are \['acc'\]: give it, or no"):
+    with pytest.raises(ValueError, match=r"compares 'loss', but the metrics are \['acc'\]: include it, or pass no"):
         save(manager, trainer, 1, acc=1.0)
     with pytest.raises(TypeError, match="the metric 'loss' must be a number, but Tensor"):
         manager.save(trainer, metrics={"loss": torch.ones(2)})
@@ -233,11 +233,11 @@ def test_what_is_wrong_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
 
 
 def test_a_position_of_nobody(trainer: ORTTrainer, tmp_path: Path) -> None:
-    """A checkpoint of the trainer's own has no position, and says so."""
+    """Resuming reports that a checkpoint saved by the trainer has no position."""
     trainer.save_checkpoint(tmp_path / "own.ortckpt", {"mine": 1})
     manager = CheckpointManager(tmp_path / "run")
     assert manager.resume(trainer, path=tmp_path / "own.ortckpt") == {"mine": 1}
-    with pytest.raises(CheckpointError, match="no CheckpointManager has saved it"):
+    with pytest.raises(CheckpointError, match="was not saved by a CheckpointManager"):
         manager.resume(trainer, Position(BATCHES), path=tmp_path / "own.ortckpt")
 
 
@@ -253,7 +253,7 @@ def test_random_states_are_put_back(trainer: ORTTrainer, tmp_path: Path) -> None
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Files are not written before this is set."""
+    """Yields an event; files are not written until it is set."""
     may, write = threading.Event(), manager_module.save_checkpoint_file
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -267,7 +267,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.engine
 def test_an_async_save_has_the_state_of_its_moment(held: threading.Event, tmp_path: Path) -> None:
-    """While it is written, training goes on: in the middle of a window, with a schedule, and user values."""
+    """Training continues while it is written: in the middle of a window, with a schedule and user values."""
     made = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}})
     for batch in BATCHES[:3]:
         made.train_step(*batch)
@@ -298,7 +298,7 @@ def test_one_async_save_at_a_time(trainer: ORTTrainer, held: threading.Event, tm
     manager = CheckpointManager(tmp_path, keep_last=1, async_save=True)
     save(manager, trainer, 1)
     threading.Timer(0.2, held.set).start()
-    second = save(manager, trainer, 2)  # which waits for the first
+    second = save(manager, trainer, 2)  # waits for the first
     assert (tmp_path / "step-00000001.ortckpt").exists() or second.exists()
     manager.wait()
     assert names(manager) == ["2"] and manager.latest == second

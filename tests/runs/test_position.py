@@ -1,4 +1,4 @@
-"""The place of a loop in its data, and going on from it."""
+"""The position of a loop in its data, and resuming from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def go(position: Position, at: tuple[int, int] | None = None) -> tuple[list[Any], dict[str, Any] | None]:
-    """Goes through three epochs, drawing between batches; returns all that was seen behind a place, and the place."""
+    """Runs three epochs and draws between batches; returns what follows a place, and the state saved there."""
     seen: list[Any] = []
     kept = None
 
@@ -81,7 +81,7 @@ def test_goes_on_bit_for_bit(kind: str, at: tuple[int, int]) -> None:
 
 @needs_torchdata
 def test_a_loader_of_torchdata_with_workers() -> None:
-    """The order is the same; what the workers draw at random is not in its state, as the page says."""
+    """The order is the same; the workers' random numbers are not part of its state, as the page says."""
     for at in ((1, 2), (2, 0)):
         seed(0)
         expected, kept = go(Position(loader("torchdata workers")), at)
@@ -150,7 +150,9 @@ def test_another_loader_is_refused() -> None:
     _, kept = go(Position(loader("generator")), (1, 4))
     assert kept is not None
     position = Position(DataLoader(Noisy(), batch_size=2, shuffle=True, generator=torch.Generator()))
-    with pytest.raises(ValueError, match="of an epoch of 6 batches, but the loader has 11: .*no position"):
+    with pytest.raises(
+        ValueError, match="of an epoch of 6 batches, but the loader has 11: .*without the position in the data"
+    ):
         position.load_state_dict(kept)
     with pytest.raises(ValueError, match="has 0 generators of its own, but the checkpoint was saved with 1"):
         Position(loader("shuffled")).load_state_dict(kept)
@@ -167,7 +169,7 @@ def test_another_loader_is_refused() -> None:
     position.load_state_dict({**kept, "batches": 22, "random": None, "epoch_random": Position().state_dict()["random"]})
     with pytest.raises(ValueError, match="the loader has 1 batches, but the checkpoint was saved after 4"):
         list(position.batches())
-    with pytest.raises(TypeError, match="is an iterator, which gives its batches once, but there are 2 epochs"):
+    with pytest.raises(TypeError, match="is an iterator, which can be used for one epoch only, but there are 2"):
         list(Position(iter([1])).epochs(2))
     with pytest.raises(TypeError, match="count must be an int"):
         list(position.epochs(1.0))  # type: ignore[arg-type]
@@ -181,13 +183,13 @@ def test_another_number_of_processes() -> None:
     assert own_place([between, {**between, "random": 2}], 1, 3)["random"] == 2
     new = own_place([between, between], 2, 3)
     assert new["epoch"] == 2 and new["random"] is None
-    with pytest.raises(CheckpointError, match="no CheckpointManager has saved it"):
+    with pytest.raises(CheckpointError, match="was not saved by a CheckpointManager"):
         own_place([], 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "stateful"])
 def test_a_loop_may_go_back(kind: str) -> None:
-    """Which it does by a break: behind it the epoch goes on where it was saved."""
+    """It leaves its batches with a break; the epoch then continues where it was saved."""
     seed(0)
     expected, _ = go(Position(loader(kind)), (2, 2))
     seed(0)
@@ -210,5 +212,5 @@ def test_a_loop_may_go_back(kind: str) -> None:
     rest = position.batches()
     next(rest)
     position.load_state_dict(through_a_file(position.state_dict()))
-    with pytest.raises(RuntimeError, match=r"restored in the middle of these batches.*by a break"):
+    with pytest.raises(RuntimeError, match=r"restored while these batches were being iterated.*with a break"):
         next(rest)

@@ -1,4 +1,4 @@
-"""Requests to stop by signals: in a loop of one's own, in ``fit``, from another process."""
+"""Stop requests by signals: in a user's own loop, in ``fit``, from another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = mlp_batches(6)
 
 
 class Send(Callback):
-    """Sends this process a signal at a moment, and notes what it sees."""
+    """Sends this process a signal at a given moment, and records what it sees."""
 
     def __init__(self, moment: str, batch: int = 3, name: str = "SIGTERM") -> None:
         self.moment, self.batch, self.name = moment, batch, name
@@ -70,6 +70,23 @@ def test_the_second_ctrl_c_insists() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_the_end_of_a_child_raises_nothing_after_a_stop_request() -> None:
+    def raise_error(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker is killed")
+
+    before = signal.signal(signal.SIGCHLD, raise_error)
+    try:
+        with StopSignals() as stop:
+            with pytest.raises(RuntimeError, match="is killed"):
+                signal.raise_signal(signal.SIGCHLD)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGCHLD)
+            assert stop
+        assert signal.getsignal(signal.SIGCHLD) is raise_error
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_other_signals_and_ignored_ones() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
@@ -88,9 +105,9 @@ def test_other_signals_and_ignored_ones() -> None:
     [
         ("SIGTERM", TypeError, r"must be a list of names such as \['SIGTERM'\], but 'SIGTERM' was given"),
         (15, TypeError, "must be a list of names"),
-        (["SIGKILL"], ValueError, "'SIGKILL' is no signal that can be handled; 'SIGTERM'"),
-        ([15], ValueError, "15 is no signal that can be handled"),
-        ([["SIGTERM"]], ValueError, "is no signal that can be handled"),
+        (["SIGKILL"], ValueError, "'SIGKILL' is not a signal that can be handled, such as 'SIGTERM'"),
+        ([15], ValueError, "15 is not a signal that can be handled"),
+        ([["SIGTERM"]], ValueError, "is not a signal that can be handled"),
     ],
 )
 def test_wrong_signals(signals: Any, error: type[Exception], message: str) -> None:
@@ -117,9 +134,9 @@ def in_thread(work: Callable[[], Any]) -> list[BaseException]:
 
 def test_another_thread_is_told_so() -> None:
     (error,) = in_thread(StopSignals().__enter__)
-    assert isinstance(error, RuntimeError) and "Python handles signals in the main thread alone" in str(error)
+    assert isinstance(error, RuntimeError) and "Python handles signals only there" in str(error)
     (error,) = in_thread(lambda: mlp_trainer().fit(BATCHES, stop_signals=["SIGTERM"], progress=False))
-    assert isinstance(error, RuntimeError) and "in the main thread alone" in str(error)
+    assert isinstance(error, RuntimeError) and "only there" in str(error)
     assert not in_thread(lambda: mlp_trainer().fit(BATCHES, progress=False))
 
 
@@ -163,7 +180,7 @@ def test_workers_of_a_loader_are_not_torn_out() -> None:
 
 
 class Slow(Dataset[Any]):
-    """Samples that workers take some time to make; one of them takes the signal for the whole group."""
+    """Slow samples, made by workers; one of them sends the signal to the whole group."""
 
     def __init__(self, parent: int) -> None:
         self.parent = parent
@@ -178,9 +195,9 @@ class Slow(Dataset[Any]):
         return torch.full((8,), index / 64), index % 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_ends_workers_too_ends_the_fit_well(tmp_path: Path) -> None:
-    """As a scheduler sends it to all processes of a job."""
+def test_a_signal_that_ends_workers_too_ends_the_fit_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler sends the signal to all processes of a job."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = DataLoader(Slow(os.getpid()), batch_size=4, num_workers=1, multiprocessing_context="fork")
     trainer = mlp_trainer()
     state = trainer.fit(loader, checkpoints=tmp_path, stop_signals=["SIGTERM"], progress=False)

@@ -32,7 +32,7 @@ def test_maximum_opset_is_what_the_runtime_loads() -> None:
 
 
 def test_imports_of_the_engine_leave_logging_and_the_path_alone() -> None:
-    """Importing onnxruntime.training by itself gives the root logger a handler, and ``sys.path`` two more folders."""
+    """A plain import of onnxruntime.training adds a handler to the root logger, and two folders to ``sys.path``."""
     program = """if True:
         import logging, sys
         import torch
@@ -62,7 +62,7 @@ def test_process_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be tried of CUDA without one."""
+    """Tests the choice of CUDA devices without a device."""
     monkeypatch.setattr(engine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -11,7 +11,7 @@ from ort_trainer.runtime import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# As if no ONNX Runtime were installed: neither its module nor the search for it finds anything.
+# Simulates a missing ONNX Runtime: neither an import nor a search finds it.
 WITHOUT_ENGINE = """if True:
     import sys
     sys.modules["onnxruntime"] = None

@@ -1,4 +1,4 @@
-"""Casts around nodes for whose types the engine has no kernel."""
+"""Casts around nodes if the engine has no kernel for their types."""
 
 from __future__ import annotations
 

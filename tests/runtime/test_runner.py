@@ -1,4 +1,4 @@
-"""One graph on the engine: what is bound once, what every run, and what comes back."""
+"""One graph on the engine: tensors that are bound once or in every run, and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def runner(
     random: tuple[RandomInput, ...] = (),
     loss_scale: bool = False,
 ) -> tuple[GraphRunner, torch.Tensor]:
-    """A graph over ``w`` (state) and ``x`` of [n, 2], with the given nodes."""
+    """Returns a runner of a graph over ``w`` (state) and ``x`` of [n, 2], with the given nodes."""
     scale = TensorSpec("scale", F32, ()) if loss_scale else None
     inputs = [
         helper.make_tensor_value_info("w", TensorProto.FLOAT, [2]),
@@ -58,7 +58,7 @@ def test_state_is_bound_once_and_its_memory_is_the_callers() -> None:
     plan = run.plan({"x": x.shape}, ["y"])
     first = run.run(plan, {"x": x})[0]["y"]
     assert torch.equal(first, torch.tensor([[2.0, 3.0]] * 3))
-    weight.mul_(10)  # in place: nothing is bound anew
+    weight.mul_(10)  # in place: the bindings stay valid
     second = run.run(plan, {"x": x})[0]["y"]
     assert torch.equal(second, 10 * torch.tensor([[2.0, 3.0]] * 3))
     assert torch.equal(first, torch.tensor([[2.0, 3.0]] * 3)), "outputs are new tensors"

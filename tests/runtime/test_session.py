@@ -1,4 +1,4 @@
-"""The session by itself: what the loop runs."""
+"""``StepSession`` by itself, as the loop uses it."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> N
             parameter.copy_(session.parameters[name])
     torch.testing.assert_close(
         evaluate(session, {"x": X, "label": Y}, ["loss", "logits"])[1], model(X).detach()
-    )  # the runtime sees the new weights
+    )  # ONNX Runtime reads the new weights
 
 
 def test_memory_is_shared_not_copied(session: StepSession) -> None:
-    """A weight changed behind the runtime's back shows in its next result; gradients never move."""
+    """A weight that changes outside ONNX Runtime affects its next result; gradients never move."""
     train(session)
     pointers = {name: value.data_ptr() for name, value in session.gradients.items()}
     session.parameters["fc2.weight"].zero_()

@@ -1,4 +1,4 @@
-"""What is made of the events of ONNX Runtime's profiler; the rest of timing is tested where profiles are."""
+"""How events of ONNX Runtime's profiler become operations; the tests of profiles cover the rest of timing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def session(launches: list[tuple[int, TimedRun | None]]) -> Any:
 
 
 def test_events_go_to_their_runs() -> None:
-    """The second launch failed, or was there to get memory; of the last one the profiler forgot the end."""
+    """The second launch failed or was a warm-up; the profiler has lost the end of the last one."""
     runs = [TimedRun(None, 0) for _ in range(3)]  # type: ignore[arg-type]
     events = [event("session_initialization", 1, 50)]
     events += [node("Add", 102, 3), event("Add_1_fence_before", 102, 1), event("model_run", 100, 10)]

@@ -1,4 +1,4 @@
-"""Exports kept on disk: what is found gives the same numbers, and what can't be trusted is rebuilt."""
+"""The export cache: cached exports give the same numbers, and untrusted files are rebuilt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ort_trainer.sources.export_cache import ExportCache, export_cache
 from tests import processes
 from tests.helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
-FOUND, MADE = "took the training graph from the cache", "exported the training graph"
+FOUND, MADE = "loaded the training graph from the cache", "exported the training graph"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the test's own."""
+    """Returns an empty cache folder for the test."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -38,7 +38,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def said(log: pytest.LogCaptureFixture) -> str:
-    """What was said since the last call."""
+    """Returns the log since the last call."""
     text = log.text
     log.clear()
     return text
@@ -55,7 +55,7 @@ def trained(
     loss_fn: Any = F.cross_entropy,
     options: dict[str, Any] | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and weights after some steps."""
+    """Returns losses and weights after some steps."""
     torch.manual_seed(5)
     config = optim.AdamConfig(lr=1e-2)
     trainer = ORTTrainer(model, desc, config, loss_fn=loss_fn, options=ORTTrainerOptions(options))
@@ -71,7 +71,7 @@ def assert_equal_bits(first: Any, second: Any) -> None:
 
 
 class Tied(nn.Module):
-    """Tied weights, dropout, and buffers that change."""
+    """Has tied weights, dropout, and buffers that change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_changed_constants_are_seen(changed: nn.Module, folder: Path, log: pytes
 
 def test_evaluation_has_a_graph_of_its_own(folder: Path, log: pytest.LogCaptureFixture) -> None:
     x, label = mlp_batches(1)[0]
-    for expected in (("exported the evaluation", MADE), ("took the evaluation", FOUND)):
+    for expected in (("exported the evaluation", MADE), ("loaded the evaluation", FOUND)):
         torch.manual_seed(0)
         trainer = mlp_trainer(model=MLP(dropout=0.5))
         first = trainer.eval_step(x, label)
@@ -174,7 +174,7 @@ def test_another_batch_size_finds_the_graph(folder: Path, log: pytest.LogCapture
 
 
 class Unrolled(nn.Module):
-    """Its length is fixed by the export."""
+    """The export fixes its length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_the_warning_about_a_fixed_dimension_is_kept(folder: Path, log: pytest.L
 
 
 class OfSizeOne(nn.Module):
-    """A batch of one is computed in another way."""
+    """Computes a batch of one differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def refusing(model: nn.Module, message: str) -> None:
 
 
 class Remembers(nn.Module):
-    """Reads what the last call has left, which no graph keeps."""
+    """Reads state left by the last call, which a graph can't keep."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -250,10 +250,10 @@ class Remembers(nn.Module):
 
 
 def test_what_is_refused_is_refused_again(folder: Path) -> None:
-    """Both models are captured as the same program: what the second one reads is not there at the first call."""
+    """Both models are captured as the same program, because the state that the second reads is missing at first."""
     trained(Remembers(reads=False))
     for _ in range(2):
-        refusing(Remembers(reads=True), "reads what an earlier call has left")
+        refusing(Remembers(reads=True), "reads a value that an earlier call has left")
 
 
 def test_a_model_without_a_key_is_exported_each_time(folder: Path, log: pytest.LogCaptureFixture) -> None:
@@ -272,7 +272,7 @@ def test_a_model_without_a_key_is_exported_each_time(folder: Path, log: pytest.L
 
     for _ in range(2):
         trained(Custom())
-        assert MADE in (text := said(log)) and "can't be kept: the model has custom autograd functions" in text
+        assert MADE in (text := said(log)) and "can't be cached: the model has custom autograd functions" in text
     assert not entries(folder)
 
 
@@ -311,7 +311,7 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "much"])
 def test_a_wrong_limit(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORT_TRAINER_CACHE_MB", value)
-    with pytest.raises(ValueError, match=f"ORT_TRAINER_CACHE_MB is '{value}', but must be a whole number"):
+    with pytest.raises(ValueError, match=f"ORT_TRAINER_CACHE_MB must be a whole number .* but is '{value}'"):
         export_cache()
 
 
@@ -332,7 +332,7 @@ def test_a_damaged_file_is_made_anew(damage: str, tmp_path: Path) -> None:
     path = cache.path("key")
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     content, remark = cache.load("key")
-    assert content is None and remark == f"the kept export {path} is damaged, so the model is exported again"
+    assert content is None and remark == f"the cached export {path} is damaged, so the model is exported again"
     assert not cache.store("key", b"new")
     assert cache.load("key") == (b"new", "")
 
@@ -365,7 +365,7 @@ def test_a_folder_that_others_may_write_is_not_used(folder: Path, log: pytest.Lo
     folder.mkdir()
     folder.chmod(0o777)
     trained(MLP())
-    assert f"exports kept in {folder} are not used: the folder may be written by others" in said(log)
+    assert f"cached exports in {folder} are not used: the folder is writable by others" in said(log)
     assert not entries(folder)
 
 
@@ -374,7 +374,7 @@ def test_a_file_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     cache.store("key", b"content")
     cache.path("key").chmod(0o666)
     content, remark = cache.load("key")
-    assert content is None and "the file may be written by others" in remark
+    assert content is None and "the file is writable by others" in remark
 
 
 def test_a_folder_of_someone_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,27 +382,27 @@ def test_a_folder_of_someone_else_is_not_used(tmp_path: Path, monkeypatch: pytes
     assert not cache.store("key", b"content")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     content, remark = cache.load("key")
-    assert content is None and "the folder belongs to someone else" in remark
-    assert "the folder belongs to someone else" in cache.store("key", b"content")
+    assert content is None and "the folder belongs to another user" in remark
+    assert "the folder belongs to another user" in cache.store("key", b"content")
 
 
 def test_a_place_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path / "file" / "c"))
     trained(MLP())
-    assert "this export is not kept" in said(log)
+    assert "this export is not cached" in said(log)
 
 
 def test_the_size_is_bounded(tmp_path: Path) -> None:
-    """What was used longest ago goes."""
+    """The least recently used exports are evicted."""
     cache = ExportCache(tmp_path, 4000)
     for number, name in enumerate("abc"):
         assert not cache.store(name, b"x" * 1000)
         os.utime(cache.path(name), (number, number))
-    assert cache.load("a")[0]  # which makes it the newest
+    assert cache.load("a")[0]  # makes it the most recently used
     assert not cache.store("d", b"x" * 1000)
     assert {path.stem for path in entries(tmp_path)} == {"a", "c", "d"}
-    assert "are more than the cache may have" in cache.store("e", b"x" * 4000)
+    assert "exceed the cache limit" in cache.store("e", b"x" * 4000)
 
 
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
 
 
 def show() -> None:
-    """What the processes of the following test do."""
+    """Runs in the processes of the following test."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     torch.manual_seed(0)
     losses, weights = trained(MLP(dropout=0.5))
@@ -423,7 +423,7 @@ def show() -> None:
 
 
 def test_processes_at_once(folder: Path, tmp_path: Path) -> None:
-    """Both export or one finds what the other has made; another interpreter finds it, and needs no exporter."""
+    """Both export, or one finds the other's export; another interpreter finds it without importing the exporter."""
     together = processes.run([processes.Call(show), processes.Call(show)], timeout=300)
     heavy = ["onnxscript", "ort_trainer.sources.torch.assemble", "ort_trainer.sources.torch.capture"]
     program = f"""if True:
@@ -445,7 +445,7 @@ def test_processes_at_once(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_that_is_none_is_made_again(folder: Path, log: pytest.LogCaptureFixture) -> None:
-    """With the right checksum, as the user's own programs could write it; and one that is too large to be read."""
+    """One with a valid checksum, as the user's own programs could write it, and one that is too large to read."""
     made = trained(MLP())
     (path,) = entries(folder)
     cache = export_cache()
@@ -454,11 +454,12 @@ def test_an_export_that_is_none_is_made_again(folder: Path, log: pytest.LogCaptu
         cache.store(path.stem, content)
         said(log)
         again = trained(MLP())
-        assert "is damaged, so the model is exported again: this is no export" in (text := said(log)) and MADE in text
+        text = said(log)
+        assert "is damaged, so the model is exported again: this is not an export" in text and MADE in text
     assert again[0][0].shape == made[0][0].shape
     with path.open("wb") as file:
         file.truncate(2 << 30)
-    assert "is larger than all files together may be" in cache.load(path.stem)[1]
+    assert "is larger than the cache limit" in cache.load(path.stem)[1]
 
 
 def test_a_graph_that_does_not_load_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a process has, while something is done again and again."""
+"""Measures the memory of a process while an action is repeated."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["growth"]
 
 
 def resident() -> int:
-    """Returns the bytes of memory that this process has."""
+    """Returns this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth(action: Callable[[int], object], count: int) -> tuple[float, list[int]]:
-    """Does something ``count`` times, and returns by how many bytes each time makes the process larger.
+    """Repeats an action, and returns by how many bytes the process grows each time.
 
-    The first half is left out: caches of PyTorch, ONNX Runtime and the C library fill up then. What is kept at every
-    time grows in the second half as in the first; so the growth from the middle to the end counts.
+    Only the second half counts: in the first half, the caches of PyTorch, ONNX Runtime and the C library fill up,
+    whereas a leak grows in both.
 
     Args:
-        action: What is done; it is given the number of the time.
-        count: How often.
+        action: The action; its argument is the number of the repetition.
+        count: Number of repetitions.
 
     Returns:
-        The bytes, and the sizes in MB after each tenth.
+        The bytes per repetition, and the sizes in MB after each tenth.
     """
     sizes = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""What is done again and again while memory is measured. Run as a program: ``CASE COUNT ...``, prints JSON by case."""
+"""The actions that are repeated while memory is measured. Run as a program: ``FILE CASE COUNT ...``, writes JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options(kernels: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def steps(kernels: str, more: dict[str, Any] | None = None) -> Callable[[int], object]:
-    """Returns steps with accumulation and dropout, with an evaluation now and then."""
+    """Returns steps with accumulation and dropout, and occasional evaluations."""
     trainer, batches = mlp_trainer(options(kernels, more), model=MLP(dropout=0.1)), mlp_batches(7)
 
     def action(number: int) -> None:
@@ -39,12 +39,12 @@ def steps(kernels: str, more: dict[str, Any] | None = None) -> Callable[[int], o
 
 
 def shapes(kernels: str) -> Callable[[int], object]:
-    """Returns steps of which each has a batch of another size."""
+    """Returns steps with a different batch size each time."""
     trainer = mlp_trainer(options(kernels), model=MLP(dropout=0.1))
     ((x, label),) = mlp_batches(1, size=10_007)
 
     def action(number: int) -> None:
-        size = 2 + number * 7919 % 10_005  # 7919 is a prime, so no size comes twice
+        size = 2 + number * 7919 % 10_005  # 7919 is prime, so no size repeats
         trainer.train_step(x[:size], label[:size])
 
     return action
@@ -64,7 +64,7 @@ class Text(nn.Module):
 
 
 def texts(kernels: str) -> Callable[[int], object]:
-    """Returns steps on texts of another number and length each."""
+    """Returns steps on texts, with a different batch size and length each time."""
     desc = {"inputs": [("tokens", ["n", "l"]), ("label", ["n", "l"])], "outputs": [("loss", [], True)]}
     given = ORTTrainerOptions(options(kernels))
     trainer = ORTTrainer(Text(), desc, optim.AdamConfig(lr=1e-3), loss_fn=F.cross_entropy, options=given)
@@ -78,7 +78,7 @@ def texts(kernels: str) -> Callable[[int], object]:
 
 
 def saves(later: bool) -> Callable[[int], object]:
-    """Returns steps with a checkpoint after each."""
+    """Returns steps, each followed by a checkpoint."""
     trainer, batches = mlp_trainer(model=MLP(hidden=2000)), mlp_batches(7)
     manager = CheckpointManager(tempfile.mkdtemp(), keep_last=2, async_save=later)
 
@@ -93,7 +93,7 @@ def saves(later: bool) -> Callable[[int], object]:
 
 
 class Samples(Dataset[Any]):
-    """Samples for workers to make."""
+    """Samples that the workers make."""
 
     def __len__(self) -> int:
         return 64
@@ -103,7 +103,7 @@ class Samples(Dataset[Any]):
 
 
 def epoch(start: str | None) -> tuple[ORTTrainer, Callable[[int], object]]:
-    """Returns a trainer, and epochs over a loader with two workers, which are started anew for each; None for none."""
+    """Returns a trainer, and epochs over a loader whose two workers restart for each; without workers for None."""
     trainer, workers = mlp_trainer(), 0 if start is None else 2
     batches = DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=workers, multiprocessing_context=start)
 

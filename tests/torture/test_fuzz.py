@@ -1,4 +1,4 @@
-"""Hypothesis over every reader of files, for minutes instead of seconds."""
+"""Fuzzes every reader of files with Hypothesis, for minutes instead of seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long runs keep no more and no more memory: the short version, in one process. Workers of loaders work."""
+"""Long runs do not leak memory: the short version, in one process. Loaders with spawned workers work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(folder: Path, *cases: tuple[str, int]) -> dict[str, tuple[float, list[int]]]:
-    """Returns by how many bytes each case grows each time, and the sizes in MB; in a process of its own."""
+    """Runs cases in a process of their own; returns the bytes by which each grows per repetition, and sizes in MB."""
     result = folder / "memory.json"
     arguments = [str(part) for case in cases for part in case]
     command = [sys.executable, "-W", "ignore", "-m", "tests.torture.memory_cases", str(result), *arguments]

@@ -1,4 +1,4 @@
-"""Runs that are too long for every day: `make torture`."""
+"""Runs that are too long for everyday use: `make torture`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torture
 
 
 def test_three_hundred_kills(tmp_path: Path) -> None:
-    assert kill_often(tmp_path, 300) >= 50, "hardly a kill came in the middle of a save"
+    assert kill_often(tmp_path, 300) >= 50, "too few kills came in the middle of a save"
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ def test_three_hundred_kills(tmp_path: Path) -> None:
         ("steps, ONNX Runtime's kernels", 10_000, 200),
         ("steps in fp16", 10_000, 200),
         ("steps in fp16, ONNX Runtime's kernels", 10_000, 200),
-        # ONNX Runtime's plan of the memory for a shape takes 6 KB in this small graph, and would be kept for every one.
-        # What a trainer keeps for the last 256 shapes is there after the first half.
+        # ONNX Runtime's memory plan for a shape takes 6 KB in this small graph, and would be kept for every shape.
+        # What a trainer keeps for the last 256 shapes exists after the first half.
         ("shapes", 4_000, 1_500),
         ("shapes, ONNX Runtime's kernels", 4_000, 1_500),
-        # The largest of these shapes have large tensors, so sizes go up and down by 14 MB; after 4,200 they stay.
+        # The largest of these shapes have large tensors, so memory varies by 14 MB; after 4,200 it stays constant.
         ("texts", 4_000, 8_000),
         ("texts, ONNX Runtime's kernels", 4_000, 8_000),
-        # A checkpoint has 340 KB.
+        # A checkpoint takes 340 KB.
         ("saves", 500, 8_000),
         ("saves in a thread", 500, 8_000),
         ("workers by fork", 100, 20_000),

@@ -1,4 +1,4 @@
-"""Arguments as forward() takes them: tuples, dicts, None, numbers; several labels; numbers that a loss reads."""
+"""Arguments of forward(): tuples, dicts, None, numbers; several labels; numbers that a loss reads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_state_is_carried_and_a_dict_and_a_number_are_passed(desc: Any) -> Non
     arguments = {"x": x, "state": ours, "scale": scale, "extra": extra}
     assert_close(trainer.predict(**arguments)[0], reference(x, theirs, scale, extra)[0].detach(), 1e-4, "prediction")
     assert len(trainer.session.graphs(False)) == 1
-    # A constant that is left out is forward()'s default, and not what it was.
+    # A constant that is left out has forward()'s default, not its last value.
     del arguments["scale"]
     assert_close(trainer.predict(**arguments)[0], reference(x, theirs, extra=extra)[0].detach(), 1e-4, "unscaled")
 
@@ -89,8 +89,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     trainer.train_step(good)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"state": None}, r"input 'state' is None, but the model description has \['state.0', 'state.1'\] for it"),
-        ({"state": (state,)}, r"input 'state' is one with the parts \['state.0'\]"),
-        ({"scale": torch.ones(())}, r"inputs \['scale'\] are tensors, but the model description has no tensors for"),
+        ({"state": (state,)}, r"input 'state' is a nested value with the parts \['state.0'\]"),
+        ({"scale": torch.ones(())}, r"inputs \['scale'\] are tensors, but the model description has no such tensors"),
         ({"x": nn.utils.rnn.pack_sequence([x[0]])}, "input 'x' is a PackedSequence: give the padded tensor"),
         ({"x": [1.0, 2.0]}, r"input 'x' must be a torch.Tensor or a numpy array, but a list was given: \[1.0, 2.0\]"),
         ({"label": 3}, "input 'label' must be a torch.Tensor or a numpy array, but a int was given: 3"),
@@ -114,13 +114,13 @@ def test_numbers_that_change_all_the_time_are_refused_in_the_end() -> None:
 
     trainer = mlp_trainer(model=Scaled())
     x, y = mlp_batches(1)[0]
-    with pytest.raises(RuntimeError, match="exported 16 times already. Make what changes all the time a tensor that"):
+    with pytest.raises(RuntimeError, match="exported 16 times already. Pass values that change often as tensor inputs"):
         for number in range(17):
             trainer.eval_step(x=x, label=y, scale=float(number))
 
 
 class Encoder(nn.Module):
-    """Something with two parts of a loss."""
+    """A model with a loss of two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def annealed(output: Any, x: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 class Inside(Encoder):
-    """With its loss."""
+    """The same, with the loss inside."""
 
     def forward(self, x: torch.Tensor, beta: float) -> torch.Tensor:  # type: ignore[override]
         return annealed(super().forward(x), x, beta)
@@ -168,13 +168,15 @@ def test_a_number_of_the_loss_changes_without_an_export(kind: str) -> None:
     with pytest.raises(TypeError, match=r"loss_parameters\['beta'\] must be a number, but 'high' was given"):
         trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
     trainer.loss_parameters = {"x": 1.0}
-    with pytest.raises(ValueError, match=r"loss_parameters \['x'\] must be names of arguments, and none of the inputs"):
+    with pytest.raises(
+        ValueError, match=r"loss_parameters \['x'\] must be valid argument names and differ from the inputs"
+    ):
         trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
 
 
 def test_a_missing_number_is_named() -> None:
     trainer = ORTTrainer(Encoder(), ENCODED, optim.SGDConfig(), annealed)
-    with pytest.raises(TypeError, match="missing a required argument: 'beta'.*is one of trainer.loss_parameters"):
+    with pytest.raises(TypeError, match="missing a required argument: 'beta'.*as trainer.loss_parameters"):
         trainer.train_step(torch.randn(5, 8), torch.randn(5, 8))
 
 
@@ -238,7 +240,7 @@ def test_tensors_that_a_loss_holds_are_watched(make: Any) -> None:
         check()
         check()
     weight[0] = 5.0
-    with pytest.warns(UserWarning, match="loss_fn reads .* of which a tensor has changed: the model is exported anew"):
+    with pytest.warns(UserWarning, match="loss_fn reads .* in which a tensor has changed: the model is exported again"):
         check()
     weight.fill_(1.0)
     check()

@@ -1,4 +1,4 @@
-"""What a user steers while training runs: rates per group, windows and their weights, parameters and gradients."""
+"""What a user controls during training: rates per group, windows and their weights, parameters and gradients."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_schedules_that_do_not_fit_the_groups() -> None:
     groups = [{"params": FIRST, "lr": 0.1}]
     grouped, plain = (mlp_trainer({"lr_scheduler": Own()}, optim.SGDConfig(g, lr=0.1)) for g in (groups, []))
     cases: list[tuple[ORTTrainer, Any, str]] = [
-        (grouped, [0.1], r"returned one learning rate, \[0.1\], but parameter groups have their own"),
+        (grouped, [0.1], r"returned one learning rate, \[0.1\], which would override those of the parameter groups"),
         (grouped, [0.1] * 3, "must return one learning rate, or 2: one per parameter group"),
         (plain, [0.1, 0.2], "must return one learning rate, but it returned"),
         (plain, [], "must return one learning rate, but it returned"),
@@ -234,7 +234,7 @@ def test_the_window_can_change_between_updates(tmp_path: Path) -> None:
     window(3, first=1)
     trainer.gradient_accumulation_steps = 1
     window(1)
-    # A size that comes from the options is none: the new trainer's own counts.
+    # A size from the options is not state: the new trainer uses its own.
     plain = mlp_trainer({"batch": {"gradient_accumulation_steps": 4}}, config)
     plain.prepare((x, y))
     plain.load_state_dict(mlp_trainer_state())
@@ -274,7 +274,7 @@ def test_the_sum_of_a_windows_gradients() -> None:
 
 
 def token_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of which each has another number of labels that count."""
+    """Returns batches that differ in the number of labels that are not ignored."""
     batches = []
     for number, (x, y) in enumerate(mlp_batches(count, size=7)):
         y[: number % 5 + 1] = -100
@@ -345,7 +345,7 @@ def test_the_weights_name_does_not_hide_an_input() -> None:
     desc = {**MLP_DESC, "inputs": [("x", ["b", 8]), ("gradient_weight", ["b", 1]), ("label", ["b"])]}
     desc["outputs"] = [("loss", [], True)]
     for given in (desc, "auto"):
-        with pytest.raises(ValueError, match="takes 'gradient_weight' for itself, but the model has an input of that"):
+        with pytest.raises(ValueError, match="reserves the argument 'gradient_weight' of train_step"):
             options = ORTTrainerOptions({"batch": {"gradient_reduction": "weighted"}})
             ORTTrainer(Weighted(), given, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
     trainer = ORTTrainer(Weighted(), desc, optim.SGDConfig(), loss_fn=F.cross_entropy)
@@ -399,14 +399,10 @@ def test_gradients_by_name(reduction: str) -> None:
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
 
-    class Constant(amp.LossScaler):
-        def update(self, train_step_info):
-            return self.loss_scale
-
     options = {
         "batch": {"gradient_accumulation_steps": 3, "gradient_reduction": reduction},
-        # bfloat16 would do without a scale; one that is given must not show in the gradients.
-        "mixed_precision": {"enabled": True, "dtype": "bfloat16", "loss_scaler": Constant(64.0)},
+        # bfloat16 needs no scale; a scaler from the user must not affect the gradients.
+        "mixed_precision": {"enabled": True, "dtype": "bfloat16", "loss_scaler": amp.LossScaler(64.0)},
         "utils": {"grad_norm_clip": False},
     }
     trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
@@ -451,9 +447,9 @@ def test_parameters_by_name() -> None:
     trainer = mlp_trainer(model=model, config=optim.AdamConfig(lr=0.01))
     assert torch.equal(trainer.get_parameter("second.weight"), model.first.weight)
     assert not trainer.get_parameter("second.weight").requires_grad
-    with pytest.raises(RuntimeError, match="training has not begun: call prepare"):
+    with pytest.raises(RuntimeError, match="training has not started: call prepare"):
         trainer.set_parameter("fixed", torch.zeros(3))
-    with pytest.raises(RuntimeError, match="training has not begun"):
+    with pytest.raises(RuntimeError, match="training has not started"):
         trainer.set_gradient("first.weight", torch.zeros(8, 8))
     state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
     trainer.load_state_dict(state)
@@ -472,7 +468,7 @@ def test_parameters_by_name() -> None:
     assert torch.equal(reference.fixed, torch.tensor([1.0, 2.0, 3.0]))
     assert_close(trainer.eval_step(x, y)[0], F.cross_entropy(reference(x), y).detach(), 1e-5, "the graphs see it")
     cases: list[tuple[Any, Any, str]] = [
-        ("nowhere", torch.zeros(1), "'nowhere' is no parameter of the model; it has"),
+        ("nowhere", torch.zeros(1), "'nowhere' is not a parameter of the model, which has"),
         ("fixed", torch.zeros(4), r"'fixed' has shape \[3\] and dtype torch.float32, but \[4\] and"),
         ("fixed", torch.zeros(3, dtype=torch.float64), "but .* and torch.float64 were given"),
     ]
@@ -483,9 +479,9 @@ def test_parameters_by_name() -> None:
         trainer.set_parameter("fixed", [1, 2, 3])
     with pytest.raises(ValueError, match="'fixed' is not trained"):
         trainer.set_gradient("fixed", torch.zeros(3))
-    with pytest.raises(ValueError, match="'nowhere' is no parameter"):
+    with pytest.raises(ValueError, match="'nowhere' is not a parameter"):
         trainer.get_gradient("nowhere")
-    with pytest.raises(RuntimeError, match="set_gradient works inside an accumulation window"):
+    with pytest.raises(RuntimeError, match=r"call set_gradient\(\) inside an accumulation window"):
         trainer.set_gradient("first.weight", torch.zeros(8, 8))
     assert trainer.get_gradient("unused") is None
 
@@ -498,7 +494,7 @@ def test_nothing_warns_about_a_whole_window() -> None:
 
 
 def test_a_state_without_a_window_is_read_by_its_steps() -> None:
-    """As files have it that were written before windows had a state of their own."""
+    """Files written before windows had their own state have no window."""
     options = {"batch": {"gradient_accumulation_steps": 3}}
     trainer = mlp_trainer(options)
     batches = mlp_batches(6)

@@ -1,4 +1,4 @@
-"""Checkpoints that another kind of trainer goes on with: other precision, other accumulation, other batch size."""
+"""Checkpoints loaded by a different trainer: other precision, other accumulation, other batch size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(trainer: ORTTrainer, start: int, stop: int) -> None:
 
 
 def trained_by_pytorch(model: MLP, windows: Sequence[int]) -> MLP:
-    """Returns a copy that PyTorch has trained, with the micro-batches of each window."""
+    """Returns a copy trained by PyTorch, with the given numbers of micro-batches per window."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     batches = iter(BATCHES)
@@ -73,7 +73,7 @@ def saved(model: MLP, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "bf16")])
 def test_another_precision_in_the_middle_of_a_window(before: str, after: str, model: MLP, saved: Path) -> None:
     trainer = make(model, 4, after)
-    message = "Missing key: loss_scaler" if after == "fp16" else "The trainer has none, so it leaves out loss_scaler"
+    message = "Missing key: loss_scaler" if after == "fp16" else "The trainer has no loss_scaler, so it ignores that"
     with pytest.warns(UserWarning, match=message):
         trainer.load_checkpoint(saved / before)
     train(trainer, 3, 8)
@@ -99,7 +99,9 @@ def test_another_accumulation_and_batch_size(
 
 def test_another_reduction_and_its_way_out(model: MLP, saved: Path, tmp_path: Path) -> None:
     other = make(model, 4, reduction="sum")
-    with pytest.raises(ValueError, match=r"load it with the same, end the window \(trainer.optimizer_step\(\)\)"):
+    with pytest.raises(
+        ValueError, match=r"load it with the same reduction, end the window \(trainer.optimizer_step\(\)\)"
+    ):
         other.load_checkpoint(saved / "fp32")
     trainer = make(model, 4)
     trainer.load_checkpoint(saved / "fp32")

@@ -1,4 +1,4 @@
-"""``debug.graph_save_paths``: four files; the one with the optimizer trains as the trainer does."""
+"""``debug.graph_save_paths`` writes four files; the one with the optimizer trains like the trainer."""
 
 from __future__ import annotations
 
@@ -162,5 +162,7 @@ def test_bad_paths_are_told_before_any_work(tmp_path: Path) -> None:
     trainer.train_step(*mlp_batches(1)[0])
     assert (folder / "x.onnx").is_file()
     same = {f"model_{key}_path": str(tmp_path / "a.onnx") for key in KEYS[:2]}
-    with pytest.raises(ValueError, match="model_with_gradient_graph_path: .*a.onnx' is also model_after_graph_tran"):
+    with pytest.raises(
+        ValueError, match="model_with_gradient_graph_path: .*a.onnx' is also the path of model_after_graph_tran"
+    ):
         ORTTrainerOptions({"debug": {"graph_save_paths": same}})

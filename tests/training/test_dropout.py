@@ -124,7 +124,7 @@ def test_other_random_operators(step: str) -> None:
 
 
 def test_pytorchs_global_generator_is_drawn_from(tmp_path: Path) -> None:
-    """Without a seed of the trainer's own the same as a loop of PyTorch's; the script's own numbers, too."""
+    """Without its own seed, the trainer draws as PyTorch's loop does, and so does the script around it."""
 
     def made() -> tuple[nn.Module, ORTTrainer]:
         torch.manual_seed(3)
@@ -170,7 +170,7 @@ def _attention(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def _recomputed(own: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    """Computed again in the backward pass, where dropout must have the mask of the forward pass."""
+    """Recomputed in the backward pass, where dropout must use the mask of the forward pass."""
     return checkpoint(lambda value: F.dropout(torch.tanh(value), 0.3).sin(), h, use_reentrant=False)
 
 
@@ -205,7 +205,7 @@ def _of_rank_4(h: torch.Tensor) -> torch.Tensor:
     return h.reshape(-1, 2, 2, 3)
 
 
-# What is dropped lies in memory in another order than that of its dimensions, and PyTorch's mask does so, too.
+# The memory order of the dropped tensors differs from the order of their dimensions; so does PyTorch's mask.
 LAYOUTS = {
     "views": [
         lambda h: F.dropout(h.t(), 0.3).t(),
@@ -281,7 +281,7 @@ def test_layers_that_transpose_have_the_masks_of_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_transformers_with_their_dropout(name: str) -> None:
-    """The masks of all layers are PyTorch's, so twenty steps with dropout agree as those without do."""
+    """The masks of all layers are PyTorch's, so twenty steps with dropout agree as closely as steps without."""
     bert = name.startswith("Bert")
     sizes = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     config = (transformers.BertConfig if bert else transformers.GPT2Config)(**sizes)

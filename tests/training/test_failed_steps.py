@@ -1,4 +1,4 @@
-"""Steps that fail, at every stage: what they would have changed is as it was, and training goes on as without them."""
+"""Steps that fail, at every stage: they change nothing, and training continues as if they had not run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Has random numbers and buffers."""
+    """A model with random numbers and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Failing:
-    """Fails at the call that it is told to."""
+    """Fails at a chosen call."""
 
     fails = False
 
@@ -76,7 +76,7 @@ def refuse(*_: Any) -> None:
 
 
 def failing_after(original: Any) -> Any:
-    """Returns what a function does, with an error at its end: all is written, and nothing taken over."""
+    """Wraps a function so that it fails at its end: its results are written, but not used."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         original(*args, **kwargs)
@@ -90,7 +90,7 @@ def failing_after(original: Any) -> Any:
     ("kernels", "accumulation"), [("auto", 1), ("auto", 3), ("onnxruntime", 1), ("onnxruntime", 3)]
 )
 def test_a_run_that_fails_has_changed_nothing(accumulation: int, kernels: str) -> None:
-    """A bad batch, an index that a kernel refuses in the middle of the run, and memory that ends after it."""
+    """A bad batch, an index that a kernel rejects in the middle of the run, and a lack of memory after it."""
 
     def disturb(trainer: ORTTrainer, x: torch.Tensor, label: torch.Tensor) -> None:
         before = trainer.state_dict()
@@ -125,7 +125,7 @@ def test_a_schedule_that_fails_has_stopped_the_step_before_it_began() -> None:
 
 
 def torch_config(failing: Failing) -> Callable[[], ORTTrainer]:
-    """Returns what makes a trainer with an optimizer of PyTorch whose step fails."""
+    """Returns a factory of trainers with a PyTorch optimizer whose step fails."""
 
     def made() -> ORTTrainer:
         model = Net()
@@ -162,7 +162,7 @@ def test_an_update_that_fails_has_taken_the_step_back() -> None:
 
 
 class FailingScaler(DynamicLossScaler):
-    """Fails when it is asked for the scale after an update."""
+    """Fails when it computes the scale after an update."""
 
     fails = False
 

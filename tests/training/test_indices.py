@@ -1,4 +1,4 @@
-"""Indices that are out of range: refused before the step, as PyTorch refuses them, and nothing has changed."""
+"""Indices out of range: rejected before the step, like PyTorch rejects them, and nothing changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 6
 
 
 class Uses(nn.Module):
-    """Indexes in many ways, each with an input of its own, [batch, 4]."""
+    """Indexes in many ways, each with its own input, [batch, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ CHECKED += [
     "margin",
     "expanded",
 ]
-# PyTorch takes any number in the first; what the model itself makes of an input is not looked at.
+# PyTorch accepts any number in the first; indices that the model computes from an input are not checked.
 OTHERS = ["take_along_dim", "parts", "open", "written", "computed"]
 
 
@@ -129,7 +129,7 @@ def good() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def bad() -> Iterator[tuple[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Yields batches in which one index is another one, and where that is."""
+    """Yields batches in which one index is changed, each with the description of that index."""
     for way in [*CHECKED, *OTHERS[:2]]:
         for place in ((0, 0), (0, 3), (1, 0), (1, 2)):
             for value in (-1, -ROWS, -ROWS - 1, ROWS, 2):
@@ -176,7 +176,7 @@ def test_a_refused_step_has_not_begun(kernels: str) -> None:
                     trainer.train_step(x, labels)
                 with pytest.raises(IndexError, match="from 0 to 2"):
                     trainer.eval_step(x, labels)
-                with pytest.raises(IndexError, match="cross_entropy_loss takes it for an index"):
+                with pytest.raises(IndexError, match="cross_entropy_loss uses it as an index"):
                     trainer.forward(x, labels)
             trainer.train_step(x, label)
         return trainer.state_dict()

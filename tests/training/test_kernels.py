@@ -1,4 +1,4 @@
-"""Steps on PyTorch's kernels and on ONNX Runtime's: the same numbers, and each where it was asked for."""
+"""Steps on PyTorch's kernels and on ONNX Runtime's: the same numbers, and the kernels that were chosen."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def calls_pytorch(trained: ORTTrainer) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("numbers", ["fast", "pytorch"])
 def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) -> None:
-    """Masks as well: they follow from the seed. The sizes of the batches differ, gradients are accumulated."""
+    """The masks too, because they follow from the seed. Batch sizes differ and gradients are accumulated."""
     make, batch, shape = MODELS[name]
     model = make()
     trained = []
@@ -131,7 +131,7 @@ def test_gradient_modes_and_casts_of_the_caller_change_nothing() -> None:
 
 
 class Doubled(MLP):
-    """Gives one tensor twice, a view of it, and an input; all of them are the caller's to change."""
+    """Returns one tensor twice, a view of it, and an input; the caller may change all of them."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = super().forward(x)
@@ -163,9 +163,9 @@ class Checkpointed(MLP):
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "recomputation": ({"utils": {"memory_efficient_gradient": True}}, "what is recomputed"),
-    "opset": ({"_internal_use": {"onnx_opset_version": 19}}, "_internal_use.onnx_opset_version ask"),
-    "postprocess": ({"_internal_use": {"extra_postprocess": lambda model: None}}, "extra_postprocess ask"),
+    "recomputation": ({"utils": {"memory_efficient_gradient": True}}, "recomputation in the backward pass requires"),
+    "opset": ({"_internal_use": {"onnx_opset_version": 19}}, "_internal_use.onnx_opset_version requires"),
+    "postprocess": ({"_internal_use": {"extra_postprocess": lambda model: None}}, "extra_postprocess requires"),
     "simplification": ({"_internal_use": {"enable_internal_postprocess": False}}, "enable_internal_postprocess False"),
 }
 
@@ -202,7 +202,7 @@ def test_an_engine_that_can_not_call_pytorch() -> None:
 
 @needs_pytorch
 def test_a_program_that_reads_nothing() -> None:
-    """What is made of nothing takes so long here that it is a program by itself."""
+    """Computations without inputs take so long here that they form a program of their own."""
 
     class Offset(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,8 +247,8 @@ def test_twenty_steps_as_pytorch() -> None:
 
 @needs_pytorch
 def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as that can be tried without a CUDA device: the choice is made for the device of training, which the
-    model need not be on."""
+    """As far as this can be tested without CUDA: the choice depends on the training device, where the model need not
+    be."""
     monkeypatch.setattr(torch_model, "has_cuda", lambda: True)
     options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": "pytorch"}})
     source = torch_model.TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)

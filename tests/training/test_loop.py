@@ -22,7 +22,7 @@ def backward(loop: TrainingLoop, batch: tuple[torch.Tensor, ...]) -> torch.Tenso
 
 
 def test_backward_and_optimizer_step_are_a_step() -> None:
-    """By hand, with a window that ends early, as PyTorch does it."""
+    """Runs both by hand, with a window that ends early, like PyTorch."""
     model = MLP()
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
@@ -77,7 +77,7 @@ def test_an_update_in_the_middle_of_a_window_uses_the_scaler_once() -> None:
 
 
 def test_a_strategy_stands_between_the_gradients_and_the_update() -> None:
-    """Two processes of the same gradients, summed, are twice the gradient: a strategy sees and may change them."""
+    """A strategy sees and may change gradients: the sum of two equal processes is twice the gradient."""
 
     class Doubling(SingleProcess):
         seen = 0
@@ -113,7 +113,7 @@ def test_a_schedule_that_refuses_changes_nothing() -> None:
 
 
 def test_a_window_that_went_on_beyond_its_size_is_saved_and_resumed() -> None:
-    """Backward passes alone never end a window, so that there may be more of them than the option says."""
+    """Backward passes alone never end a window, so it may have more micro-batches than the option says."""
     model = MLP()
     batches = mlp_batches(4)
 

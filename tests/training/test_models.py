@@ -18,8 +18,8 @@ from ..helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_bat
 
 pytestmark = pytest.mark.engine
 
-# Some true gradients here are zero (a bias of keys, whatever is added to all logits) and the computed ones rounding
-# errors, which Adam would blow up to full steps in any direction. An epsilon above them keeps the trainings comparable.
+# Some exact gradients here are zero (a bias of keys, a constant added to all logits); the computed ones are rounding
+# errors, which Adam would scale up to full steps in any direction. A larger epsilon keeps the runs comparable.
 CONFIG = optim.AdamConfig(lr=1e-3, lambda_coef=0.01, epsilon=1e-4)
 
 
@@ -35,7 +35,7 @@ def same(model: nn.Module, desc: dict[str, Any], batches: list, **options: Any) 
 class CNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # No bias before batch norm: its gradient is zero but for rounding, which Adam would blow up.
+        # No bias before batch norm: its gradient is only rounding errors, which Adam would scale up.
         self.conv1 = nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(4)
         self.conv2 = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False)
@@ -99,7 +99,7 @@ def test_first_batch_of_one_does_not_freeze_the_sizes() -> None:
 
 
 class Branching(nn.Module):
-    """Conditions on symbolic sizes, one of them on a size of 1."""
+    """Branches on symbolic sizes, one of them on a size of 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_loss_inside_the_model(kind: str) -> None:
 
 
 class Awkward(nn.Module):
-    """Parameters of 1 to 8 elements, one without elements, frozen ones, and names with a slash and a dot-like mess."""
+    """Parameters of 1 to 8 elements, an empty one, frozen ones, and names with slashes and dots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class OwnBackward(torch.autograd.Function):
 
 
 class Special(nn.Module):
-    """What an exporter loses easily."""
+    """Features that an exporter easily loses."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Special(nn.Module):
     "case", ["straight through", "own backward", "hook", "assigned buffer", "dropout between layers"]
 )
 def test_what_an_exporter_loses_easily(case: str) -> None:
-    """With SGD: Adam would hide a gradient that is wrong by a factor."""
+    """Uses SGD, because Adam would hide a gradient that is wrong by a factor."""
     model = Special(case)
     assert_same_training(
         model,
@@ -472,7 +472,7 @@ def test_several_options_objects_are_not_needed() -> None:
 
 
 def test_convolutions_of_large_batches_need_no_other_graph() -> None:
-    """PyTorch compares the batch with 16 to choose a library; a branch of the model on that number still counts."""
+    """PyTorch compares the batch with 16 to choose a library; a branch of the model on that number is still kept."""
 
     def conv(own: nn.Module, image: torch.Tensor) -> torch.Tensor:
         return own.layer(image) * (2 if image.shape[0] < 16 else 3)
@@ -505,7 +505,7 @@ reverse = Reversed.apply  # bound before any trainer could notice
 
 
 class Tail(nn.Module):
-    """A layer between two others; what is in between is what an exporter may get wrong."""
+    """A layer that an exporter may get wrong, between two others."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -561,6 +561,26 @@ def rounded_up(hidden: torch.Tensor) -> torch.Tensor:
 def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
     sizes = [5, 8, 4, 7]
     same(Tail(function), MLP_DESC, [batch for size in sizes for batch in mlp_batches(1, size, seed=size)])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, label: F.cross_entropy(logits[label > 0], label[label > 0]),
+        lambda logits, label: (
+            (F.cross_entropy(logits, label, reduction="none") * (label > 0)).sum() / label.nonzero().shape[0]
+        ),
+    ],
+    ids=["selected rows", "their number"],
+)
+def test_losses_over_rows_that_values_select(loss: Any) -> None:
+    model = MLP()
+    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=loss)
+    for x, label in [*mlp_batches(2), *mlp_batches(1, 7)]:
+        expected = loss(model(x), label).detach()
+        assert_close(trainer.eval_step(x, label)[0], expected, 1e-5, "evaluated")
+        assert_close(trainer.train_step(x, label)[0], expected, 1e-5, "trained")
+    assert len(trainer.session.graphs(True)) == 1
 
 
 def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:

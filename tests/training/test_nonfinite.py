@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: as in PyTorch, with the counters of torch.amp.GradScaler."""
+"""Losses and gradients that are not finite: the results are PyTorch's, the counters torch.amp.GradScaler's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_without_a_scaler_weights_become_nan_as_in_pytorch(precision: Any, value
 
 
 def test_overflows_are_counted_as_by_grad_scaler() -> None:
-    """A run of 100 updates that overflow, then good ones, beside PyTorch's own scaler with the same numbers."""
+    """Runs 100 updates that overflow, then good ones, beside PyTorch's own scaler with the same settings."""
     torch.manual_seed(0)
     model = MLP()
     reference = copy.deepcopy(model)
@@ -134,5 +134,5 @@ def test_the_last_of_so_many_in_a_row_is_not_taken() -> None:
     assert (trainer.train_step_info.step, trainer.train_step_info.optimization_step) == (5, 1)
     trainer.train_step(x, label)
     trainer.train_step_info.fetches = ["logits"]
-    with pytest.raises(ValueError, match="are without the loss: add 'loss' to train_step_info.fetches"):
+    with pytest.raises(ValueError, match="do not include the loss: add 'loss' to train_step_info.fetches"):
         trainer.train_step(x, label)

@@ -1,4 +1,4 @@
-"""Loops of the user's own: gradients in ``p.grad``, passes without gradients, updates at any time; dcgan's loop."""
+"""The user's own loops: gradients in ``p.grad``, passes without gradients, updates at any time; dcgan's loop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_loss_scale_is_not_in_the_gradients() -> None:
     reference = copy.deepcopy(model)
     F.cross_entropy(reference(x), y).backward()
     assert_close(model.fc1.weight.grad, reference.fc1.weight.grad, 1e-2, "gradient")
-    # An overflow is seen, and changes nothing but the scale.
+    # An overflow is detected, and changes only the scale.
     before = copy.deepcopy(model.state_dict())
     scale = trainer.loss_scaler.loss_scale
     model.fc1.weight.grad[0, 0] = float("inf")
@@ -105,7 +105,7 @@ def test_predict_needs_no_label() -> None:
     model = Normed()
     trainer = mlp_trainer(model=model)
     x, y = mlp_batches(1)[0]
-    with pytest.raises(TypeError, match="needs all inputs, to export the model"):
+    with pytest.raises(TypeError, match="needs all inputs to export the model"):
         trainer.predict(x)
     trainer.train_step(x, y)
     model.eval()
@@ -128,7 +128,7 @@ def test_a_partial_window_is_ended() -> None:
         if number in (3, 5):
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="after 2 of 4 micro-batches of a window of train_step"):
+    with pytest.raises(RuntimeError, match="after 2 of 4 micro-batches of a train_step"):
         trainer.forward_backward(*batches[0])
     assert trainer.optimizer_step()
     assert_same_state(model, reference)
@@ -222,7 +222,7 @@ class Discriminator(nn.Module):
 
 
 class Deceiving(nn.Module):
-    """The generator, judged by the discriminator."""
+    """The generator followed by the discriminator."""
 
     def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
         super().__init__()

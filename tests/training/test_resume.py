@@ -1,4 +1,4 @@
-"""N steps are k steps, a save, a kill, a new process, a load and N - k steps: bit for bit."""
+"""N steps equal k steps, a save, a kill, a new process, a load and N - k steps, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAVED = 5  # in the middle of every window but those of one micro-batch
 
 
 class Net(nn.Module):
-    """Everything with state: dropout, batch norm, a tied weight."""
+    """A model with all kinds of state: dropout, batch norm, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def run(trainer: ORTTrainer, start: int, stop: int, evaluate: bool = False) -> N
 
 
 def begin(folder: Path) -> None:
-    """What the first process does, which does not come to its end."""
+    """Runs in the first process, which is killed."""
     for name in CASES:
         trainer = make(name)
         run(trainer, 0, SAVED, evaluate=name == "Adam")
@@ -121,23 +121,23 @@ def begin(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    """What the second process does."""
+    """Runs in the second process."""
     for name in CASES:
         trainer = make(name)
-        torch.manual_seed(999)  # nothing of the global generator may matter
+        torch.manual_seed(999)  # the global generator must not matter
         assert trainer.load_checkpoint(folder / f"{name}.part") == {"start": SAVED, "tensor": torch.tensor(SAVED)}
         run(trainer, SAVED, TOTAL)
         trainer.save_checkpoint(folder / f"{name}.resumed")
 
 
 def in_process(function: Callable[[Path], None], folder: Path, threads: int) -> None:
-    torch.set_num_threads(threads)  # it changes how PyTorch's kernels round
+    torch.set_num_threads(threads)  # the number of threads affects rounding in PyTorch's kernels
     function(folder)
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what all cases come to when they are killed and resumed."""
+    """A folder with the results of all cases after they were killed and resumed."""
     folder = tmp_path_factory.mktemp("resumed")
     for function, code in ((begin, -signal.SIGKILL), (resume, 0)):
         call = processes.Call(in_process, (function, folder, torch.get_num_threads()))

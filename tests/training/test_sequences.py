@@ -1,4 +1,4 @@
-"""Models of sequences as their scripts have them, with batches and lengths that change: one export for all of them."""
+"""Sequence models from real scripts, with changing batch sizes and lengths: one export for all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def language_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class TransformerLanguageModel(nn.Transformer):
-    """It keeps the mask of its last call, and lets ``nn.TransformerEncoder`` find out what kind of mask it is."""
+    """Keeps the mask of its last call, and lets ``nn.TransformerEncoder`` detect the kind of mask."""
 
     def __init__(self) -> None:
         super().__init__(d_model=8, nhead=2, dim_feedforward=16, num_encoder_layers=2, dropout=0.0)
@@ -66,7 +66,7 @@ def test_language_model_of_a_transformer() -> None:
 
 
 class RecurrentLanguageModel(nn.Module):
-    """It is given the state that it left, detached, as a script does that goes through a long text."""
+    """Gets its last state, detached, as in a script that processes a long text."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_language_model_that_carries_its_state(model: type[RecurrentLanguageMode
 
 
 class Layer(nn.Module):
-    """One recurrent layer over a sequence (batch, length, 4), or over each one alone."""
+    """One recurrent layer over a sequence (batch, length, 4), or over each sequence separately."""
 
     def __init__(self, kind: str, given: bool = False, batched: bool = True, **settings: Any) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Layer(nn.Module):
         return self.head(output.mean(1)) + torch.cat([state.mean((0, 2)).unsqueeze(-1) for state in states], -1)[:, :1]
 
     def _first(self, x: torch.Tensor) -> Any:
-        """Initial states that depend on the batch, so that their gradient counts."""
+        """Returns initial states that depend on the batch, so that their gradient matters."""
         count = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
         widths = [self.rnn.proj_size or 6, 6] if isinstance(self.rnn, nn.LSTM) else [6]
         states = [(x.mean((1, 2)) * (n + 1)).view(1, -1, 1).expand(count, -1, width) for n, width in enumerate(widths)]
@@ -181,7 +181,7 @@ def test_layers(case: str, kernels: str) -> None:
 
 
 class Packed(nn.Module):
-    """A layer over a packed batch, whose states at the ends of the sequences count too."""
+    """A layer over a packed batch; the loss includes the final states of the sequences."""
 
     def __init__(self, kind: str, batch_first: bool, is_sorted: bool, total: bool, **settings: Any) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_packed_sequences(case: str, kernels: str) -> None:
     ],
 )
 def test_wrong_lengths_of_packed_sequences(lengths: list[int], message: str) -> None:
-    """A graph of ONNX's operators can't raise an error of its own, but the node's name tells where it failed."""
+    """A graph of ONNX operators can't raise its own error, but the node's name tells where it failed."""
     trainer = ORTTrainer(Packed("GRU", True, True, False), PACKED_DESC, CONFIG, loss_fn=F.cross_entropy)
     trainer.train_step(torch.randn(2, 5, 4), torch.tensor([5, 2]), torch.tensor([0, 1]))
     with pytest.raises((ValueError, RuntimeError), match=f"{message}|checked_lengths"):
@@ -274,7 +274,7 @@ def test_data_of_a_packed_sequence_is_refused() -> None:
 
 
 class Loop(nn.Module):
-    """A loop over two cells, whose last steps get what the loop itself has given."""
+    """A loop over two cells, whose last steps get the loop's own outputs."""
 
     def __init__(self, further: int = 0, looks: bool = False, drops_out: bool = False) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def test_loops_over_cells_become_layers(case: str) -> None:
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_layers_in_mixed_precision(kind: str, dtype: torch.dtype) -> None:
-    """The states are added up in fp32: the losses stay closer to fp32 than a half could tell."""
+    """States are accumulated in fp32, so losses stay closer to fp32 than a half could represent."""
     torch.manual_seed(0)
     model = Layer(kind, given=True)
     batch = torch.randn(4, 30, 4), torch.randint(0, 3, (4,))

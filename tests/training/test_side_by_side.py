@@ -1,4 +1,4 @@
-"""Trainers beside each other, in threads, and beside workers of data loaders: the numbers are those of one alone."""
+"""Several trainers in threads, and beside workers of data loaders: each gets the same numbers as alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def make(number: int, kernels: str) -> ORTTrainer:
-    """Trainers that differ in size, precision and seed."""
+    """Returns a trainer; its size, precision and seed depend on the number."""
     torch.manual_seed(number)
     options: dict[str, Any] = {"utils": {"kernels": kernels}, "batch": {"gradient_accumulation_steps": number + 1}}
     if number:
@@ -66,7 +66,7 @@ def test_interleaved_and_in_threads_as_alone(kernels: str) -> None:
 
 
 def test_an_error_in_one_thread_is_not_that_of_another() -> None:
-    """PyTorch's kernels hand their errors around ONNX Runtime, by a record of the thread."""
+    """PyTorch's kernels pass their errors around ONNX Runtime, through a record of the thread."""
     trainers = [mlp_trainer({"debug": {"check_indices": False}}) for _ in range(2)]
     (good, label), (bad, _) = mlp_batches(2)
     for trainer in trainers:
@@ -97,7 +97,7 @@ def loader(method: str | None) -> DataLoader:
 
 
 def with_workers(kernels: str, method: str | None, before_first_step: bool) -> ORTTrainer:
-    """Trains with workers that are started before the export, or after a step."""
+    """Trains with workers started before the export, or after a step."""
     torch.manual_seed(0)
     trainer = mlp_trainer({"utils": {"kernels": kernels}}, model=MLP(dropout=0.5))
     if not before_first_step:
@@ -108,7 +108,7 @@ def with_workers(kernels: str, method: str | None, before_first_step: bool) -> O
 
 
 def test_workers_of_a_loader() -> None:
-    """In a process of its own with threads, which a forked worker lacks: if it waits for them, it does so for good."""
+    """Runs in its own process with threads, which a forked worker lacks: if it waited for them, it would hang."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "tests.training.test_side_by_side"]

@@ -15,7 +15,7 @@ from ort_trainer.optim import rules
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
-# Every optimizer that there is a file for, by its name in state dicts.
+# Every optimizer that has a file, by its name in state dicts.
 CONFIGS = {
     **rules.CONFIGS,
     "momentum": lambda lr=0.1: optim.SGDConfig([{"params": ["fc1.bias"], "momentum": 0.0}], lr, 0.9, dampening=0.1),
@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def slots(kind: str) -> set[str]:
-    """What the state dict has of a parameter; for the legacy optimizers what legacy wrote."""
+    """Returns the keys of a parameter in the state dict; for the legacy optimizers, those that legacy wrote."""
     known = {
         "AdamOptimizer": {"Moment_1", "Moment_2", "Update_Count"},
         "LambOptimizer": {"Moment_1", "Moment_2"},
@@ -199,7 +199,7 @@ CASES = [
     (
         lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"),
         ValueError,
-        "the state is that of LambOptimizer, but the trainer uses AdamOptimizer",
+        "the state is from LambOptimizer, but the trainer uses AdamOptimizer",
     ),
     (
         lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(3, np.float32)}),
@@ -224,14 +224,14 @@ CASES = [
     (
         lambda s: s["optimizer"]["fc2.bias"].update(Update_Count=np.zeros(1, np.int64)),
         ValueError,
-        r"Update_Count\] must be one number, at least 1",
+        r"Update_Count\] must be a single number, at least 1",
     ),
     (lambda s: s["train_step_info"].update(step=-1), ValueError, r"\[step\] must be an int, at least 0"),
     (lambda s: s.update(model=3), TypeError, r"state_dict\[model\] must be a dict, but it is a int"),
     (
         lambda s: s.update(random=np.zeros(100, np.uint8)),
         ValueError,
-        r"state_dict\[random\] is no state of a random generator",
+        r"state_dict\[random\] is not a state of a random generator",
     ),
     (
         lambda s: s.update(gradients={"fc1.bias": np.zeros(16, np.float32)}),
@@ -292,7 +292,7 @@ def test_a_state_with_no_name_in_common_is_refused_also_if_not_strict(prepared: 
         ),
         (nested, "state_dict[model][full_precision] has no name in common with the trainer"),
         ({"model": weights}, "state_dict[model] has no name in common with the trainer"),
-        ({"weights": weights, "epoch": {}}, "it has ['weights', 'epoch'], and the trainer ['model', 'optimizer', "),
+        ({"weights": weights, "epoch": {}}, "it has ['weights', 'epoch'], but the trainer has ['model', 'optimizer', "),
     ]
     for state, message in cases:
         with pytest.raises(RuntimeError, match=re.escape(message)):
@@ -310,6 +310,10 @@ def test_the_state_that_parameters_share_is_checked_as_well(trained: ORTTrainer)
         lamb.load_state_dict(state)
     lamb.load_state_dict(state, strict=False)
     assert lamb.state_dict()["optimizer"]["shared_optimizer_state"]["Step"] == [2]
+    # The legacy documentation writes the key in lower case.
+    state["optimizer"]["shared_optimizer_state"] = {"step": np.array([5])}
+    lamb.load_state_dict(state)
+    assert lamb.state_dict()["optimizer"]["shared_optimizer_state"]["Step"] == [5]
     # Adam's parameters share nothing.
     state = trained.state_dict()
     state["optimizer"]["shared_optimizer_state"] = shared
@@ -330,7 +334,7 @@ def test_missing_sections_are_warned_about(trained: ORTTrainer) -> None:
     assert found[0].filename == __file__
     scheduled.prepare(mlp_batches(1)[0])
     state = scheduled.state_dict()
-    with pytest.warns(UserWarning, match="The trainer has none, so it leaves out lr_scheduler of state_dict"):
+    with pytest.warns(UserWarning, match="The trainer has no lr_scheduler, so it ignores that of state_dict"):
         mlp_trainer().load_state_dict(state)
     for edit, message in (("pop", "Missing keys"), ("__setitem__", "Unexpected keys")):
         changed = {**state, "lr_scheduler": dict(state["lr_scheduler"])}
@@ -366,5 +370,5 @@ def test_a_tied_weight_with_two_values_is_refused() -> None:
     state = Tied().state_dict()
     trainer.load_state_dict(state)
     state["b.weight"] = state["b.weight"] + 1
-    with pytest.raises(ValueError, match="different values for 'a.weight' and 'b.weight', which are one tied tensor"):
+    with pytest.raises(ValueError, match="different values for 'a.weight' and 'b.weight', which are tied in the model"):
         trainer.load_state_dict(state)

@@ -66,7 +66,7 @@ def test_all_of_torch_are_tested() -> None:
 
 
 class Both:
-    """A model that the trainer trains, and a copy in a loop of PyTorch's."""
+    """A model trained by the trainer, and a copy trained in a PyTorch loop."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Both:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, tmp_path: Path) -> None:
     both = Both(OPTIMIZERS[name])
-    # What a line search decides may hang on the last bit.
+    # A line search may depend on the last bit.
     both.step(20, relative=1e-3 if name == "LBFGS" else 1e-5)
     both.trainer.save_checkpoint(tmp_path / "state")
     other = Both(OPTIMIZERS[name])
@@ -132,7 +132,7 @@ def test_windows_and_clipping() -> None:
     options = {"batch": {"gradient_accumulation_steps": 3}, "utils": {"max_grad_norm": 0.3}}
     both = Both(OPTIMIZERS["Adam with L2"], options=options)
     both.step()
-    # What the update used is there until the next step.
+    # The gradients that the update used are kept until the next step.
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in both.model.parameters()])
     assert float(norm) == pytest.approx(0.3, rel=1e-4) and both.trainer.train_step_info.grad_norm > 0.3
     assert torch.equal(both.trainer.get_gradient("fc1.weight"), both.model.fc1.weight.grad)
@@ -186,7 +186,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam"])
 def test_equivalent_configs(name: str) -> None:
-    """Two groups; fc2.bias is in none, and not trained."""
+    """Two groups; fc2.bias is in neither, and not trained."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         extra = {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1} if name == "SGD" else {}
@@ -196,7 +196,7 @@ def test_equivalent_configs(name: str) -> None:
     both.step()
     assert not both.optimizer.state
     assert torch.equal(both.model.fc2.bias, both.reference.fc2.bias)
-    # The rule is the one of the config, and so are checkpoints.
+    # The rule and checkpoints are those of the config.
     config = optim.SGDConfig if name == "SGD" else optim.AdamWConfig
     assert both.trainer.state_dict()["trainer_options"]["optimizer_name"] == config().name
 
@@ -243,7 +243,7 @@ def test_an_overflow_steps_neither_optimizer_nor_schedule() -> None:
 
 
 class Twice(torch.optim.Optimizer):
-    """An optimizer of the user's own: a hundredth of the gradient, twice."""
+    """A user's own optimizer: subtracts a hundredth of the gradient, twice."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -304,7 +304,7 @@ def test_an_optimizer_may_have_frozen_weights() -> None:
     both = Both(OPTIMIZERS["Adam with L2"], options={"utils": {"frozen_weights": ["fc1.weight"]}})
     both.reference.fc1.weight.requires_grad_(False)
     both.step(3)
-    # The two halves of a step by themselves.
+    # The two halves of a step, separately.
     x, y = mlp_batches(1, seed=3)[0]
     both.trainer.forward_backward(x, y)
     both.trainer.optimizer_step()
@@ -326,7 +326,7 @@ def test_an_optimizer_in_a_librarys_wrapper() -> None:
     trainer.train_step(*mlp_batches(1)[0])
     assert len(wrapped.state) == 4
 
-    class Lookahead(torch.optim.SGD):  # has another one inside, and a step of its own
+    class Lookahead(torch.optim.SGD):  # wraps another optimizer and overrides step()
         optimizer = wrapped.optimizer
 
     outer = Lookahead(model.parameters())
@@ -334,7 +334,7 @@ def test_an_optimizer_in_a_librarys_wrapper() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
-    "other parameters": (lambda m: torch.optim.Adam(MLP().parameters()), ValueError, "has 4 tensors that are no param"),
+    "other parameters": (lambda m: torch.optim.Adam(MLP().parameters()), ValueError, "4 tensors that are not param"),
     "sparse": (lambda m: torch.optim.SparseAdam(m.parameters()), ValueError, "SparseAdam needs sparse gradients"),
     "the class": (lambda m: torch.optim.Adam, TypeError, "or an optimizer of torch.optim, but"),
 }
@@ -408,7 +408,7 @@ def test_what_an_update_can_not_do_is_told_before_it() -> None:
     batch = mlp_batches(1)[0]
     trainer.train_step(*batch)
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(RuntimeError, match="a parameter group of SGD has got a momentum, or has lost it"):
+    with pytest.raises(RuntimeError, match="a parameter group of SGD has gained or lost its momentum"):
         trainer.train_step(*batch)
     assert trainer.train_step_info.step == 1
     model = MLP()
@@ -421,7 +421,7 @@ def test_what_an_update_can_not_do_is_told_before_it() -> None:
     trainer = mlp_trainer(None, torch.optim.SGD(model.parameters(), lr=0.1), model)
     trainer.train_step(*batch)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(RuntimeError, match=r"has the parameters \['fc1.weight', .* make optimizer and trainer"):
+    with pytest.raises(RuntimeError, match=r"parameters \['fc1.weight', .* create a new optimizer and a new"):
         trainer.train_step(*batch)
 
 
@@ -439,7 +439,7 @@ def test_one_optimizer_is_for_one_trainer() -> None:
     model = MLP()
     optimizer = torch.optim.Adam(model.parameters())
     trainer = mlp_trainer(None, optimizer, model)
-    with pytest.raises(ValueError, match="optim_config: this Adam is used by another trainer"):
+    with pytest.raises(ValueError, match="optim_config: another trainer uses this Adam"):
         mlp_trainer(None, optimizer, model)
     assert trainer.optim_config.optimizer is optimizer
 
@@ -448,7 +448,7 @@ def test_one_optimizer_is_for_one_trainer() -> None:
     ("make", "message"),
     [
         (lambda p: torch.optim.Adadelta(p), "there is none for Adadelta. Give the optimizer itself"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "added to the gradients"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "adds weight_decay to the gradients"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "it has amsgrad=True"),
         (lambda p: torch.optim.SGD(p, maximize=True), "it has maximize=True"),
         (lambda p: Twice(p), "there is none for Twice"),
@@ -466,7 +466,7 @@ def test_an_optimizer_with_state_is_no_config() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     F.cross_entropy(model(mlp_batches(1)[0][0]), mlp_batches(1)[0][1]).backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has state of updates that it has done"):
+    with pytest.raises(ValueError, match="has state from earlier updates"):
         optim.from_torch(optimizer)
 
 
@@ -477,7 +477,7 @@ def test_schedules_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric at each step: leave it out"):
         mlp_trainer({"lr_scheduler": plateau}, optimizer, model)
     step = lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="StepLR changes the rates of its own AdamW, which the trainer does not look"):
+    with pytest.raises(ValueError, match="StepLR changes the rates of its own AdamW, which the trainer does not use"):
         mlp_trainer({"lr_scheduler": step}, optim.AdamWConfig(), model)
     trainer = mlp_trainer({"lr_scheduler": lambda step: "fast"}, optim.AdamWConfig(), model)
     with pytest.raises(ValueError, match="a finite number, at least 0, but for update 0 it returned 'fast'"):
@@ -491,7 +491,7 @@ def test_states_that_do_not_fit() -> None:
     both.step(2)
     state = both.trainer.state_dict()
     other = Both(OPTIMIZERS["Adam with L2"])
-    with pytest.raises(ValueError, match=r"that of torch.optim.SGD, but the trainer uses torch.optim.Adam"):
+    with pytest.raises(ValueError, match=r"from torch.optim.SGD, but the trainer uses torch.optim.Adam"):
         other.trainer.load_state_dict(state)
     third = Both(OPTIMIZERS["SGD"], groups=groups)
     before = copy.deepcopy(third.model.state_dict())
@@ -499,7 +499,7 @@ def test_states_that_do_not_fit() -> None:
         third.trainer.load_state_dict(state)
     assert all(torch.equal(value, before[name]) for name, value in third.model.state_dict().items())
     without = {key: value for key, value in state.items() if key != "torch_optimizer"}  # as of an export
-    with pytest.warns(UserWarning, match="Missing key: torch_optimizer .* SGD keeps the moments that it has"):
+    with pytest.warns(UserWarning, match="Missing key: torch_optimizer .* SGD keeps its current moments"):
         both.trainer.load_state_dict(without, strict=False)
     trainer = ORTTrainer(MLP(), MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
     trainer.load_state_dict({"model": state["model"], "train_step_info": state["train_step_info"]}, strict=False)

@@ -1,4 +1,4 @@
-"""Passes and updates apart: trainer.optimizer_step, trainer.lazy_reset_grad, and the same by trainer.session."""
+"""Separate passes and updates: trainer.optimizer_step, trainer.lazy_reset_grad, and the same with trainer.session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 class ByPyTorch:
-    """The same training in PyTorch: gradients are added up, and divided at an update."""
+    """The same training in PyTorch: gradients are summed, and divided at an update."""
 
     def __init__(self, model: nn.Module, lr: float = 0.01, total: int = 0) -> None:
         self.model = copy.deepcopy(model)
@@ -46,7 +46,7 @@ class ByPyTorch:
 
 
 def pair(size: int, **options: Any) -> tuple[ORTTrainer, ByPyTorch]:
-    """A trainer with windows of this size and a linear schedule, and PyTorch."""
+    """Returns a trainer with windows of this size and a linear schedule, and its counterpart in PyTorch."""
     model = MLP()
     given = {
         "batch": {"gradient_accumulation_steps": size},
@@ -63,9 +63,9 @@ def counted(trainer: ORTTrainer) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("by_session", [False, True], ids=["trainer", "session"])
 def test_a_window_is_given_up_or_ends_early(by_session: bool) -> None:
-    """Of every five micro-batches two are dropped, two make an update of their own, and one begins a window of three.
+    """Of every five micro-batches two are dropped, two make a separate update, and one begins a window of three.
 
-    That of the next five is then full after two more, and so on.
+    That window is complete after two micro-batches of the next five, and so on.
     """
     trainer, theirs = pair(3)
     trainer.prepare(mlp_batches(1)[0])
@@ -99,7 +99,7 @@ def test_a_window_is_given_up_or_ends_early(by_session: bool) -> None:
 
 
 def test_the_three_calls_of_the_cpp_class() -> None:
-    """train_step, optimizer_step, lazy_reset_grad, as C++ has them; with steps of the trainer in between."""
+    """train_step, optimizer_step and lazy_reset_grad as in C++, with steps of the trainer in between."""
     trainer, theirs = pair(2)
     assert trainer.session is None
     trainer.prepare(mlp_batches(1)[0])
@@ -126,7 +126,7 @@ def test_the_three_calls_of_the_cpp_class() -> None:
         assert trainer.train_step_info.optimization_step == theirs.updates == number + 1
         assert session.present_gradients() == {} and counted(trainer)[2] == 0
         assert session.get_learning_rate() == pytest.approx(theirs.optimizer.param_groups[0]["lr"])
-        session.lazy_reset_grad()  # which C++ asks for, and is done already
+        session.lazy_reset_grad()  # required in C++; here the update has already done it
     assert_same_weights(trainer, theirs.model, 1e-4)
 
 
@@ -160,7 +160,7 @@ def test_gradients_in_the_model_are_dropped() -> None:
     theirs = ByPyTorch(model)
     theirs.model.fc2.bias.requires_grad_(False)
     theirs.optimizer = torch.optim.AdamW([p for p in theirs.model.parameters() if p.requires_grad], lr=0.01)
-    model.fc2.bias.grad = torch.ones(3)  # somebody else's: the trainer does not train it
+    model.fc2.bias.grad = torch.ones(3)  # not the trainer's: it does not train this parameter
     for x, y in mlp_batches(20):
         trainer.forward_backward(x, y)
         loss = F.cross_entropy(theirs.model(x), y)
@@ -178,7 +178,7 @@ def test_gradients_in_the_model_are_dropped() -> None:
 
 
 def test_evaluation_by_the_session() -> None:
-    """It needs no eval_step of the trainer before, and changes nothing."""
+    """Evaluation needs no earlier eval_step of the trainer, and changes nothing."""
     model = MLP(dropout=0.5)
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
     x, y = mlp_batches(1)[0]
@@ -220,9 +220,7 @@ def test_wrong_calls_change_nothing() -> None:
     for step in (session.train_step, session.eval_step):
         with pytest.raises(TypeError, match="names must be a list of names, but 'loss' was given"):
             step([x, y], names="loss")
-    with pytest.raises(
-        RuntimeError, match="the option lr_scheduler is .*LinearWarmup.*, which gives the learning rate"
-    ):
+    with pytest.raises(RuntimeError, match="the option lr_scheduler is .*LinearWarmup.*, which sets the learning rate"):
         session.set_learning_rate(0.1)
     after = trainer.state_dict()
     assert after["window"] == before["window"] and after["train_step_info"] == before["train_step_info"]
@@ -260,10 +258,10 @@ def test_learning_rates() -> None:
 
 
 def test_the_learning_rate_of_a_schedule_can_be_asked_for() -> None:
-    """Before the first update and after loading, too, where the session has run none."""
+    """Works before the first update, and after loading, when the session has run none."""
     x, y = mlp_batches(1)[0]
     factors = [0.0, 0.25, 0.5, 0.75, 1.0]
-    # The class tells what the last update had, a function and PyTorch's schedules what the coming one has.
+    # The class returns the rate of the last update; a function and PyTorch's schedules return the coming one's.
     for kind, seen in (("class", [0.0, *factors]), ("function", factors), ("torch", factors)):
 
         def make(kind: str = kind) -> ORTTrainer:
@@ -298,7 +296,7 @@ def test_a_window_that_was_loaded_can_be_dropped_before_training() -> None:
     state = first.state_dict()
     other = mlp_trainer(options, optim.AdamWConfig(lr=0.01))
     other.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"waits for training to begin: call prepare\(\)"):
+    with pytest.raises(RuntimeError, match=r"is applied when training begins: call prepare\(\)"):
         other.optimizer_step()
     other.lazy_reset_grad()
     with pytest.warns(UserWarning, match="not initialized yet"):
@@ -343,7 +341,7 @@ def test_an_overflow_is_seen_by_the_session() -> None:
     assert session.optimizer_step() is False and scaler.loss_scale == 4.0
     assert_same_weights(trainer, reference, 0.0)
     session.train_step([x * torch.inf, y])
-    session.lazy_reset_grad()  # of what is dropped nobody asks whether it is finite
+    session.lazy_reset_grad()  # dropped gradients are not checked for being finite
     session.train_step([x, y])
     assert session.optimizer_step() is True and scaler.loss_scale == 4.0
     assert trainer.train_step_info.optimization_step == 1 and trainer.train_step_info.step == 3

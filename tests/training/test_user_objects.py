@@ -1,4 +1,4 @@
-"""The scaler and the schedule that a user gives are the ones that work, for one trainer at a time."""
+"""The trainer uses the user's own scaler and schedule objects, which serve one trainer at a time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_the_users_own_objects_move() -> None:
 @pytest.mark.parametrize(
     ("again", "message"),
     [
-        ((0, None), "mixed_precision.loss_scaler: this DynamicLossScaler is used by another trainer"),
-        ((None, 1), "lr_scheduler: this LinearWarmupLRScheduler is used by another trainer"),
+        ((0, None), "mixed_precision.loss_scaler: another trainer uses this DynamicLossScaler"),
+        ((None, 1), "lr_scheduler: another trainer uses this LinearWarmupLRScheduler"),
     ],
 )
 def test_an_object_serves_one_living_trainer(again: tuple[int | None, int | None], message: str) -> None:
@@ -47,7 +47,7 @@ def test_an_object_serves_one_living_trainer(again: tuple[int | None, int | None
 
 def test_a_trainer_in_a_cycle_is_gone_and_one_that_failed_used_nothing() -> None:
     schedule = optim.LinearWarmupLRScheduler(10)
-    with pytest.raises(ValueError, match="no parameters of the model"):
+    with pytest.raises(ValueError, match="unknown parameters .* in utils.frozen_weights"):
         mlp_trainer({"lr_scheduler": schedule, "utils": {"frozen_weights": ["none"]}})
     holder: dict[str, Any] = {}
     holder["trainer"], holder["self"] = mlp_trainer({"lr_scheduler": schedule}), holder
@@ -76,7 +76,7 @@ def test_a_state_that_is_refused_changes_neither_object() -> None:
     state["lr_scheduler"]["last_lr"] = [0.5]
     second = make(Broken())
     second.prepare(mlp_batches(1)[0])
-    with pytest.raises(ValueError, match=r"state_dict\[lr_scheduler\] does not fit Broken: KeyError"):
+    with pytest.raises(ValueError, match=r"state_dict\[lr_scheduler\] is invalid for Broken: KeyError"):
         second.load_state_dict(state)
     assert second.loss_scaler is not None and second.loss_scaler.loss_scale == 8.0
     assert second.lr_scheduler is not None and second.lr_scheduler.state_dict() == {"last_lr": []}

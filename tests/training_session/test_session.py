@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
-from ort_trainer.training_session import translate
+from ort_trainer.training_session import TrainerSession, translate
 
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
@@ -140,7 +140,9 @@ def test_mixed_precision_feeds_a_scale(path: Path) -> None:
     session = TrainingSession(path, parameters(use_mixed_precision=True))
     x, y = mlp_batches(1)[0]
     assert [entry.name for entry in session.get_inputs()] == ["x", "label", RATE, session.loss_scale_input_name]
-    with pytest.raises(TypeError, match=r"inputs \['loss_scale'\] are missing: a float32 array of shape \[1\] each"):
+    with pytest.raises(
+        TypeError, match=r"inputs \['loss_scale'\] are missing: pass a float32 array of shape \[1\] for each"
+    ):
         session.run(None, feed(x, y, **{RATE: 0.1}))
     before = session.get_state()
     results = session.run(["all_gradients_finite"], feed(x * torch.inf, y, **{RATE: 0.1, "loss_scale": 4.0}))
@@ -149,7 +151,7 @@ def test_mixed_precision_feeds_a_scale(path: Path) -> None:
     scaled = session.run(["loss", "all_gradients_finite"], feed(x, y, **{RATE: 0.1, "loss_scale": 1024.0}))
     assert scaled[1] == [True]
     plain = TrainingSession(path, parameters())
-    # Of fp16 the CPU provider leaves out the rounding, as docs/limits.md says.
+    # The CPU provider does not round to fp16, as docs/limits.md says.
     close = {"rel": 1e-2} if torch.cuda.is_available() else {"rel": 1e-6}
     assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], **close)
     state = session.get_model_state(include_mixed_precision_weights=True)
@@ -193,7 +195,7 @@ def test_bindings_and_ort_values(path: Path) -> None:
     binding.bind_output("logits", "cpu", 0, np.float32, [5, 4], memory.data_ptr())
     with pytest.raises(ValueError, match=r"output 'logits' is bound to memory of shape \[5, 4\]"):
         sessions[2].run_with_iobinding(binding, evaluation())
-    with pytest.raises(ValueError, match="element_type and shape must be given too"):
+    with pytest.raises(ValueError, match="also needs element_type and shape"):
         binding.bind_output("loss", buffer_ptr=memory.data_ptr())
     with pytest.raises(ValueError, match="device_type must be 'cpu' or 'cuda', but 'tpu' was given"):
         binding.bind_input("x", "tpu", 0, np.float32, [1], memory.data_ptr())
@@ -241,7 +243,7 @@ def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
     assert session.get_modelmeta().graph_name
     assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
     session.disable_fallback()
-    with pytest.raises(NotImplementedError, match="does not fall back to another execution provider"):
+    with pytest.raises(NotImplementedError, match="can't fall back to another execution provider"):
         session.enable_fallback()
     described = {entry.name: (entry.type, entry.shape) for entry in (*session.get_inputs(), *session.get_outputs())}
     assert described == {
@@ -262,7 +264,7 @@ def test_a_partial_run_never_updates(path: Path) -> None:
     x, y = mlp_batches(1)[0]
     session.run(["loss"], feed(x, y), partial)
     assert np.array_equal(session.get_state()["fc1.weight"], before)
-    # Without a label, in evaluation, for what needs none.
+    # In evaluation, outputs that need no label can be computed without one.
     assert session.run(["logits"], {"x": x.numpy()}, evaluation())[0].shape == (5, 3)
 
 
@@ -281,7 +283,7 @@ def test_windows(model: MLP, path: Path) -> None:
     (F.cross_entropy(theirs(x), y) + F.cross_entropy(theirs(x2), y2)).div(2).backward()
     expected = theirs.fc1.weight - 0.1 * theirs.fc1.weight.grad
     assert_close(torch.from_numpy(session.get_state()["fc1.weight"]), expected.detach(), 1e-3, "fc1.weight")
-    # Memory that does not fit is found before anything changes.
+    # Memory of the wrong size is detected before anything changes.
     before = session.get_state()["fc1.weight"]
     binding = session.io_binding()
     with pytest.raises(ValueError, match="no output is bound"):
@@ -334,31 +336,31 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
         (
             {"loss_output_name": "x"},
             ValueError,
-            r"the loss 'x' is no output of the ONNX model: it has \['loss', 'logits'",
+            r"the loss 'x' is not an output of the ONNX model: it has \['loss', 'logits'",
         ),
         ({"training_optimizer_name": "Adam"}, ValueError, "must be one of .*'AdamOptimizer'.* but 'Adam' was given"),
-        ({"weights_to_train": {"w"}}, ValueError, r"weights_to_train names \['w'\], which are no weights of the model"),
-        ({"weights_not_to_train": ["w"]}, ValueError, "weights_not_to_train names"),
-        ({"optimizer_attributes_map": {"w": {}}}, ValueError, "optimizer_attributes_map names"),
+        ({"weights_to_train": {"w"}}, ValueError, r"weights_to_train has \['w'\], which are not weights of the model"),
+        ({"weights_not_to_train": ["w"]}, ValueError, "weights_not_to_train has"),
+        ({"optimizer_attributes_map": {"w": {}}}, ValueError, "optimizer_attributes_map has"),
         (
             {"optimizer_attributes_map": {"fc1.bias": {"x": 1.0}}},
             ValueError,
-            "sets 'x', which AdamConfig does not have",
+            "sets 'x', which AdamConfig lacks",
         ),
         (
             {"training_optimizer_name": "SGDOptimizer", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
             ValueError,
-            "sets 'alpha', which SGDConfig does not have",
+            "sets 'alpha', which SGDConfig lacks",
         ),
         (
             {"training_optimizer_name": "", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
             ValueError,
-            "a session without optimizer has no attributes",
+            "need a training_optimizer_name: set it",
         ),
-        ({"lr_params_feed_name": "x"}, ValueError, "lr_params_feed_name 'x' must be a new name"),
-        ({"lr_params_feed_name": ""}, ValueError, "lr_params_feed_name '' must be a new name"),
-        ({"immutable_weights": {"Add": {"a": "b"}}}, TypeError, "must be a dict of positions and numbers"),
-        ({"optimizer_attributes_map": {"fc1.bias": 3}}, TypeError, "must be a dict of attributes, but is 3"),
+        ({"lr_params_feed_name": "x"}, ValueError, "must be a new input name, but 'x' was given"),
+        ({"lr_params_feed_name": ""}, ValueError, "must be a new input name, but '' was given"),
+        ({"immutable_weights": {"Add": {"a": "b"}}}, TypeError, "must be a dict, input position -> number"),
+        ({"optimizer_attributes_map": {"fc1.bias": 3}}, TypeError, "must be a dict of attributes, but it is 3"),
         ({"optimizer_initial_state": {"w": {}}}, ValueError, "set_optimizer_initial_state has 'w'"),
         ({"optimizer_initial_state": {"fc1.bias": {"Moment_3": 1}}}, ValueError, "has 'fc1.bias': .'Moment_3'."),
         (
@@ -366,7 +368,11 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
             ValueError,
             "has no effect without training_optimizer_name",
         ),
-        ({"use_fp16_moments": True}, ValueError, "use_fp16_moments is refused: moments are kept in fp32"),
+        (
+            {"use_fp16_moments": True},
+            ValueError,
+            "use_fp16_moments is not supported: exact training needs fp32 moments",
+        ),
         ({"loss_scale": 2.0}, ValueError, "loss_scale has no effect without use_mixed_precision"),
         ({"loss_scale": -2.0, "use_mixed_precision": True}, ValueError, "loss_scale must be at least 0, but -2.0"),
         ({"world_size": 2}, ValueError, "world_size is 2, but this process was launched alone"),
@@ -374,11 +380,11 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
         ({"deepspeed_zero_stage": 2}, ValueError, "max value is 1"),
         ({"gradient_accumulation_steps": 0}, ValueError, "min value is 1"),
         ({"enable_adasum": True}, ValueError, "enable_adasum: has no effect in one process"),
-        ({"gelu_recompute": True}, ValueError, "gelu_recompute does nothing for an ONNX model"),
+        ({"gelu_recompute": True}, ValueError, "gelu_recompute has no effect for an ONNX model"),
         (
             {"use_memory_efficient_gradient": True},
             ValueError,
-            "memory_efficient_gradient does nothing for an ONNX model",
+            "memory_efficient_gradient has no effect for an ONNX model",
         ),
         ({"propagate_cast_ops_level": 0}, ValueError, "propagate_cast_ops_config.level: can't be changed"),
         ({"pipeline_cut_info_string": "a"}, ValueError, "no effect without a pipeline"),
@@ -401,17 +407,17 @@ def test_refused_arguments(path: Path) -> None:
         TrainingSession(3, parameters())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parameters must be TrainingParameters, but a dict"):
         TrainingSession(path, {})  # type: ignore[arg-type]
-    with pytest.raises(ExportError, match="no ONNX model"):
+    with pytest.raises(ExportError, match="not an ONNX model"):
         TrainingSession(b"abc", parameters())
-    with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], which ONNX Runtime does not know"):
+    with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], unknown to ONNX Runtime"):
         TrainingSession(path, parameters(), providers=["NoExecutionProvider"])
-    with pytest.raises(ValueError, match="providers must name each provider once"):
+    with pytest.raises(ValueError, match="providers must not repeat a provider"):
         TrainingSession(path, parameters(), providers=["CPUExecutionProvider", ("CPUExecutionProvider", {"a": 1})])
     with pytest.raises(ValueError, match=r"there are 1 providers, \['CPUExecutionProvider'\], but 2 provider_options"):
         TrainingSession(path, parameters(), providers=["CPUExecutionProvider"], provider_options=[{}, {}])
     session = TrainingSession(path, parameters())
     before = session.get_state()
-    with pytest.raises(ValueError, match=r"there are no outputs \['y'\]: the outputs are \['loss', 'logits'\]"):
+    with pytest.raises(ValueError, match=r"unknown outputs \['y'\]: the outputs are \['loss', 'logits'\]"):
         session.run(["y"], feed(x, y, **{RATE: 0.1}))
     with pytest.raises(TypeError, match=r"inputs \['Learning_Rate'\] are missing"):
         session.run(["loss"], feed(x, y))
@@ -419,7 +425,7 @@ def test_refused_arguments(path: Path) -> None:
         session.run(["loss"], {"x": x.numpy(), RATE: np.ones(1, np.float32)})
     with pytest.raises(TypeError, match=r"unknown inputs \['z'\]"):
         session.run(["loss"], {**feed(x, y, **{RATE: 0.1}), "z": np.ones(1)})
-    with pytest.raises(TypeError, match="a training session runs with a binding from its io_binding"):
+    with pytest.raises(TypeError, match="iobinding must come from the training session's io_binding"):
         session.run_with_iobinding(3)  # type: ignore[arg-type]
     for rate, message in ((np.nan, "finite number, at least 0, but nan"), (-1.0, "but -1.0 was given")):
         with pytest.raises(ValueError, match=message):
@@ -443,7 +449,7 @@ def test_refused_arguments(path: Path) -> None:
         session.set_providers([cpu], [{"a": 1}])
     with pytest.raises(ValueError, match="disabled_optimizers"):
         session._create_inference_session(None, None, ["A"])
-    with pytest.raises(ValueError, match="there is no output 'y'"):
+    with pytest.raises(ValueError, match="unknown output 'y'"):
         session.is_output_fp32_node("y")
     assert all(np.array_equal(value, before[name]) for name, value in session.get_state().items())
 
@@ -462,14 +468,16 @@ def test_providers_that_can_not_be_used_are_skipped(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     x, y = mlp_batches(1)[0]
-    with pytest.warns(UserWarning, match=r"providers has \['CUDAExecutionProvider'.*\], which can't be used here"):
+    with pytest.warns(
+        UserWarning, match=r"skipping the providers \['CUDAExecutionProvider'.*\], which can't be used here"
+    ):
         session = TrainingSession(path, parameters(), None, providers, options)
     plain = TrainingSession(path, parameters())
     for _ in range(2):
         found = [s.run(["loss"], feed(x, y, **{RATE: 0.1}))[0] for s in (session, plain)]
         assert found[0] == found[1]
     assert session.get_providers() == ["CPUExecutionProvider"]
-    with pytest.warns(UserWarning, match="can't be used here and are skipped"):
+    with pytest.warns(UserWarning, match="skipping the providers"):
         session.set_providers(providers, options)
 
 
@@ -480,16 +488,16 @@ def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert translate.providers_of([cuda, cpu], None) == ("cuda:0", {cuda: {}, cpu: {}})
     assert translate.providers_of([(cuda, {"device_id": "1"})], None) == ("cuda:1", {cuda: {"device_id": "1"}})
-    # The CPU takes every node, so nothing is left for those behind it.
+    # The CPU takes every node, so nothing is left for the providers after it.
     assert translate.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
     assert translate.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
     assert translate.providers_of(None, None) == ("", {})
-    # Without names, options are those of all that are available.
+    # Without names, the options belong to all available providers.
     assert translate.providers_of(None, [{"device_id": 1}, {}, {}])[0] == "cuda:1"
     for index in (2, "first"):
         with pytest.raises(ValueError, match=f"providers has {cuda} with device_id '{index}', but there are 2 CUDA"):
             translate.providers_of([cuda], [{"device_id": index}])
-    with pytest.raises(ValueError, match="providers has .'cuda'., which ONNX Runtime does not know: choose from"):
+    with pytest.raises(ValueError, match="providers has .'cuda'., unknown to ONNX Runtime: choose from"):
         translate.providers_of(["cuda"], None)
 
 
@@ -500,7 +508,7 @@ def test_models_in_onnx_runtimes_own_format(path: Path, tmp_path: Path) -> None:
     options.add_session_config_entry("session.save_model_format", "ORT")
     onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
     for model in (tmp_path / "m.ort", (tmp_path / "m.ort").read_bytes()):
-        with pytest.raises(ExportError, match=r"is in ONNX Runtime's own format \(.ort\), .* give the ONNX model"):
+        with pytest.raises(ExportError, match=r"is in ORT format \(.ort\), .* use the ONNX model"):
             TrainingSession(model, parameters())
 
 
@@ -558,3 +566,19 @@ def test_parameters_are_values() -> None:
         one.wieghts = 3  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="must be a dict of dicts"):
         one.set_optimizer_initial_state({"a": 3})  # type: ignore[dict-item]
+
+
+def test_methods_that_there_are_not_say_what_there_is_instead(model: MLP) -> None:
+    session = TrainerSession(mlp_trainer(model=model))
+    for name, instead in {
+        "run": r"the trainer's train_step\(\) and eval_step\(\) run it",
+        "run_async": r"call run\(\) in a thread",
+        "load_model": "the constructor reads the model",
+        "__del__": "there is nothing to finalize",
+        "_sess": "there is no C session",
+    }.items():
+        with pytest.raises(AttributeError, match=f"^'TrainerSession' object has no attribute '{name}': {instead}"):
+            getattr(session, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+        session.nothing()
+    assert not hasattr(TrainingSession, "run_async") and hasattr(TrainingSession, "run")

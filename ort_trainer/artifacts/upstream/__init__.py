@@ -1,4 +1,4 @@
-"""Files of onnxruntime-training's own on-device training API: read, written, and trained by it."""
+"""Reads and writes the files of onnxruntime-training's on-device training API."""
 
 from .checkpoint import OptimizerGroup, UpstreamCheckpoint, UpstreamParameter, read_upstream_checkpoint
 from .write_checkpoint import upstream_checkpoint_bytes, write_upstream_checkpoint

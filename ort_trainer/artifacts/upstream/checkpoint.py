@@ -1,7 +1,7 @@
-"""The checkpoint files of onnxruntime-training's own training API, which are flatbuffers.
+"""Reads the checkpoint files of onnxruntime-training's training API, which are flatbuffers.
 
 The layout is that of ``ort_training_checkpoint.fbs`` in ONNX Runtime 1.17 to 1.19, version 2 of the format. Tensors of
-a large checkpoint are not in the file itself but in ``<path>.data`` beside it, raw, one behind the other.
+a large checkpoint are in a second file, ``<path>.data``, as raw bytes one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PropertyValue = int | float | str
 
 VERSION = 2
 
-# Numbers of ONNX's element types that numpy has too.
+# ONNX's numbers of the element types that NumPy supports.
 DTYPES: Mapping[int, np.dtype[Any]] = {
     number: np.dtype(name)
     for number, name in (
@@ -54,8 +54,8 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
 }
 
 UNLOADABLE = np.dtype(np.float16)
-"""The runtime fails to load a file that has a tensor of this type."""
-# Names that are shared, as a builder may write them, are read of a parameter and of its moments.
+"""The runtime can't load a file with a tensor of this type."""
+# A builder may write a name once and share it between a parameter and its moments.
 _TEXT_SHARING = 4
 
 
@@ -64,7 +64,7 @@ class UpstreamParameter:
     """A parameter.
 
     Attributes:
-        data: Its value; of a nominal checkpoint an empty array.
+        data: Its value; an empty array in a nominal checkpoint.
         requires_grad: Whether it is trained.
     """
 
@@ -77,8 +77,8 @@ class OptimizerGroup:
     """The state of an optimizer for a group of parameters.
 
     Attributes:
-        step: The number of updates done.
-        initial_lr: The learning rate with which the optimizer began.
+        step: Number of updates done.
+        initial_lr: The optimizer's initial learning rate.
         moments: Parameter name -> name of a moment, ``momentum0`` or ``momentum1`` -> its value.
     """
 
@@ -89,13 +89,13 @@ class OptimizerGroup:
 
 @dataclass
 class UpstreamCheckpoint:
-    """What a checkpoint file of onnxruntime-training's training API holds.
+    """The contents of a checkpoint file of onnxruntime-training's training API.
 
     Attributes:
         parameters: The parameters by name.
-        properties: The user's own values, whole numbers of 64 bits, numbers of 32 bits and texts.
-        groups: The state of the optimizer by group; upstream knows one, ``group0``.
-        nominal: Whether the parameters have no values, but names only.
+        properties: The user's own values: ints of 64 bits, floats of 32 bits and strings.
+        groups: The state of the optimizer by group; upstream has only ``group0``.
+        nominal: Whether the parameters have names only, and no values.
     """
 
     parameters: dict[str, UpstreamParameter] = field(default_factory=dict)
@@ -111,8 +111,8 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
         source: Its path, or its content.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is damaged, is none, or holds what can't be read.
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged, is not such a checkpoint, or has unsupported contents.
     """
     path: Path | None
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -123,9 +123,9 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
             raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
         data, name = path.read_bytes(), repr(str(path))
     else:
-        raise TypeError(f"source must be a path or bytes, but a {type(source).__name__} was given")
+        raise TypeError(f"source must be a path or bytes, but got {type(source).__name__}")
     if not is_upstream_checkpoint(data[:8]):
-        raise CheckpointError(f"{name} is no checkpoint of onnxruntime-training: it does not have the mark 'ODTC'")
+        raise CheckpointError(f"{name} is not a checkpoint of onnxruntime-training: the mark 'ODTC' is missing")
     return _Reader(data, name, path).read()
 
 
@@ -133,7 +133,7 @@ class _Reader:
     def __init__(self, data: bytes, name: str, path: Path | None) -> None:
         self._name, self._path = name, path
         self._root = Table.root(memoryview(data), name)
-        # No sound file shares bytes between tensors, and one that does could fill the memory.
+        # Tensors of a valid file never share bytes; a hostile file could use that to exhaust memory.
         self._left = len(data)
         self._text_left = _TEXT_SHARING * len(data)
         self._external: Path | None = None
@@ -142,8 +142,8 @@ class _Reader:
         version = self._root.integer(0, format="<i")
         if version not in (1, VERSION):
             raise CheckpointError(
-                f"{self._name} is a checkpoint of onnxruntime-training in version {version} of the format; version "
-                f"{VERSION}, of onnxruntime-training 1.17 to 1.19, can be read"
+                f"{self._name} is a checkpoint of onnxruntime-training in version {version} of the format; supported "
+                f"is version {VERSION}, of onnxruntime-training 1.17 to 1.19"
             )
         found = UpstreamCheckpoint()
         module = self._root.table(1)
@@ -170,7 +170,7 @@ class _Reader:
         group = OptimizerGroup(table.integer(1), table.float(2))
         if group.step < 0 or not 0.0 <= group.initial_lr < math.inf:
             raise CheckpointError(
-                f"{self._name} is damaged: it has {group.step} updates and the learning rate {group.initial_lr}"
+                f"{self._name} is damaged: invalid step {group.step} or learning rate {group.initial_lr}"
             )
         for state in table.tables(3):
             moments: dict[str, Array] = {}
@@ -185,8 +185,8 @@ class _Reader:
             dtype = DTYPES.get(table.integer(3, format="<i"))
             if dtype is None:
                 raise CheckpointError(
-                    f"{self._name} can't be read: {name!r} has ONNX's element type {table.integer(3, format='<i')}, "
-                    "which numpy does not have"
+                    f"{self._name} can't be read: {name!r} has ONNX element type {table.integer(3, format='<i')}, "
+                    "which NumPy does not support"
                 )
             yield name, np.empty(0, dtype) if nominal else self._array(table, name, dtype)
 
@@ -194,28 +194,28 @@ class _Reader:
         shape = table.integers(2)
         size = math.prod(shape) * dtype.itemsize
         if any(length < 0 for length in shape):
-            raise CheckpointError(f"{self._name} is damaged: {name!r} has the shape {list(shape)}")
+            raise CheckpointError(f"{self._name} is damaged: {name!r} has the invalid shape {list(shape)}")
         data, offset = table.data(4), table.integer(6, -1)
         if data is None and offset >= 0 and self._external is not None:
             data = self._outside(offset, size)
         if data is None or len(data) != size:
             raise CheckpointError(
-                f"{self._name} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} needs {size} bytes, and "
-                f"there are {0 if data is None else len(data)}"
+                f"{self._name} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} needs {size} bytes, but "
+                f"has {0 if data is None else len(data)}"
             )
         self._left -= size
         if self._left < 0:
             raise CheckpointError(f"{self._name} is damaged: its tensors overlap")
         try:
             return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
-        except ValueError as error:  # of too many dimensions, or one too large beside one that is 0
-            raise CheckpointError(f"{self._name} is damaged: {name!r} has the shape {list(shape)}") from error
+        except ValueError as error:  # too many dimensions, or a huge one next to one of size 0
+            raise CheckpointError(f"{self._name} is damaged: {name!r} has the invalid shape {list(shape)}") from error
 
     def _find_external(self) -> None:
         if self._path is None:
             raise CheckpointError(
-                f"{self._name} keeps tensors in a second file, '<path>.data', so it can't be read from bytes: give "
-                "the path"
+                f"{self._name} keeps tensors in a second file, '<path>.data', so it can't be read from bytes: pass the "
+                "path"
             )
         self._external = Path(f"{self._path}.data")
         if not self._external.is_file():
@@ -225,7 +225,7 @@ class _Reader:
         self._left += self._external.stat().st_size
 
     def _outside(self, offset: int, size: int) -> memoryview:
-        """Returns bytes of the second file; fewer if it ends before them."""
+        """Returns bytes of the second file; fewer if the file is too short."""
         assert self._external is not None
         with self._external.open("rb") as file:
             file.seek(offset)
@@ -234,10 +234,10 @@ class _Reader:
     def _text(self, table: Table, number: int) -> str:
         text = table.text(number)
         if text is None:
-            raise CheckpointError(f"{self._name} is damaged: a name or a text is missing")
+            raise CheckpointError(f"{self._name} is damaged: a string is missing")
         self._text_left -= len(text)
         if self._text_left < 0:
-            raise CheckpointError(f"{self._name} is damaged: its texts overlap")
+            raise CheckpointError(f"{self._name} is damaged: its strings overlap")
         return text
 
     def _put(self, entries: dict[str, Any], name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of onnxruntime-training's training API as ours, and ours as theirs."""
+"""Converts between checkpoints of onnxruntime-training's training API and of ``ort_trainer.api``."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .checkpoint import UNLOADABLE, Array, OptimizerGroup, UpstreamCheckpoint, U
 __all__ = ["from_upstream", "to_upstream"]
 
 GROUP = "group0"
-"""The one group that upstream's optimizers know."""
+"""The only parameter group of upstream's optimizers."""
 
-# Their names of Adam's moments, and ours. With momentum0 alone it is SGD, which uses none of it.
+# Upstream's names of Adam's moments -> ours. SGD has momentum0 alone, and does not use it.
 _MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
 
 
 def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
-    """Returns a checkpoint as onnxruntime-training has it.
+    """Converts a checkpoint to onnxruntime-training's.
 
     Args:
-        checkpoint: Ours.
-        trained: Names of the parameters that have gradients, where these are fewer than the trainable ones: the runtime
-            wants moments of every parameter that it trains.
+        checkpoint: Our checkpoint.
+        trained: Names of the parameters that have gradients, if not all trainable ones do: the runtime expects moments
+            for exactly the parameters that it trains.
 
     Returns:
-        Theirs, and what it can't hold, in words, for a warning.
+        Upstream's checkpoint, and descriptions of what it can't store, for a warning.
 
     Raises:
-        ValueError: If it is the state of an optimizer that onnxruntime-training does not have.
+        ValueError: If onnxruntime-training lacks the optimizer.
     """
     wanted = checkpoint.trainable if trained is None else trained
     found = UpstreamCheckpoint(nominal=checkpoint.nominal, properties=dict(checkpoint.properties))
@@ -61,8 +61,8 @@ def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
     counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == UPDATE_COUNT}
     if len(counts) > 1:
         raise ValueError(
-            f"the parameters were updated different numbers of times ({sorted(counts)}, plus 1), and "
-            "onnxruntime-training counts updates once for all: convert a checkpoint without optimizer state"
+            f"the parameters have different update counts ({sorted(counts)}, plus 1), but onnxruntime-training keeps "
+            "one count for all: convert a checkpoint without optimizer state"
         )
     if counts:
         group.step = counts.pop() - 1
@@ -74,12 +74,12 @@ def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
             if adam
             else {"momentum0": zeros}
         )
-    # What is left belongs to parameters that never have a gradient, or to another optimizer.
+    # The rest belongs to parameters that never have a gradient, or to another optimizer.
     strange = [key for key in given if not (adam and _slot(key) in _MOMENTS.values())]
     if strange:
         raise ValueError(
-            f"the optimizer keeps {strange[0]!r}, which no optimizer of onnxruntime-training does, it has Adam and SGD "
-            "without momentum: convert a checkpoint without optimizer state"
+            f"the optimizer's state has {strange[0]!r}, but onnxruntime-training supports only Adam and SGD without "
+            "momentum: convert a checkpoint without optimizer state"
         )
     return group
 
@@ -89,14 +89,14 @@ def _slot(key: str) -> str:
 
 
 def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None) -> Checkpoint:
-    """Returns a checkpoint of onnxruntime-training as ours.
+    """Converts a checkpoint of onnxruntime-training to ours.
 
     Args:
-        checkpoint: Theirs.
-        like: The checkpoint of the export with whose models it is to be used; None if it is for no models.
+        checkpoint: Upstream's checkpoint.
+        like: The checkpoint of the export whose models will use the result; None if no models will.
 
     Raises:
-        CheckpointError: If its moments are not those of its parameters.
+        CheckpointError: If its moments don't match its parameters.
         ValueError: If it does not fit ``like``.
     """
     parameters = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
@@ -119,27 +119,27 @@ def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None
 
 
 def _check_moments(checkpoint: UpstreamCheckpoint) -> None:
-    """Raises the error for an optimizer's state that no optimizer of onnxruntime-training keeps."""
+    """Raises a CheckpointError if the state fits no optimizer of onnxruntime-training."""
     what = "the checkpoint of onnxruntime-training"
     others = sorted(checkpoint.groups.keys() - {GROUP})
     if others:
         raise CheckpointError(
-            f"{what} has the groups {others} of an optimizer, and {GROUP!r} is the only one that is known: convert it "
-            "without optimizer state"
+            f"{what} has the unknown optimizer groups {others}; only {GROUP!r} is supported: convert it without "
+            "optimizer state"
         )
     moments = checkpoint.groups[GROUP].moments if checkpoint.groups else {}
     kinds = {tuple(sorted(own)) for own in moments.values()}
     if kinds - {tuple(_MOMENTS)} and kinds != {tuple(_MOMENTS)[:1]}:
         raise CheckpointError(
-            f"{what} has the moments {sorted(kinds)}, and each parameter has {list(_MOMENTS)} with Adam and "
-            f"{list(_MOMENTS)[:1]} with SGD: convert it without optimizer state"
+            f"{what} has the moments {sorted(kinds)}, but expected are {list(_MOMENTS)} for Adam or "
+            f"{list(_MOMENTS)[:1]} for SGD: convert it without optimizer state"
         )
     for name, own in moments.items():
         parameter = checkpoint.parameters.get(name)
         if parameter is None or any(value.shape != parameter.data.shape for value in own.values()):
             raise CheckpointError(
-                f"{what} has moments of {name!r}, which is none of its parameters, or has another shape: convert it "
-                "without optimizer state"
+                f"{what} has moments of {name!r}, but no parameter of that name and shape: convert it without "
+                "optimizer state"
             )
 
 
@@ -152,14 +152,14 @@ def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
 
 
 def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
-    """Returns a checkpoint in the order of another one, with its export and what upstream has no place for."""
+    """Returns a checkpoint in the order of another one, with its export and everything that upstream can't store."""
     wanted = {**like.parameters, **like.buffers}
     unloadable = {name: value for name, value in wanted.items() if value.dtype == UNLOADABLE}
     values = {**unloadable, **found.parameters, **found.buffers}
     _check_like("parameters and buffers", values, wanted, found.nominal)
     optimizer = None if like.optimizer is None else found.optimizer
     if optimizer is not None and like.optimizer is not None:
-        # Parameters share a count here where they have had as many updates.
+        # Here, parameters share a count if they have had the same number of updates.
         count = optimizer.pop(UPDATE_COUNT, None)
         optimizer |= {key: count for key in like.optimizer if _slot(key) == UPDATE_COUNT and count is not None}
         _check_like("optimizer state", optimizer, like.optimizer)
@@ -181,12 +181,12 @@ def _check_like(what: str, found: Mapping[str, Array], like: Mapping[str, Array]
     missing, strange = like.keys() - found.keys(), found.keys() - like.keys()
     if missing or strange:
         raise ValueError(
-            f"the checkpoint of onnxruntime-training does not fit the one given as 'like': of its {what} "
-            f"{sorted(missing)} are missing, and {sorted(strange)} are unknown"
+            f"the checkpoint of onnxruntime-training does not fit the one given as 'like': among its {what}, "
+            f"{sorted(missing)} are missing and {sorted(strange)} are unknown"
         )
     for name, value in like.items():
         if not names_only and (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
             raise ValueError(
                 f"{name!r} has shape {list(found[name].shape)} and dtype {found[name].dtype} in the checkpoint of "
-                f"onnxruntime-training, and {list(value.shape)} and {value.dtype} in the one given as 'like'"
+                f"onnxruntime-training, but {list(value.shape)} and {value.dtype} in the one given as 'like'"
             )

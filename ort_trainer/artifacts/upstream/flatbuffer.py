@@ -1,4 +1,4 @@
-"""Reads tables of a flatbuffer, and trusts none of their offsets."""
+"""Reads the tables of a flatbuffer and checks every offset."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Table"]
 
 
 class Table:
-    """A table of a flatbuffer; its fields are read by their numbers in the schema.
+    """A table of a flatbuffer, whose fields are read by their numbers in the schema.
 
-    Whatever points out of the buffer is a :class:`~ort_trainer.CheckpointError`.
+    An offset beyond the buffer raises a :class:`~ort_trainer.CheckpointError`.
 
     Args:
         data: The whole buffer.
-        position: Where the table begins.
-        name: What to call the file in messages.
+        position: Position of the table.
+        name: Name of the file in error messages.
     """
 
     def __init__(self, data: memoryview, position: int, name: str) -> None:
@@ -27,46 +27,46 @@ class Table:
 
     @classmethod
     def root(cls, data: memoryview, name: str) -> Table:
-        """Returns the table that a buffer begins with."""
+        """Returns the root table of a buffer."""
         if len(data) < 8:
             raise CheckpointError(f"{name} is damaged: it ends after {len(data)} bytes")
         return cls(data, struct.unpack_from("<I", data)[0], name)
 
     def integer(self, field: int, default: int = 0, format: str = "<q") -> int:
-        """Returns a whole number, of 64 bits if nothing else is asked for."""
+        """Returns an int, of 64 bits by default."""
         place = self._place(field)
         return default if place is None else self._number(format, place)
 
     def boolean(self, field: int) -> bool:
-        """Returns a truth value."""
+        """Returns a bool."""
         return bool(self.integer(field, 0, "<B"))
 
     def float(self, field: int) -> float:
-        """Returns a number of 32 bits."""
+        """Returns a float of 32 bits."""
         place = self._place(field)
         return 0.0 if place is None else float(struct.unpack_from("<f", self._part(place, 4))[0])
 
     def text(self, field: int) -> str | None:
-        """Returns a text; None if there is none."""
+        """Returns a string; None if it is missing."""
         found = self._vector(field, 1)
         if found is None:
             return None
         try:
             return bytes(found).decode()
         except UnicodeDecodeError:
-            raise self._damaged("a text in it is no UTF-8") from None
+            raise self._damaged("a string in it is not valid UTF-8") from None
 
     def data(self, field: int) -> memoryview | None:
-        """Returns a vector of bytes, which are not copied; None if there is none."""
+        """Returns a view of a vector of bytes; None if it is missing."""
         return self._vector(field, 1)
 
     def integers(self, field: int) -> tuple[int, ...]:
-        """Returns a vector of whole numbers of 64 bits."""
+        """Returns a vector of ints of 64 bits."""
         found = self._vector(field, 8)
         return () if found is None else struct.unpack(f"<{len(found) // 8}q", found)
 
     def table(self, field: int) -> Table | None:
-        """Returns the table that a field points to; None if there is none."""
+        """Returns the table that a field points to; None if it is missing."""
         place = self._place(field)
         return None if place is None else self._table_at(place)
 
@@ -82,7 +82,7 @@ class Table:
         return Table(self._data, self._target(place), self._name)
 
     def _place(self, field: int) -> int | None:
-        """Returns where a field is; None if the table does not have it."""
+        """Returns the position of a field; None if it is missing."""
         entry = 4 + 2 * field
         if entry + 2 > self._length:
             return None
@@ -109,7 +109,7 @@ class Table:
 
     def _part(self, start: int, size: int) -> memoryview:
         if start < 0 or start + size > len(self._data):
-            raise self._damaged(f"it has {len(self._data)} bytes, and points to byte {start + size}")
+            raise self._damaged(f"it has {len(self._data)} bytes, but points to byte {start + size}")
         return self._data[start : start + size]
 
     def _damaged(self, why: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The optimizer model, as onnxruntime-training's own runtime takes it: one operator on sequences of tensors."""
+"""The optimizer model for onnxruntime-training's runtime: one operator on sequences of tensors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def optimizer_model(
     """Returns the optimizer model.
 
     Args:
-        updates: Name of a parameter -> its update, of those that are trained.
-        learning_rates: Of each parameter group, and last of all other parameters.
+        updates: Name of a trained parameter -> its update.
+        learning_rates: One for each parameter group, then one for all other parameters.
         opset: Version of the standard operators.
-        fixed_learning_rate: Whether the model has the learning rate in it, and what the runtime gives it is ignored.
+        fixed_learning_rate: Whether to store the learning rate in the model, which then ignores the runtime's.
 
     Raises:
-        ValueError: If onnxruntime-training has no such optimizer; the message says what it lacks.
+        ValueError: If onnxruntime-training lacks the optimizer or a feature of it; the message says which.
     """
     update = _common(updates, learning_rates)
     make = onnx.helper
@@ -59,7 +59,7 @@ def optimizer_model(
         operands = [rate, _STEP, _WEIGHTS, gradients, *_MOMENTS]
         nodes.append(make.make_node("AdamWOptimizer", operands, ["updated"], domain=_MICROSOFT, **_adam(update.hyper)))
     else:
-        moments = _MOMENTS[:1]  # which the operator does not take, but the runtime gives
+        moments = _MOMENTS[:1]  # the runtime passes it, though the operator does not take it
         nodes.append(make.make_node("SGDOptimizerV2", [rate, _WEIGHTS, gradients], ["updated"], domain=_MICROSOFT))
     graph = make.make_graph(
         nodes,
@@ -72,8 +72,8 @@ def optimizer_model(
                 for name in (_WEIGHTS, _GRADIENTS, *moments)
             ),
         ],
-        # What the operators give. That of SGD says it gives a scalar: the runtime warns once, when the model is loaded,
-        # as of upstream's own models, and without the shape in every step.
+        # SGD's operator declares a scalar, so this shape makes the runtime warn once, on loading, as it does for
+        # upstream's own models. Without the shape it would warn in every step.
         [make.make_tensor_value_info("updated", onnx.TensorProto.BOOL, [1])],
         constants,
     )
@@ -82,8 +82,8 @@ def optimizer_model(
 
 
 def _adam(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    # The trainer's modes are PyTorch's (0) and Transformers' (1), as the operator's are. The operator's mode 0 always
-    # corrects; without decay and correction both modes are the same.
+    # The trainer and the operator number the modes alike: PyTorch's is 0, Transformers' is 1. The operator's mode 0
+    # always corrects the bias; without decay and correction both modes are the same.
     mode, corrects = int(hyper["weight_decay_mode"]), bool(hyper["do_bias_correction"])
     if not corrects and mode == 0:
         if hyper["lambda_coef"]:
@@ -103,13 +103,13 @@ def _adam(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(updates: Mapping[str, ParameterUpdate], learning_rates: Sequence[float]) -> ParameterUpdate:
-    """Returns the update that all parameters have."""
+    """Returns the update that all parameters share."""
     if not updates:
         raise ValueError("the model has no parameter with a gradient, so there is nothing to train")
     first, *others = updates.values()
     rule, hyper = first.rule.name, first.hyper
     if rule not in ("AdamOptimizer", "SGDOptimizer"):
-        raise ValueError(f"onnxruntime-training has AdamW and SGD, and no {rule}: {_WAY_OUT}")
+        raise ValueError(f"onnxruntime-training has only AdamW and SGD, not {rule}: {_WAY_OUT}")
     rates = {learning_rates[update.group] for update in updates.values()}
     if len(rates) > 1:
         raise ValueError(
@@ -124,8 +124,7 @@ def _common(updates: Mapping[str, ParameterUpdate], learning_rates: Sequence[flo
             )
     if any(math.isfinite(update.max_value) for update in updates.values()):
         raise ValueError(
-            "onnxruntime-training can't clip each value of a gradient (utils.max_grad_value), only their norm: "
-            f"{_WAY_OUT}"
+            f"onnxruntime-training can't clip gradients by value (utils.max_grad_value), only by norm: {_WAY_OUT}"
         )
     lacking = [key for key in ("momentum", "weight_decay") if rule == "SGDOptimizer" and hyper.get(key)]
     lacking += [key for key in ("amsgrad", "maximize") if hyper.get(key)]

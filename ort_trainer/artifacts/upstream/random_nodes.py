@@ -1,4 +1,4 @@
-"""Draws random tensors inside a graph, for a runtime that has no random inputs."""
+"""Draws random tensors inside a graph, for a runtime without random inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Add: "Add",
     ast.Sub: "Sub",
     ast.Mult: "Mul",
-    ast.FloorDiv: "Div",  # sizes are not negative, so it rounds as Python does
+    ast.FloorDiv: "Div",  # rounds like Python's, because sizes are not negative
     ast.Mod: "Mod",
 }
 _FUNCTIONS: Mapping[str, str] = {"max": "Max", "min": "Min"}
@@ -27,9 +27,9 @@ class RandomNodes:
     """Writes the nodes that draw the random tensors of a graph.
 
     Args:
-        emitter: Takes the nodes.
-        graph: Whose tensors they are.
-        inputs: The inputs of the model by name; their shapes give the sizes.
+        emitter: Receives the nodes.
+        graph: The graph with the random tensors.
+        inputs: The inputs of the model by name; their shapes determine the sizes.
     """
 
     def __init__(self, emitter: Emitter, graph: TrainingGraph, inputs: Mapping[str, ir.Value]) -> None:
@@ -40,7 +40,7 @@ class RandomNodes:
         """Returns a random tensor.
 
         Raises:
-            ValueError: If it can't be drawn in a graph.
+            ValueError: If a graph can't draw it.
         """
         drawn = self._drawn(spec)
         dtype = self._inputs[spec.name].dtype
@@ -59,12 +59,12 @@ class RandomNodes:
         if spec.kind == "normal":
             return emit("RandomNormalLike", self._zeros(shape))
         if spec.kind == "exponential":
-            # 1 - u is above 0, as u is below 1.
+            # u < 1, so 1 - u > 0.
             logarithm = emit("Log", emit("Sub", self._number(1.0), self._uniform(shape)))
             return emit("Div", emit("Neg", logarithm), self._number(spec.parameters[0]))
         if spec.kind == "integers":
             low, high = spec.parameters
-            uniform = self._uniform(shape, np.float64)  # which has all integers up to 2^53
+            uniform = self._uniform(shape, np.float64)  # exact for integers up to 2^53
             spread = emit("Mul", uniform, self._number(high - low, np.float64))
             drawn = emit("Add", emit("Floor", spread), self._number(low, np.float64))
             return emit("Cast", drawn, to=ir.DataType.INT64)
@@ -72,8 +72,8 @@ class RandomNodes:
             _, order = emit.several("TopK", self._uniform(shape), shape, outputs=2, axis=0)
             return order
         raise ValueError(
-            f"the model draws random numbers of kind {spec.kind!r}, which onnxruntime-training can't: use the default "
-            "flavor"
+            f"the model draws random numbers of kind {spec.kind!r}, which onnxruntime-training does not support: use "
+            "the default flavor"
         )
 
     def _zeros(self, shape: ir.Value, dtype: type[np.floating] = np.float32) -> ir.Value:
@@ -112,8 +112,8 @@ class RandomNodes:
             if function in _FUNCTIONS:
                 return self._emit(_FUNCTIONS[function], *(self._value(part, size) for part in node.args))
         raise ValueError(
-            f"the model draws random numbers of a size, {size!r}, that can't be computed in a graph for "
-            "onnxruntime-training: use the default flavor"
+            f"the model draws random numbers of size {size!r}, which a graph for onnxruntime-training can't compute: "
+            "use the default flavor"
         )
 
     def _dimension(self, symbol: str, size: str) -> ir.Value:

@@ -1,6 +1,6 @@
-"""The training and the evaluation model, as onnxruntime-training's own runtime takes them.
+"""The training and evaluation models for onnxruntime-training's runtime.
 
-Its gradient builder is not needed: the runtime trains any model whose inputs and outputs have the names that it knows.
+They don't need its gradient builder: the runtime trains any model whose inputs and outputs have the names it expects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .random_nodes import RandomNodes
 __all__ = ["StepModels", "step_models"]
 
 _MICROSOFT = "com.microsoft"
-_WAY_OUT = "use the default flavor, which any onnxruntime trains"
+_WAY_OUT = "use the default flavor, which any onnxruntime can train"
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ def step_models(
 ) -> StepModels:
     """Returns the models of two graphs.
 
-    What the runtime keeps are the parameters, and the buffers that training changes, all float32: these are inputs of
-    both models, in the same order. All other state never changes, and is constant.
+    The runtime keeps the parameters and the buffers that training changes, all float32. They are inputs of both models,
+    in the same order. All other state never changes and becomes constants.
 
     Args:
         training: The graph of a training step; it is not changed.
         evaluation: The graph of an evaluation step; it is not changed.
         state: Values of the parameters and buffers.
         buffers: Which of them are buffers.
-        gradient_weight: What each gradient is multiplied by before it is added to the others.
+        gradient_weight: Factor for each gradient before it is accumulated.
 
     Raises:
         ValueError: If onnxruntime-training can't train the model; the message says why.
@@ -67,8 +67,8 @@ def step_models(
     for graph in (training, evaluation):
         if graph.programs:
             raise ValueError(
-                "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: take one that was "
-                "exported with utils.kernels='onnxruntime'"
+                "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: use a graph exported "
+                "with utils.kernels='onnxruntime'"
             )
         check_portable(graph)
     changed = [name for name in training.buffer_updates if state[name].dtype == np.float32]
@@ -87,8 +87,8 @@ def step_models(
     for name in dropped:
         if first.reads(name) or name in evaluation.state:
             raise ValueError(
-                f"training changes the buffer {name!r} of dtype {state[name].dtype}, and onnxruntime-training can "
-                f"change float32 only: {_WAY_OUT}"
+                f"training changes the buffer {name!r} of dtype {state[name].dtype}, but onnxruntime-training can "
+                f"change only float32: {_WAY_OUT}"
             )
     first.accumulate(trained, gradient_weight)
     for name in changed:
@@ -98,13 +98,13 @@ def step_models(
 
 
 def _check_names(graph: TrainingGraph, kept: Sequence[str], trained: Sequence[str]) -> None:
-    """Raises the error for names of the model that the runtime takes for its own."""
+    """Raises a ValueError if the model uses a name that the runtime reserves."""
     reserved = {RESET, *(form.format(name) for name in trained for form in (BUFFER, ACCUMULATED))}
     clash = reserved.intersection((*kept, *(spec.name for spec in (*graph.inputs, *graph.outputs))))
     if clash:
         raise ValueError(
-            f"an input, an output or a parameter of the model is called {min(clash)!r}, which is a name of "
-            "onnxruntime-training's own for something else: rename it"
+            f"an input, output or parameter of the model is named {min(clash)!r}, which onnxruntime-training reserves: "
+            "rename it"
         )
 
 
@@ -133,7 +133,7 @@ class _Writer:
         self._weights = {name: self._kept_input(name) for name in kept}
 
     def drop(self, names: Sequence[str]) -> None:
-        """Leaves out the updates of buffers."""
+        """Removes the updates of buffers."""
         outputs = {self._source.buffer_updates[name] for name in names}
         left = [value for value in self._graph.outputs if value.name not in outputs]
         self._graph.outputs.clear()
@@ -145,7 +145,7 @@ class _Writer:
         return name in self._source.state and bool(self.inputs[self._source.state[name]].uses())
 
     def accumulate(self, trained: Sequence[str], weight: float) -> None:
-        """Adds the gradients to buffers, in place."""
+        """Adds the gradients to buffers in place."""
         self._reset = _value(RESET, ir.DataType.BOOL, [1])
         scale = self._source.loss_scale
         if scale is not None and scale.name in self.inputs:
@@ -160,17 +160,17 @@ class _Writer:
             self._in_place(name, buffer, gradient, self._reset)
 
     def overwrite(self, name: str) -> None:
-        """Puts the new value of a buffer in place of the old one.
+        """Overwrites a buffer with its new value.
 
         Raises:
-            ValueError: If the graph reads the old value elsewhere, which might be before or after that.
+            ValueError: If the graph reads the old value elsewhere, because the order of the two is undefined.
         """
         old, new = self._weights[name], self._outputs[self._source.buffer_updates[name]]
         needed = _ancestors(new)
         if any(node not in needed for node, _ in old.uses()):
             raise ValueError(
                 f"a training step both changes the buffer {name!r} and uses its old value, which onnxruntime-training "
-                f"can't keep apart: {_WAY_OUT}"
+                f"does not support: {_WAY_OUT}"
             )
         self._in_place(name, old, new, self._after.constant([True], np.bool_))
 
@@ -178,7 +178,7 @@ class _Writer:
         """Returns the model.
 
         Args:
-            inputs: What the user gives, in order.
+            inputs: The user's inputs, in order.
         """
         random = RandomNodes(self._before, self._source, self.inputs)
         for spec in self._source.random:
@@ -202,15 +202,15 @@ class _Writer:
         return self._model
 
     def _kept_input(self, name: str) -> ir.Value:
-        """Returns the input for a parameter or buffer, by its own name, which the runtime looks for."""
+        """Returns the input for a parameter or buffer, with the parameter's name, by which the runtime finds it."""
         value = self.inputs.get(self._source.state.get(name, ""))
-        if value is None:  # the other graph has one, and the runtime wants the same in both
+        if value is None:  # only the other graph has it, but the runtime expects the same inputs in both
             return _value(name, ir.DataType.FLOAT, self._state[name].shape)
         if value.name != name:
             if name in self.inputs or name in self._outputs:
                 raise ValueError(
-                    f"an input or output of the model is called {name!r}, like a parameter, which "
-                    "onnxruntime-training can't tell apart: rename it in model_desc"
+                    f"an input or output of the model has the name of a parameter, {name!r}, which "
+                    "onnxruntime-training does not support: rename it in model_desc"
                 )
             values = ir.convenience.create_value_mapping(self._graph)
             if name in values:
@@ -219,7 +219,7 @@ class _Writer:
         return value
 
     def _in_place(self, name: str, buffer: ir.Value, value: ir.Value, overwrite: ir.Value) -> None:
-        """Adds a value to an input in its own memory, or puts it there."""
+        """Adds a value to a buffer in place, or overwrites the buffer with it."""
         self._model.opset_imports[_MICROSOFT] = 1
         flag = self._after("InPlaceAccumulatorV2", buffer, value, overwrite, domain=_MICROSOFT)
         flag.name, flag.type, flag.shape = ACCUMULATED.format(name), ir.TensorType(ir.DataType.BOOL), ir.Shape([1])
@@ -236,7 +236,7 @@ def _value(name: str, dtype: ir.DataType | None, shape: ir.Shape | Sequence[int]
 
 
 def _ancestors(value: ir.Value) -> set[ir.Node]:
-    """Returns the nodes that a value is computed with."""
+    """Returns all nodes that a value depends on."""
     found: set[ir.Node] = set()
     open_nodes = [value.producer()]
     while open_nodes:

@@ -1,4 +1,4 @@
-"""Writes the artifacts that onnxruntime-training's own runtime trains: the flavor ``onnxruntime-training``."""
+"""Writes artifacts for onnxruntime-training's runtime: the flavor ``onnxruntime-training``."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def write_upstream_artifacts(
     fixed_learning_rate: bool = False,
     nominal_checkpoint: bool = True,
 ) -> None:
-    """Writes training, evaluation and optimizer model, checkpoint and nominal checkpoint.
+    """Writes the training, evaluation and optimizer models, the checkpoint and the nominal checkpoint.
 
     Args:
-        folder: Where to, an empty one.
+        folder: An empty folder.
         training: The graph of a training step, of standard operators.
         evaluation: The graph of an evaluation step.
         updates: Name of a parameter -> its update.
-        checkpoint: The state; its export is not used. Without an optimizer's state no optimizer model is written.
+        checkpoint: The state; its export is not used. Without an optimizer's state, no optimizer model is written.
         buffers: Which of the checkpoint's parameters are buffers of the model.
-        gradient_weight: What each gradient is multiplied by, 1 / N where N micro-batches make a mean.
-        fixed_learning_rate: Whether the optimizer model has the learning rate in it: a runtime that can't set one, such
-            as that of the browser, would always use 0.001.
-        nominal_checkpoint: Whether to write one.
+        gradient_weight: Factor for each gradient: 1 / N if N micro-batches make a mean.
+        fixed_learning_rate: Whether to store the learning rate in the optimizer model: a runtime that can't set it,
+            such as the browser's, would always use 0.001.
+        nominal_checkpoint: Whether to write a nominal checkpoint.
 
     Raises:
         ValueError: If onnxruntime-training can't do what the trainer does; the message says what. Nothing is written.
@@ -77,11 +77,11 @@ def write_upstream_artifacts(
 def _check(checkpoint: Checkpoint) -> None:
     if checkpoint.schedule is not None:
         raise ValueError(
-            "onnxruntime-training has no learning-rate schedule in its artifacts: use the default flavor, or export "
+            "onnxruntime-training's artifacts can't store a learning-rate schedule: use the default flavor, or export "
             "from a trainer without lr_scheduler and set the rate in your program (Optimizer.set_learning_rate)"
         )
     if checkpoint.gradients:
         raise ValueError(
-            "onnxruntime-training has no place for the gradients of an accumulation window that is under way: use the "
-            "default flavor, or export after the window's last micro-batch"
+            "onnxruntime-training can't store the gradients of an incomplete accumulation window: use the default "
+            "flavor, or export after the window's last micro-batch"
         )

@@ -1,4 +1,4 @@
-"""Writes checkpoint files of onnxruntime-training's own training API."""
+"""Writes checkpoint files of onnxruntime-training's training API."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...foreign import UPSTREAM_MARK
 from ...interrupts import uninterrupted
 from .checkpoint import DTYPES, UNLOADABLE, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
 
-if TYPE_CHECKING:  # onnxruntime depends on it; who writes no such file needs none
+if TYPE_CHECKING:  # needed only to write such a file; a dependency of onnxruntime
     import flatbuffers
 
 __all__ = ["upstream_checkpoint_bytes", "write_upstream_checkpoint"]
 
-# A flatbuffer ends at 2 GiB. Upstream's own files change to a second file between 1.7 and 2.1 GiB.
+# A flatbuffer can have at most 2 GiB. Upstream starts a second file between 1.7 and 2.1 GiB.
 _LARGEST = 1_800 << 20
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -32,7 +32,7 @@ def upstream_checkpoint_bytes(checkpoint: UpstreamCheckpoint) -> bytes:
     """Returns a checkpoint as the content of a file.
 
     Raises:
-        TypeError, ValueError: If something in it can't be written.
+        TypeError, ValueError: If it holds a value that can't be written.
     """
     _check(checkpoint)
     return _Writer(checkpoint, None).write()
@@ -46,11 +46,11 @@ def write_upstream_checkpoint(
     Args:
         path: The file; it is replaced if it exists.
         checkpoint: What to write.
-        limit: Bytes of tensors beyond which they go into a second file, ``<path>.data``, as upstream does it.
+        limit: Parameters of more bytes than this are written to a second file, ``<path>.data``, as upstream does.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
-        TypeError, ValueError: If something in it can't be written.
+        TypeError, ValueError: If it holds a value that can't be written.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, but {shown(path)} was given")
@@ -63,19 +63,19 @@ def write_upstream_checkpoint(
             temporary.write_bytes(content)
         return
     check_target(path)
-    # The data come into place first: a crash in between never leaves a file without its data.
+    # The data file moves into place first, so a crash in between never leaves a checkpoint without its data.
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(atomic_path(path))
         data = stack.enter_context(atomic_path(Path(f"{path}.data")))
         with data.open("wb") as file:
             content = _Writer(checkpoint, file).write()
         temporary.write_bytes(content)
-        with uninterrupted():  # or Ctrl-C could leave the new data beside the old file
+        with uninterrupted():  # otherwise Ctrl-C could leave the new data next to the old checkpoint
             stack.close()
 
 
 def _check(checkpoint: UpstreamCheckpoint) -> None:
-    """Raises the error for what can't be written."""
+    """Raises a TypeError or ValueError for a value that can't be written."""
     if not isinstance(checkpoint, UpstreamCheckpoint):
         raise TypeError(f"checkpoint must be an UpstreamCheckpoint, but a {type(checkpoint).__name__} was given")
     tensors = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
@@ -99,8 +99,8 @@ def _check(checkpoint: UpstreamCheckpoint) -> None:
     for name, group in checkpoint.groups.items():
         if not 0 <= group.step <= _INT64[1] or not 0.0 <= group.initial_lr <= _LARGEST_FLOAT:
             raise ValueError(
-                f"group {name!r} has step {shown(group.step)} and initial_lr {shown(group.initial_lr)}: they must be "
-                "at least 0, an int of 64 bits and a float of 32 bits"
+                f"group {name!r} has step {shown(group.step)} and initial_lr {shown(group.initial_lr)}: step must be "
+                "an int of 64 bits, initial_lr a float of 32 bits, and both at least 0"
             )
 
 
@@ -111,20 +111,20 @@ def _check_property(name: str, value: PropertyValue) -> None:
         raise ValueError(f"property {name!r} must be an int of 64 bits, but {shown(value)} was given")
     if isinstance(value, float) and _LARGEST_FLOAT < abs(value) < math.inf:
         raise ValueError(
-            f"property {name!r} is {value!r}, and onnxruntime-training keeps floats of 32 bits, up to "
+            f"property {name!r} is {value!r}, but onnxruntime-training stores floats of 32 bits, up to "
             f"{_LARGEST_FLOAT:.3e}: make it a str"
         )
 
 
 class _Writer:
-    """Builds the flatbuffer; a flatbuffer is written from its end to its beginning, so leaves come first."""
+    """Builds the flatbuffer from its end to its beginning, leaves first."""
 
     def __init__(self, checkpoint: UpstreamCheckpoint, external: BinaryIO | None) -> None:
         try:
             import flatbuffers
         except ImportError as error:
             raise ImportError(
-                "a checkpoint of onnxruntime-training is a flatbuffer; to write one, pip install flatbuffers"
+                "writing a checkpoint of onnxruntime-training needs flatbuffers: pip install flatbuffers"
             ) from error
         self._checkpoint, self._external = checkpoint, external
         size = sum(array.nbytes for group in checkpoint.groups.values() for array in _moments(group))
@@ -132,8 +132,8 @@ class _Writer:
             size += sum(parameter.data.nbytes for parameter in checkpoint.parameters.values())
         if size > _LARGEST:
             raise ValueError(
-                f"the checkpoint has {size / (1 << 30):.1f} GiB beside what goes into a second file, and a file of "
-                f"onnxruntime-training holds {_LARGEST / (1 << 30):.2f}: leave out the optimizer's state"
+                f"the checkpoint has {size / (1 << 30):.1f} GiB apart from its second file, but a file of "
+                f"onnxruntime-training holds at most {_LARGEST / (1 << 30):.2f}: leave out the optimizer's state"
             )
         self._builder: flatbuffers.Builder = flatbuffers.Builder(1024)
 

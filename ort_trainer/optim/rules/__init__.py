@@ -1,6 +1,6 @@
-"""The optimizers: one file each, with config, update, ONNX nodes and what a state dict has of it.
+"""The optimizers: one file each, with config, update, ONNX nodes and the names of its state.
 
-A file that is put here is found: the configs in its ``__all__`` become names of ``ort_trainer.optim``.
+Files in this folder are found automatically: the configs in their ``__all__`` become names of ``ort_trainer.optim``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..config import OptimizerConfig
 
-# By name for type checkers and completion; anything else in this folder is found below.
+# By name, for type checkers and completion; the code below finds any other file.
 from .adam import AdamConfig, AdamWConfig
 from .lamb import LambConfig
 from .lion import LionConfig
@@ -26,6 +26,6 @@ for _module in pkgutil.iter_modules(__path__):
         __all__ += [_name for _name in _found.__all__ if _name not in __all__]
 
 CONFIGS: dict[str, Callable[..., OptimizerConfig]] = {}
-"""Name of an optimizer in state dicts, such as ``AdamOptimizer`` -> the config that has it, the first of several."""
+"""Name of an optimizer in state dicts, such as ``AdamOptimizer`` -> its config, the first of several."""
 for _name in sorted(__all__):
     CONFIGS.setdefault(globals()[_name]().name, globals()[_name])

@@ -1,4 +1,4 @@
-"""What Adam and LAMB share: two moments, and their correction for having begun at zero."""
+"""The common part of Adam and LAMB: two moments, and the correction of their bias toward zero."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOMENT_2 = "Moment_2"
 
 
 class AdaptiveConfig(OptimizerConfig):
-    """What Adam and LAMB share."""
+    """The common part of the configs of Adam and LAMB."""
 
     def _checked(self, key: str, value: Any) -> Any:
         if key in ("alpha", "beta"):
@@ -25,7 +25,7 @@ class AdaptiveConfig(OptimizerConfig):
         if key == "max_norm_clip":
             limit = number(key, value, finite=False)
             if limit == 0:
-                raise ValueError("'max_norm_clip' must not be 0: to switch clipping off, set utils.grad_norm_clip")
+                raise ValueError("'max_norm_clip' must not be 0: to disable clipping, set utils.grad_norm_clip False")
             return limit
         return number(key, value)
 
@@ -39,17 +39,17 @@ def _average(nodes: Nodes, moment: Any, value: Any, decay: float) -> Any:
 def adaptive_step(
     nodes: Nodes, parameter: ParameterNodes, corrected_epsilon: bool = True
 ) -> tuple[Mapping[str, Any], Any, Any]:
-    """Writes the new moments, and ``m / c1 / (sqrt(v / c2) + epsilon)`` as a tensor and a scalar factor on it.
+    """Writes the new moments, and ``m / c1 / (sqrt(v / c2) + epsilon)`` as a tensor and a scalar factor.
 
-    They are ``m / (sqrt(v) + epsilon sqrt(c2))`` and ``sqrt(c2) / c1``, so that no correction meets a tensor.
+    These are ``m / (sqrt(v) + epsilon sqrt(c2))`` and ``sqrt(c2) / c1``: the corrections stay scalar operations.
 
     Args:
-        nodes: Writes them.
-        parameter: What they start from.
-        corrected_epsilon: Whether epsilon is added to the corrected root; if not, to ``sqrt(v)``.
+        nodes: Writes the nodes.
+        parameter: The parameter.
+        corrected_epsilon: Whether epsilon is added to the corrected root; if False, to ``sqrt(v)``.
 
     Returns:
-        The moments by slot, the tensor, and the factor, which is None where there are no corrections.
+        The moments by slot, the tensor, and the factor, which is None without bias correction.
     """
     gradient, slots, hyper = parameter.gradient, parameter.slots, parameter.hyper
     first = _average(nodes, slots[MOMENT_1], gradient, hyper["alpha"])

@@ -16,7 +16,7 @@ from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step
 
 __all__ = ["AdamConfig", "AdamWConfig"]
 
-# A step count so large that every bias correction 1 - beta^t is exactly 1: Adam without bias correction.
+# A step count so large that every bias correction 1 - beta^t is exactly 1, which disables the correction.
 _NO_CORRECTION = 1e30
 
 
@@ -84,9 +84,8 @@ class AdamConfig(AdaptiveConfig):
 class AdamWConfig(AdamConfig):
     """``torch.optim.AdamW``, with its argument names and defaults.
 
-    The same rule as :class:`AdamConfig` in mode ``BEFORE_WEIGHT_UPDATE``, and checkpoints of both are interchangeable.
-    Gradients are not clipped unless a limit is given, here or in ``utils.max_grad_norm``: torch's optimizer does not
-    clip either.
+    It uses the rule of :class:`AdamConfig` in mode ``BEFORE_WEIGHT_UPDATE``; their checkpoints are interchangeable. As
+    in torch's optimizer, gradients are not clipped, unless a limit is given here or in ``utils.max_grad_norm``.
 
     Args:
         params: Parameter groups by name, each with any of the hyper-parameters below.
@@ -118,7 +117,7 @@ class AdamWConfig(AdamConfig):
 
     @property
     def eps(self) -> float:
-        """What is added to the denominator."""
+        """Addend of the denominator."""
         return float(self.epsilon)
 
     @property
@@ -152,7 +151,7 @@ class AdamWConfig(AdamConfig):
 
 
 class _Adam(Rule):
-    """On torch's fused kernel."""
+    """Adam with torch's fused kernel."""
 
     name = "AdamOptimizer"
     slots = (MOMENT_1, MOMENT_2)
@@ -163,7 +162,7 @@ class _Adam(Rule):
             return
         for count, part in by_count(batch):
             hyper = batch.hyper
-            # This mode adds epsilon before the second moment's correction: the kernel adds it after.
+            # This mode adds epsilon before the second moment's correction; the kernel adds it after.
             correction = math.sqrt(1.0 - hyper["beta"] ** (count + 1)) if hyper["do_bias_correction"] else 1.0
             self._update(part, hyper["epsilon"] / correction, 0.0)
             if hyper["lambda_coef"]:
@@ -174,7 +173,7 @@ class _Adam(Rule):
         scale = batch.scale()
         for _, part in batch.split([weight.dtype for weight in batch.weights]):
             counts = [count for count in part.counts if count is not None]
-            # What torch.optim.AdamW calls, behind checks that take as long as the update of a small model.
+            # torch.optim.AdamW calls this after checks that take as long as the update of a small model.
             torch._fused_adamw_(
                 part.weights,
                 part.gradients,

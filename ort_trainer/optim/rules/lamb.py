@@ -71,7 +71,7 @@ class LambConfig(AdaptiveConfig):
 
 
 class _Lamb(Rule):
-    """Tensor by tensor, as each has its own trust ratio."""
+    """LAMB, tensor by tensor, because each has its own trust ratio."""
 
     name = "LambOptimizer"
     slots = (MOMENT_1, MOMENT_2)
@@ -94,7 +94,7 @@ class _Lamb(Rule):
             weight.sub_(direction.mul_(ratio), alpha=batch.lr)
 
     def _direction(self, batch: ParameterBatch, index: int) -> torch.Tensor:
-        """Takes a gradient into the moments; returns the step that they make, without the trust ratio."""
+        """Updates the moments with a gradient; returns the step without the trust ratio."""
         hyper, slots, count = batch.hyper, batch.slots[index], batch.counts[index]
         weight, gradient = batch.weights[index], batch.gradients[index]
         assert count is not None

@@ -19,13 +19,13 @@ class LionConfig(OptimizerConfig):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
 
     With the gradient g, weight w and moment m: ``w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w)``, then
-    ``m = beta2 m + (1 - beta2) g``. It keeps half as much as Adam; rates are 3 to 10 times smaller than Adam's, and
-    weight decay larger by as much.
+    ``m = beta2 m + (1 - beta2) g``. It needs half of Adam's state. Learning rates are 3 to 10 times smaller than
+    Adam's, and weight decay is larger by the same factor.
 
     Args:
         params: Parameter groups by name, each with any of the hyper-parameters below.
         lr: Learning rate, at least 0.
-        betas: Decay within the sign, and of the moment, each in [0, 1).
+        betas: Decay inside the sign and decay of the moment, each in [0, 1).
         weight_decay: Weight decay, at least 0.
     """
 
@@ -66,7 +66,7 @@ class _Lion(Rule):
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         moment, (inner, outer) = parameter.slots[MOMENT_1], hyper["betas"]
-        # The new moment is made of the average within the sign, so that nothing reads the old one after it.
+        # The new moment is computed from the average inside the sign, so that nothing reads the old moment after it.
         change = nodes.op("Sub", parameter.gradient, moment)
         average = nodes.op("Add", moment, nodes.op("Mul", change, nodes.number(1.0 - inner, weight)))
         kept = {MOMENT_1: nodes.op("Add", average, nodes.op("Mul", change, nodes.number(inner - outer, weight)))}

@@ -1,4 +1,4 @@
-"""Gradient descent, with momentum."""
+"""Gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class SGDConfig(OptimizerConfig):
     """Gradient descent, as ``torch.optim.SGD``.
 
     With the gradient g and the weight w: ``d = g + weight_decay w``; with momentum
-    ``b = momentum b + (1 - dampening) d`` (``b = d`` in the first update), and ``d = d + momentum b`` with
-    ``nesterov``, else ``d = b``; ``w -= lr d``.
+    ``b = momentum b + (1 - dampening) d`` (``b = d`` in the first update), then ``d = d + momentum b`` with
+    ``nesterov``, otherwise ``d = b``; finally ``w -= lr d``.
     (I. Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.)
 
     Args:
         params: Parameter groups by name, each with any of the hyper-parameters below.
         lr: Learning rate, at least 0.
-        momentum: Decay of the average of the gradients, at least 0; 0 is none.
-        dampening: By how much less than in full a gradient goes into the average.
+        momentum: Decay of the average of the gradients, at least 0; 0 for no momentum.
+        dampening: Reduction of a gradient's share in the average, which is ``1 - dampening``.
         weight_decay: Factor on the weights that are added to their gradients, at least 0.
-        nesterov: Whether to look ahead along the average; it needs a momentum, and no dampening.
+        nesterov: Whether to use Nesterov momentum, which requires a momentum and no dampening.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class _SGD(Rule):
         return self.slots if hyper.get("momentum") else ()
 
     def keeps_count(self, hyper: Mapping[str, Any]) -> bool:
-        return bool(hyper.get("momentum"))  # its first update is another one
+        return bool(hyper.get("momentum"))  # the first update is different
 
     def update(self, batch: ParameterBatch) -> None:
         momentum = batch.hyper.get("momentum", 0.0)
-        # The average begins at zero, so only with dampening is the first update another one.
+        # The average starts at zero, so the first update differs only with dampening.
         for count, same in by_count(batch) if momentum and batch.hyper["dampening"] else [(None, batch)]:
             for is_narrow, part in same.split([weight.dtype in _NARROW for weight in same.weights]):
                 (self._update_narrow if is_narrow else self._update)(part, is_first=count == 0)
@@ -99,7 +99,7 @@ class _SGD(Rule):
         )
 
     def _update_narrow(self, batch: ParameterBatch, is_first: bool) -> None:
-        """The same without the fused kernel, whose results are wrong for halves on a CPU (torch 2.13)."""
+        """Updates without the fused kernel, whose results are wrong for 16-bit floats on a CPU (torch 2.13)."""
         batch.divide()
         hyper, step = batch.hyper, tuple(batch.gradients)
         if hyper.get("weight_decay"):
@@ -124,7 +124,7 @@ class _SGD(Rule):
         if slots:
             momentum = nodes.number(hyper["momentum"], weight)
             share = gradient
-            if hyper["dampening"]:  # but in the first update, where the average is zero
+            if hyper["dampening"]:  # which the first update ignores, because the average is zero
                 is_first = nodes.op("Equal", count, nodes.number(1, count))
                 shares = [nodes.number(value, weight) for value in (1.0, 1.0 - hyper["dampening"])]
                 share = nodes.op("Mul", gradient, nodes.op("Where", is_first, *shares))

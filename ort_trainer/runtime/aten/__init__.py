@@ -1,4 +1,4 @@
-"""PyTorch's kernels as nodes of a graph, by way of ONNX Runtime's operator ``org.pytorch.aten::ATen``."""
+"""PyTorch's kernels as nodes of a graph, called through ONNX Runtime's operator ``org.pytorch.aten::ATen``."""
 
 from .program import Program
 

@@ -1,8 +1,7 @@
 """Lets ONNX Runtime call programs of PyTorch's operators: two C callbacks, and tensors by DLPack, without copies.
 
-ONNX Runtime asks for the callbacks once per process. What they need to know about the run that they are called in they
-find in a record of the thread, which :func:`execute` fills: ONNX Runtime calls them on the thread that called it, as
-long as the session has one thread.
+The callbacks are registered once per process. They find the data of the current run in a thread-local record, which
+:func:`execute` fills: with one session thread, ONNX Runtime calls them on its caller's thread.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _from_dlpack, _to_dlpack = torch._C._from_dlpack, torch._C._to_dlpack  # type: i
 
 
 Call = tuple[str, str, list[int]]
-"""Name of a node, key of its program, and the times in nanoseconds that the program has marked."""
+"""Name of a node, key of its program, and the times in nanoseconds that the program has recorded."""
 
 
 class _Run(threading.local):
-    """What callbacks know about the run that they are called in."""
+    """The callbacks' data of the current run."""
 
     error: BaseException | None = None
     outputs: dict[str, torch.Tensor] | None = None
@@ -59,8 +58,7 @@ _run = _Run()
 
 def _execute(key: bytes, node: int, input_count: int, inputs: Any, output_count: int, outputs: Any) -> None:
     try:
-        # Its steps after one that failed get something that is a tensor, for ONNX Runtime to come to the end of the
-        # run.
+        # After a failure, further programs return dummy tensors, so that ONNX Runtime can complete the run.
         if _run.error is None:
             program, outputs_of_graph = _programs[key]
             if _run.calls is not None:
@@ -71,7 +69,7 @@ def _execute(key: bytes, node: int, input_count: int, inputs: Any, output_count:
                     _run.outputs[name] = results[index]
         else:
             results = (torch.empty(0),) * output_count
-    except BaseException as error:  # no exception can cross the frames of C++ above: it is raised after the run
+    except BaseException as error:  # exceptions can't cross the C++ frames above, so execute() raises it after the run
         _run.error = error
         results = (torch.empty(0),) * output_count
     for index, value in enumerate(results):
@@ -81,12 +79,12 @@ def _execute(key: bytes, node: int, input_count: int, inputs: Any, output_count:
 
 
 def _marking(key: bytes, node: int, calls: list[Call]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Returns a program that notes when its steps are done.
+    """Returns a program that records when its steps end.
 
     Args:
-        key: Of the program.
+        key: Key of the program.
         node: Address of the node's name.
-        calls: Where it is noted.
+        calls: Receives the record.
     """
     marks: list[int] = []
     calls.append((ctypes.string_at(node).decode(), key.decode(), marks))
@@ -103,7 +101,7 @@ def _install() -> None:
 
 
 def prepare(programs: dict[str, Program]) -> None:
-    """Makes programs known under the names by which nodes call them."""
+    """Registers programs under the keys by which nodes call them."""
     _install()
     for key, program in programs.items():
         if key.encode() not in _programs:
@@ -112,7 +110,7 @@ def prepare(programs: dict[str, Program]) -> None:
 
 
 def prepare_timed(programs: dict[str, Program]) -> None:
-    """Makes programs known that can be asked to note when their steps are done."""
+    """Registers the second form of programs, which records when their steps end."""
     for key, program in programs.items():
         if key.encode() not in _timed:
             _timed[key.encode()] = program.compiled(timed=True)
@@ -121,21 +119,21 @@ def prepare_timed(programs: dict[str, Program]) -> None:
 def execute(
     session: Any, feeds: Mapping[str, Any], wanted: str, calls: list[Call] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Runs a graph of programs, with PyTorch as the graph was captured: no gradients are recorded, no casts are made.
+    """Runs a graph of programs with PyTorch's gradients and autocast off, as the graph was captured.
 
     Args:
         session: The ONNX Runtime session.
         feeds: Inputs by name, as values of ONNX Runtime.
-        wanted: Name of one output: ONNX Runtime wants to be asked for something.
-        calls: Gets the calls of programs with their times, in order. The programs must have been handed to
-            :func:`prepare_timed`. None for no times.
+        wanted: Name of any output: ONNX Runtime requires at least one.
+        calls: Receives the calls of programs with their times, in order; requires :func:`prepare_timed` for the
+            programs. None for no times.
 
     Returns:
-        The outputs by name, as the programs made them: booleans as bytes. They need not come by way of ONNX Runtime,
-        which takes ten microseconds for each.
+        The outputs by name, directly from the programs: booleans as bytes. Returning them through ONNX Runtime would
+        take ten microseconds each.
 
     Raises:
-        Exception: What a program raised.
+        Exception: If a program raised it.
     """
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     outputs: dict[str, torch.Tensor] = {}
@@ -153,7 +151,7 @@ def execute(
         if autocast:
             torch.set_autocast_enabled("cpu", True)
         raised, _run.error, _run.outputs, _run.calls = _run.error, None, None, None
-    # What ONNX Runtime says of a program that failed is a consequence of it.
+    # If a program failed, ONNX Runtime's error is only a consequence.
     if raised is not None:
         raise raised
     if failed is not None:
@@ -167,7 +165,7 @@ def _ort_value() -> Any:
 
 
 def from_torch(value: torch.Tensor) -> Any:
-    """Returns a value of ONNX Runtime in the memory of a contiguous tensor that does not require grad."""
+    """Returns an ONNX Runtime value that shares the memory of a contiguous tensor without requires_grad."""
     if value.dtype is torch.bool:
         return _ort_value().from_dlpack(_to_dlpack(value.view(torch.uint8)), True)
     return _ort_value().from_dlpack(_to_dlpack(value), False)

@@ -1,16 +1,16 @@
-"""Linear layers by oneDNN."""
+"""Linear layers with oneDNN, and products of groups of rows, each with a matrix of its own."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["linear"]
+__all__ = ["grouped_mm", "grouped_mm_fake", "linear"]
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Returns value @ weight.T + bias, and a function of it, by oneDNN's kernel.
+    """Returns an activation of value @ weight.T + bias, computed by oneDNN's kernel.
 
     Args:
         value: (..., inputs), fp32.
@@ -21,5 +21,25 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     if value.numel() and weight.numel():
         result: torch.Tensor = _linear(value, weight, bias, activation, [], "")
         return result
-    result = torch.nn.functional.linear(value, weight, bias)  # oneDNN has no products without elements
+    result = torch.nn.functional.linear(value, weight, bias)  # oneDNN does not support empty products
     return result.relu_() if activation == "relu" else result
+
+
+def grouped_mm(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns ``torch._grouped_mm``, whose fake form only takes bfloat16, where its kernel takes fp32 as well.
+
+    Args:
+        first: (rows, k); or (m, rows), with a matrix as ``second``.
+        second: (groups, k, n), a matrix for the rows of each group; or (rows, n), for one product of each group's rows.
+        ends: (groups), int32: the row behind the last one of each group.
+
+    Returns:
+        (rows, n), or (groups, m, n).
+    """
+    return torch._grouped_mm(first, second, offs=ends).contiguous()
+
+
+def grouped_mm_fake(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the shape that :func:`grouped_mm` gives."""
+    groups = () if second.dim() == 3 else ends.shape
+    return first.new_empty((*groups, first.shape[0], second.shape[-1]))

@@ -1,4 +1,4 @@
-"""The package's own operators: known to PyTorch, so that graphs can hold them, and called directly by programs."""
+"""The package's own operators, registered in PyTorch for use in graphs; programs call them directly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LIBRARY = "ort_trainer"
 
 _library: Any = torch.library.Library(LIBRARY, "FRAGMENT")  # type: ignore[no-untyped-call]
 OWN: dict[str, Callable[..., Any]] = {}
-"""Target of a program's step -> function."""
+"""Target of a program's step -> its function."""
 
 
 def _define(signature: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Defines an operator; ``fake`` gives results of the right shape and type, without numbers."""
+    """Defines an operator; ``fake`` returns tensors of the right shape and dtype without computing them."""
     _library.define(signature)
     name = signature.partition("(")[0]
     _library.impl(name, function, "CPU")
@@ -53,15 +53,34 @@ _define(
     lambda value, weight, bias, activation: value.new_empty((*value.shape[:-1], weight.shape[0])),
 )
 _define(
+    "grouped_mm(Tensor first, Tensor second, Tensor ends) -> Tensor",
+    linear.grouped_mm,
+    linear.grouped_mm_fake,
+)
+_define(
     "cross_entropy_backward(Tensor gradient, Tensor log_probabilities, Tensor target, int reduction, "
     "SymInt ignore_index, Tensor total_weight) -> Tensor",
     losses.cross_entropy_backward,
     lambda gradient, log_probabilities, *_: torch.empty_like(log_probabilities),
 )
 _define(
+    "ctc_losses(Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengths, int blank, "
+    "bool zero_infinity) -> (Tensor, Tensor)",
+    losses.ctc_losses,
+    lambda log_probabilities, *_: (
+        log_probabilities.new_empty(log_probabilities.shape[1]),
+        torch.empty_like(log_probabilities, memory_format=torch.contiguous_format),
+    ),
+)
+_define(
     "steps(str cell, bool reverse, Tensor[] states, Tensor[] sequences, Tensor[] weights) -> Tensor[]",
     recurrent.steps,
     recurrent.steps_fake,
+)
+_define(
+    "linear_recurrence(Tensor factors, Tensor terms) -> Tensor",
+    recurrent.linear_recurrence,
+    lambda factors, terms: torch.empty_like(terms, memory_format=torch.contiguous_format),
 )
 _define(
     "checked_lengths(Tensor lengths, SymInt steps, bool exact) -> Tensor",

@@ -1,7 +1,7 @@
-"""``Program``: what one node computes with PyTorch's kernels, as data that can be written into an ONNX file.
+"""``Program``: the computation of one node with PyTorch's kernels, as data for an ONNX file.
 
-A node calls several operators in a row, since a call from ONNX Runtime into Python costs ten microseconds. Written as
-JSON (and not as Python code, which a file that is read must not hold), a program is::
+A node calls several operators in a row, because a call from ONNX Runtime into Python costs ten microseconds. A program
+is stored as JSON (not as Python code, because files must not hold code)::
 
     {"inputs":  [["float32", null], ["bool", [0, 2, 1]], ...],
      "symbols": {"batch": [0, 0], ...},
@@ -9,11 +9,11 @@ JSON (and not as Python code, which a file that is read must not hold), a progra
      "results": [[4, null], [6, [0, 2, 1]], ...],
      "outputs": {"1": "fc.weight.grad", ...}}
 
-``symbols`` says which axis of which input has a symbolic size. An argument is a number, a text, null, a list of
-arguments, or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` and ``{"torch":
-"float32"}``, an attribute of torch. Between nodes a tensor lies contiguous in memory; the permutation beside an input
-or a result has its dimensions in the order of memory, where that is not their own. Booleans travel as bytes.
-``outputs`` says which results are outputs of the whole graph, and what they are called there.
+``symbols`` maps a symbolic size to an input and its axis. An argument is a number, a string, null, a list of arguments,
+or one of ``{"x": input}``, ``{"v": step}``, ``{"dim": expression over the symbols}`` (a size), ``{"number":
+expression}`` (a float, such as the ratio of two sizes) and ``{"torch": "float32"}``, an attribute of torch. Between
+nodes, tensors are contiguous; an input or result whose dimensions are in another order in memory has that order as a
+permutation beside it. Booleans are passed as bytes. ``outputs`` maps results to names of outputs of the whole graph.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from typing import Any
 
 import torch
 
-from ...dims import evaluate
+from ...dims import evaluate, evaluate_number
 from .operators import LIBRARY, OWN
 
 __all__ = ["GETITEM", "Order", "Program", "find_operator", "may_call"]
 
 GETITEM = "getitem"
-"""Target of a step that takes one of several results of another one."""
+"""Target of a step that selects one of several results of another step."""
 
-# Libraries of operators that a file may name; but for one operator, they read and write nothing but tensors.
+# Libraries of operators that a file may name; all but one operator read and write only tensors.
 _LIBRARIES = ("aten", "mkldnn", LIBRARY)
 _READS_FILES = "from_file"
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
+_COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
 
 Order = Sequence[int] | None
-"""The dimensions in the order of memory, the one with the largest stride first; None for their own order."""
+"""The dimensions in memory order, largest stride first; None for a contiguous tensor."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A straight line of calls of PyTorch's operators.
+    """A sequence of calls of PyTorch's operators.
 
     Attributes:
-        inputs: Element type, as an attribute of torch, and order of memory of every input.
-        symbols: Symbolic size -> input and axis where it can be read.
+        inputs: Element type (an attribute of torch) and memory order of every input.
+        symbols: Symbolic size -> an input and an axis that have it.
         steps: Operator, positional and named arguments of every call.
-        results: Step and order of memory of every result.
-        outputs: Index of a result, as text -> name of the graph's output that it is.
+        results: Step and memory order of every result.
+        outputs: Index of a result (as str) -> name of its graph output.
     """
 
     inputs: list[tuple[str, Order]] = field(default_factory=list)
@@ -71,30 +72,30 @@ class Program:
 
     @classmethod
     def from_text(cls, text: str) -> Program:
-        """Returns the program that :meth:`to_text` wrote.
+        """Returns the program from :meth:`to_text`.
 
         Raises:
-            ValueError: If it is none, or calls something that is no operator on tensors.
+            ValueError: If the text is not a program, or the program calls anything else than operators on tensors.
         """
         try:
             program = cls(**json.loads(text))
             for target, _, _ in program.steps:
                 find_operator(target)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"this is no program of PyTorch's operators ({error}): {text[:200]}") from error
+            raise ValueError(f"this is not a program of PyTorch's operators ({error}): {text[:200]}") from error
         return program
 
     @property
     def key(self) -> str:
-        """A name for it; equal programs have the same."""
+        """Key of the program; equal programs have equal keys."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:20]
 
     def compiled(self, timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns the program as a function of its inputs, as they come from ONNX Runtime.
+        """Returns the program as a function of its inputs from ONNX Runtime.
 
         Args:
-            timed: Whether the function takes one argument more, before the others, which it calls with the time in
-                nanoseconds: before the first step, behind each step, and behind what is done to each result.
+            timed: Whether the function takes an additional first argument, which it calls with the time in nanoseconds:
+                before the first step, after each step, and after the conversion of each result.
         """
         return _Compiler(self, timed).function()
 
@@ -109,25 +110,25 @@ def find_operator(target: str) -> Callable[..., Any]:
     """Returns the operator that a step names.
 
     Raises:
-        ValueError: If it is not in one of the libraries that a program may use, or opens a file.
+        ValueError: If a program may not use the operator's library, or the operator opens a file.
     """
     if target == GETITEM:
         return operator.getitem
     library, name, overload = target.split(".")
     if not may_call(library, name):
-        raise ValueError(f"{target} is no operator on tensors of the libraries {_LIBRARIES}")
+        raise ValueError(f"{target} is not an operator on tensors of the libraries {_LIBRARIES}")
     own = OWN.get(target)
-    if own is not None:  # without PyTorch's dispatcher, which takes longer than many of them
+    if own is not None:  # without PyTorch's dispatcher, which takes longer than many of these operators
         return own
     found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
-    # Only while gradients are recorded does it keep what its backward operator needs; it can't be asked for otherwise.
+    # It returns what its backward operator needs only while gradients are recorded; it has no argument for that.
     return torch.enable_grad()(found) if target == "aten.mkldnn_rnn_layer.default" else found
 
 
 class _Compiler:
-    """Makes Python source of a program: a call costs a tenth of what it does through an interpreter.
+    """Compiles a program to Python source, which makes a call ten times cheaper than an interpreter would.
 
-    Everything that is not a number in the program becomes a name of the function's globals, so that no text of a file
+    Everything in the program that is not a number becomes a name in the function's globals, so that no text from a file
     gets into the source.
     """
 
@@ -135,7 +136,7 @@ class _Compiler:
         self._program = program
         self._timed = timed
         self._names: dict[str, Any] = {"contiguous": _contiguous, "now": time.perf_counter_ns}
-        self._dims: dict[str, str] = {}
+        self._dims: dict[tuple[str, str], str] = {}
         self._last_uses = self._find_last_uses()
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -190,15 +191,15 @@ class _Compiler:
         ((kind, what),) = value.items()
         if kind in ("x", "v"):
             return f"{kind}{int(what)}"
-        if kind == "dim":
-            return self._dims.setdefault(what, f"d{len(self._dims)}")
+        if kind in _COMPUTED:
+            return self._dims.setdefault((kind, what), f"d{len(self._dims)}")
         attribute = getattr(torch, what) if kind == "torch" else None
         if not isinstance(attribute, _ATTRIBUTES):
-            raise ValueError(f"{value!r} is no argument that a program may have")
+            raise ValueError(f"{value!r} is not a valid argument in a program")
         return self._name(attribute)
 
     def _find_last_uses(self) -> dict[int, list[str]]:
-        """Returns for every step the values that nothing after it reads: their memory is free then."""
+        """Returns for every step the values that no later step uses, so that their memory can be freed after it."""
         last: dict[str, int] = {}
         for index, (_, args, kwargs) in enumerate(self._program.steps):
             last[f"v{index}"] = index
@@ -223,22 +224,22 @@ def _references(value: Any) -> list[tuple[str, int]]:
 
 def _identifier(name: str) -> str:
     if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of an argument")
+        raise ValueError(f"{name!r} is not a valid argument name")
     return name
 
 
 def _contiguous(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """Returns a tensor as it travels between nodes."""
+    """Returns a tensor in the form in which it is passed between nodes."""
     value = (value if order is None else value.permute(order)).contiguous()
     return value.view(torch.uint8) if value.dtype is torch.bool else value
 
 
-def _size_function(symbols: list[str], expressions: list[str]) -> Callable[..., tuple[int, ...]]:
+def _size_function(symbols: list[str], expressions: list[tuple[str, str]]) -> Callable[..., tuple[float, ...]]:
     """Returns a function from the sizes of the symbols to the values of expressions, which it remembers."""
 
     @functools.lru_cache(maxsize=256)
-    def sizes(*given: int) -> tuple[int, ...]:
+    def sizes(*given: int) -> tuple[float, ...]:
         known = dict(zip(symbols, given, strict=True))
-        return tuple(evaluate(expression, known) for expression in expressions)
+        return tuple(_COMPUTED[kind](expression, known) for kind, expression in expressions)
 
     return sizes

@@ -1,8 +1,8 @@
-"""Recurrent cells, forward and backward: what one step computes, and a loop over the steps with PyTorch's kernels.
+"""Recurrent cells, forward and backward: one step, and a loop over the steps with PyTorch's kernels.
 
-A step is written once, for tensors and for values of an ONNX graph: ``maths`` has the functions, and both have the
-operators ``+ - *``. Only what depends on the step before is in it. The product of the inputs with their weights is done
-for all steps at once before the loop, and that of the gates' gradients with the hidden states behind it.
+A step is written once, for tensors and for values of an ONNX graph: ``maths`` has the functions, and both support the
+operators ``+ - *``. It contains only what depends on the previous step. The product of the inputs with their weights is
+computed for all steps before the loop, and the product of the gates' gradients with the hidden states after it.
 
 Names are those of the formulas in the documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``; ``d_x`` is the gradient
 of the loss with respect to x.
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CELLS", "Maths", "Step", "checked_lengths", "steps", "steps_fake"]
+__all__ = ["CELLS", "Maths", "Step", "checked_lengths", "linear_recurrence", "steps", "steps_fake"]
 
 
 class Maths(Protocol):
-    """What a step is made of, beside ``+ - *``."""
+    """The functions that a step uses, beside ``+ - *``."""
 
     one: Any
     """The number 1."""
 
     def addmm(self, bias: Any, left: Any, right: Any, transposed: bool = False) -> Any:
-        """Returns bias + left @ right, or left @ right.T; there may be no bias."""
+        """Returns bias + left @ right, or with left @ right.T; the bias may be None."""
 
     def chunk(self, value: Any, count: int) -> Sequence[Any]:
         """Returns the columns of a matrix in equal parts."""
@@ -47,11 +47,11 @@ class Maths(Protocol):
 
 
 Step = Callable[[Maths, Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-"""Maths, states (batch, ...), what the sequences have at this step, weights -> states after it, and what it gives."""
+"""Maths, states (batch, ...), the sequences' elements at this step, weights -> new states, results of the step."""
 
 
 def _lstm(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Gives h, c, and the gates i, f, g, o side by side."""
+    """Returns h, c, and the concatenated gates i, f, g, o."""
     (h, c), (gates,) = states, given
     i, f, g, o = m.chunk(m.addmm(gates, h, weights[0], transposed=True), 4)
     i, f, g, o = m.sigmoid(i), m.sigmoid(f), m.tanh(g), m.sigmoid(o)
@@ -65,7 +65,7 @@ def _lstm(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequen
 def _lstm_backward(
     m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Gives the gradient of the gates before their activation, and that of h where h is a projection."""
+    """Returns the gradient of the gates before activation, and with a projection that of h."""
     (d_h, d_c), (d_output, activated, c, previous_c, *d_cells) = states, given
     i, f, g, o = m.chunk(activated, 4)
     d_h = d_h + d_output
@@ -81,7 +81,7 @@ def _lstm_backward(
 
 
 def _gru(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Gives h, and side by side r, z, n and what of n is a function of h."""
+    """Returns h, and concatenated r, z, n and the part of n that depends on h."""
     (h,), (gates,), (weight, bias) = states, given, weights
     r, z, n = m.chunk(gates, 3)
     h_r, h_z, h_n = m.chunk(m.addmm(bias, h, weight, transposed=True), 3)
@@ -94,7 +94,7 @@ def _gru(m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequenc
 def _gru_backward(
     m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Gives the gradient of what the inputs add to the gates, and of what h adds to them."""
+    """Returns the gradients of the inputs' and of h's contributions to the gates."""
     (d_h,), (d_output, activated, previous_h), weight = states, given, weights[0]
     r, z, n, h_n = m.chunk(activated, 4)
     d_h = d_h + d_output
@@ -106,7 +106,7 @@ def _gru_backward(
 
 
 def _rnn(activation: str) -> Step:
-    """Gives h."""
+    """Returns a step that returns h."""
 
     def step(
         m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
@@ -119,7 +119,7 @@ def _rnn(activation: str) -> Step:
 
 
 def _rnn_backward(activation: str) -> Step:
-    """Gives the gradient of the sum that is activated."""
+    """Returns a step that returns the gradient of the sum before activation."""
 
     def step(
         m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
@@ -132,7 +132,27 @@ def _rnn_backward(activation: str) -> Step:
     return step
 
 
+def _linear(
+    m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns h = a * h + b."""
+    (h,), (a, b) = states, given
+    h = a * h + b
+    return [h], [h]
+
+
+def _linear_backward(
+    m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the gradient of h, which is that of b."""
+    (d_h,), (d_output, a) = states, given
+    d_h = d_h + d_output
+    return [d_h * a], [d_h]
+
+
 CELLS: dict[str, Step] = {
+    "linear": _linear,
+    "linear_backward": _linear_backward,
     "lstm": _lstm,
     "lstm_backward": _lstm_backward,
     "gru": _gru,
@@ -174,13 +194,13 @@ def steps(
 
     Args:
         cell: Key of :data:`CELLS`.
-        reverse: Whether the last step comes first.
-        states: (batch, ...), before the first step.
+        reverse: Whether to start with the last step.
+        states: The initial states, (batch, ...).
         sequences: (steps, batch, ...), at least one step.
-        weights: What is the same in all steps.
+        weights: Tensors that all steps share.
 
     Returns:
-        The states after the last step, and what the steps give, (steps, batch, ...).
+        The states after the last step, and the results of all steps, (steps, batch, ...).
     """
     step, maths = CELLS[cell], _Tensors()
     given: list[list[torch.Tensor]] = []
@@ -193,10 +213,15 @@ def steps(
     return [*states, *(torch.stack(values) for values in zip(*given, strict=True))]
 
 
+def linear_recurrence(factors: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """Returns h[t] = factors[t] * h[t - 1] + terms[t] for all steps, (steps, ...), where h[-1] is zero."""
+    return steps("linear", False, [torch.zeros_like(terms[0])], [factors, terms], [])[-1]
+
+
 def steps_fake(
     cell: str, reverse: bool, states: list[torch.Tensor], sequences: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns what :func:`steps` does, for tensors without numbers: one step says it all."""
+    """Returns the results of :func:`steps` for tensors without data; one step determines all shapes."""
     after, given = CELLS[cell](_Tensors(), states, [sequence[0] for sequence in sequences], weights)
     length = sequences[0].shape[0]
     return [*after, *(value.new_empty((length, *value.shape)) for value in given)]
@@ -207,21 +232,21 @@ def checked_lengths(lengths: torch.Tensor, steps: int, exact: bool) -> torch.Ten
 
     Args:
         lengths: (batch), int64.
-        steps: Of the batch.
-        exact: Whether the longest sequence must have as many.
+        steps: Number of steps of the batch.
+        exact: Whether the longest sequence must have exactly this length.
 
     Raises:
-        ValueError: If a length is wrong.
+        ValueError: If a length is out of range.
     """
     shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest < 1 or longest > steps:
         raise ValueError(
-            f"pack_padded_sequence: lengths must be 1 to {steps}, the steps of the batch, but there are {shortest} and "
-            f"{longest}"
+            f"pack_padded_sequence: lengths must be 1 to {steps}, the number of steps in the batch, but they are "
+            f"{shortest} to {longest}"
         )
     if exact and longest < steps:
         raise ValueError(
             f"pad_packed_sequence: the longest sequence has {longest} of the {steps} steps of the batch. PyTorch would "
-            "cut off the others, which a graph can't: pad a batch to its longest sequence, or pass total_length"
+            "cut off the rest, but a graph can't: pad each batch to its longest sequence, or pass total_length"
         )
     return lengths.clone()

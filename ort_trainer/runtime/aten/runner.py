@@ -9,7 +9,7 @@ import torch
 
 from ...graph import TrainingGraph
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Plan
+from ..runner import GraphRunner, Plan, as_taken
 from .bridge import execute, from_torch, prepare
 from .program import Program
 
@@ -24,8 +24,8 @@ def calls_pytorch(graph: TrainingGraph) -> bool:
 class KernelRunner(GraphRunner):
     """An ONNX Runtime session of a graph of programs.
 
-    A value that PyTorch has made can't be written into memory that was bound before. So results come out in memory of
-    their own; they are copied to destinations where there are any.
+    PyTorch's results can't be written into memory that was bound earlier, so they are new tensors, which are copied to
+    the destinations, if there are any.
     """
 
     keeps_destinations = False
@@ -36,13 +36,13 @@ class KernelRunner(GraphRunner):
         self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes another tensor for a parameter or buffer."""
+        """Replaces the tensor of a parameter or buffer."""
         super().rebind(name, tensor)
         self._feeds[self.graph.state[name]] = from_torch(tensor.detach())
 
     @property
     def _session(self) -> Any:
-        """ONNX Runtime's own session, below the Python class, whose method wraps every result."""
+        """The C++ session below ONNX Runtime's Python class, whose methods wrap every result."""
         return self.inference_session._sess
 
     def run(
@@ -55,9 +55,8 @@ class KernelRunner(GraphRunner):
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs the graph once; see the base class. ``destinations`` are needed every time, or never."""
-        # Graphs take and give bfloat16 as fp32.
-        given = {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in batch.items()}
+        """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
+        given = {name: as_taken(value) for name, value in batch.items()}
         if self.graph.loss_scale is not None and loss_scale is not None:
             given[self.graph.loss_scale.name] = loss_scale
         given |= zip((spec.name for spec, _ in plan.random), self._draw(plan, generator), strict=True)

@@ -1,4 +1,4 @@
-"""The second way in: an ONNX model of a forward pass becomes a training graph. Needs onnxruntime-training."""
+"""Builds training graphs from the ONNX model of a forward pass; requires onnxruntime-training."""
 
 from .build import OnnxGraphBuilder, OnnxStep
 from .describe import check_description, describe_onnx

@@ -1,4 +1,4 @@
-"""``OnnxGraphBuilder``: makes training and evaluation graphs of an ONNX model."""
+"""``OnnxGraphBuilder``: builds training and evaluation graphs from an ONNX model."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OnnxStep:
-    """What is trained.
+    """A training step of an ONNX model.
 
     Attributes:
         model: The forward pass and its weights.
         description: The model description.
-        loss_fn: The loss of (first output of the model, label), or None where the loss is an output.
+        loss_fn: The loss of (first output of the model, label), or None if the loss is an output.
         trainable: Names of the weights to train.
         autocast: dtype of mixed precision, or None.
-        symbolic_shapes: Whether ONNX Runtime's symbolic shape inference looks at the model, besides ONNX's own.
+        symbolic_shapes: Whether to run ONNX Runtime's symbolic shape inference besides ONNX's own inference.
     """
 
     model: OnnxModel
@@ -70,10 +70,10 @@ class OnnxGraphBuilder:
     """Builds training and evaluation graphs of one step.
 
     Attributes:
-        step: What is trained.
+        step: The step.
         postprocess: The user's own pass over the ONNX model, or None.
-        portable: Whether only ONNX's own operators may be in a graph, as far as there is a way.
-        losses: The loss function as exported before, for every description of its inputs.
+        portable: Whether to use only standard ONNX operators, where possible.
+        losses: Cache of the exported loss function, by the description of its inputs.
     """
 
     step: OnnxStep
@@ -82,14 +82,14 @@ class OnnxGraphBuilder:
     losses: dict[Any, tuple[ir.Model, tuple[IndexRange, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
-        """Builds a graph for a batch; symbolic dimensions stay free unless a rewrite needs a number.
+        """Builds a graph for a batch; symbolic dimensions stay symbolic unless a rewrite needs a number.
 
         Args:
             batch: A sample of every input.
-            training: Whether to build the graph with the backward pass, or the one for evaluation.
+            training: Whether to build the training graph, with the backward pass, or the evaluation graph.
 
         Raises:
-            ExportError: If the model can't be differentiated, or its values are not as described.
+            ExportError: If the model can't be differentiated, or does not match its description.
         """
         start = time.perf_counter()
         sizes = self.step.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
@@ -108,16 +108,16 @@ class OnnxGraphBuilder:
                     fixed = sizes
                 else:
                     raise ExportError(
-                        f"shapes of the ONNX model are not known, for batches of {sizes}: {reason}"
+                        f"shapes of the ONNX model can't be determined for batches of {sizes}: {reason}"
                     ) from reason
         if fixed:
-            _log.warning("the ONNX model fixes %s: each other size is built", fixed_dimensions(fixed))
+            _log.warning("the ONNX model fixes %s: every other size needs another build", fixed_dimensions(fixed))
         kind = "training" if training else "evaluation"
         _log.info("built the %s graph in %.1f s: %d nodes", kind, time.perf_counter() - start, len(graph.model.graph))
         return graph if self.postprocess is None else postprocessed(graph, self.postprocess)
 
     def _sizes_of_the_model(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the dimensions that the description leaves open, but the model itself does not."""
+        """Returns the dimensions that are symbolic in the description but fixed in the model itself."""
         fixed: dict[str, int] = {}
         shapes = {value.name: shape_of(value) for value in self.step.model.model.graph.inputs}
         for entry in self.step.description.inputs:
@@ -132,8 +132,8 @@ class OnnxGraphBuilder:
         return fixed
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-        """There is nothing to compare with: the model is the graph."""
-        raise TypeError("an ONNX model has no other form that its graph could be compared with")
+        """Raises a TypeError: an ONNX model has no reference other than its graph."""
+        raise TypeError("an ONNX model has no reference implementation to compare its graph with")
 
     def _assemble(
         self, batch: Mapping[str, torch.Tensor], training: bool, fixed: Mapping[str, int], measured: bool
@@ -182,7 +182,7 @@ class OnnxGraphBuilder:
         measured: bool,
         found: Found,
     ) -> Iterator[ir.passes.PassBase]:
-        """Yields what becomes of the forward pass, in order."""
+        """Yields the passes over the forward pass, in order."""
         step, description = self.step, self.step.description
         yield SetInterfacePass({entry.name: with_sizes(entry.shape, fixed) for entry in description.inputs})
         if step.symbolic_shapes:
@@ -206,7 +206,7 @@ class OnnxGraphBuilder:
             yield AutocastPass(ir.tensor_adapters.from_torch_dtype(step.autocast))
 
     def _backward(self, found: Found) -> Iterator[ir.passes.PassBase]:
-        """Yields what adds the backward pass, in order."""
+        """Yields the passes that add the backward pass, in order."""
         loss, trainable = self.step.description.loss.name, self.step.trainable
         yield ScaleLossPass(loss, found)
         yield LowerPass(trainable, found)

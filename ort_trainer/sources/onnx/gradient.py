@@ -1,4 +1,4 @@
-"""What ONNX Runtime's gradient builder can differentiate, what is registered besides, and where gradient flows."""
+"""Knows which operators ONNX Runtime's gradient builder can differentiate, registers others, and traces gradients."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "register_gradient",
 ]
 
-# The operators for which the gradient builder of onnxruntime-training 1.19.2 has a gradient, and its CPU provider the
-# kernels; tests/sources/onnx/test_operators.py tries each.
+# The operators for which the gradient builder of onnxruntime-training 1.19.2 has a gradient and its CPU provider has
+# kernels; tests/sources/onnx/test_operators.py tests each.
 _DIFFERENTIABLE = {
     "": """Abs Add Cast Clip Concat Conv Cos Div Erf Exp Expand Flatten Gather GatherElements GatherND Gelu
         Gemm GlobalAveragePool Identity LayerNormalization LeakyRelu Log LogSoftmax MatMul Max Min Mul Neg Pad
@@ -35,7 +35,7 @@ _DIFFERENTIABLE = {
         Transpose Trilu Unsqueeze Where""",
     "com.microsoft": "BiasGelu FastGelu Gelu QuickGelu",
 }
-# Inputs through which no gradient flows: position -> nothing to differentiate. None stands for all.
+# Operator -> positions of inputs through which no gradient flows; None for all inputs.
 _STOPS: dict[str, set[int] | None] = {
     **dict.fromkeys(("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor")),
     **dict.fromkeys(("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "IsInf", "IsNaN", "Round", "Sign")),
@@ -44,9 +44,9 @@ _STOPS: dict[str, set[int] | None] = {
     "OneHot": {0, 1},
     "Where": {0},
 }
-# Of these the gradient builder has the gradient of the first input only.
+# For these, the gradient builder has only the gradient of the first input.
 _ONLY_FIRST = ("Clip", "Pad", "Pow", "SoftmaxCrossEntropyLoss")
-# Of these the gradient builder would ask for a gradient; it is zero.
+# The gradient of these is zero, but the gradient builder requires one.
 _ZERO = ("ArgMax", "ArgMin", "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign")
 _SQUARE = "square = Mul(I(0), I(0)); "
 _OWN = {
@@ -61,21 +61,21 @@ _OWN = {
     "Sinh": "a = Cosh(I(0)); GI(0) = Mul(GO(0), a)",
     "Tan": "square = Mul(O(0), O(0)); a = Add(square, one); GI(0) = Mul(GO(0), a)",
 }
-"""Gradients of operators that the gradient builder lacks, in the terms of :class:`GradientNode`."""
+"""Gradients of operators that the gradient builder lacks, in the notation of :class:`GradientNode`."""
 
 
 @dataclass(frozen=True)
 class GradientNode:
-    """A node of the gradient of an operator.
+    """A node in the gradient of an operator.
 
-    Values are called ``GO(i)`` (gradient of output i), ``I(i)`` (input i), ``O(i)`` (output i), ``GI(i)`` (gradient of
-    input i: what is to be computed), or by any other name.
+    The names of values are ``GO(i)`` (gradient of output i), ``I(i)`` (input i), ``O(i)`` (output i), ``GI(i)``
+    (gradient of input i, the result), or any other name for intermediate values.
 
     Attributes:
         op_type: Operator.
-        inputs: Values that go in.
-        outputs: Values that come out.
-        attributes: Numbers, strings or lists of them; for a tensor an array, or :func:`constant_like`.
+        inputs: Names of the inputs.
+        outputs: Names of the outputs.
+        attributes: Numbers, strings or lists of them; for a tensor, an array or :func:`constant_like`.
         domain: Domain of the operator.
     """
 
@@ -93,7 +93,7 @@ class _ConstantLike:
 
 
 def constant_like(value: float, like: str) -> Any:
-    """Returns a scalar tensor as the ``value`` of a ``Constant`` node, of the element type of ``I(i)`` or ``O(i)``."""
+    """Returns a scalar for the ``value`` of a ``Constant`` node, with the element type of ``I(i)`` or ``O(i)``."""
     if like[:1] not in ("I", "O") or like[1:2] != "(":
         raise ValueError(
             f"like must be 'I(0)', 'O(0)', ... (an input or output of the operator), but {like!r} was given"
@@ -106,9 +106,9 @@ _by_user: set[tuple[str, str]] = set()
 
 
 def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str = "") -> None:
-    """Tells how an operator is differentiated, for all models of this process that are built from now on.
+    """Registers the gradient of an operator, for all models that this process builds from now on.
 
-    It comes before what this package or ONNX Runtime does with the operator.
+    It takes precedence over the gradients and rewrites of this package and of ONNX Runtime.
 
     Args:
         op_type: The operator, one of ONNX's or your own.
@@ -128,7 +128,7 @@ def register_gradient(op_type: str, nodes: Sequence[GradientNode], domain: str =
         ... ])
     """
     if not any(name.startswith("GI(") for node in nodes for name in node.outputs):
-        raise ValueError(f"the gradient of {op_type!r} computes no GI(i): one of its nodes must have such an output")
+        raise ValueError(f"the gradient of {op_type!r} computes no GI(i): at least one node must have such an output")
     _register_own()
     _register(op_type, nodes, domain)
     _by_user.add((domain, op_type))
@@ -170,14 +170,14 @@ def _attribute(bindings: Any, name: str, value: Any) -> Any:
 
 
 def differentiable(node: ir.Node) -> bool:
-    """Returns whether there is a gradient for the operator of a node."""
+    """Returns whether the operator of a node has a gradient."""
     _register_own()
     known = _DIFFERENTIABLE.get(node.domain, "").split()
     return (node.domain, node.op_type) in _registered or node.op_type in known
 
 
 def gradient_path(graph: ir.Graph, trained: Collection[str], loss: ir.Value) -> Iterator[tuple[ir.Node, list[int]]]:
-    """Yields, from the loss backwards, every node through which gradient flows, with the inputs that want one."""
+    """Yields every node through which gradient flows, from the loss backwards, with the inputs that need gradients."""
     reached = {value for value in graph.inputs if value.name in trained}
     active: list[list[int]] = []
     for node in graph:
@@ -199,7 +199,7 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def _captured(node: ir.Node) -> Iterator[ir.Value]:
-    """Yields all values that the subgraphs of a node look at, their own included."""
+    """Yields all values that the subgraphs of a node read, including their own."""
     for attribute in node.attributes.values():
         if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
             graphs = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else attribute.as_graphs()
@@ -209,7 +209,7 @@ def _captured(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def has_gradient(node: ir.Node, inputs: Sequence[int]) -> bool:
-    """Returns whether all inputs of a node can get the gradients that are wanted of them."""
+    """Returns whether a node has gradients for the given inputs."""
     if has_user_gradient(node):
         return True
     if node.op_type.startswith("Scatter") and node.attributes.get_string("reduction", "none") not in ("none", "add"):
@@ -228,5 +228,5 @@ def _register_own() -> None:
         for result, operator, inputs in re.findall(r"(\S+) = (\w+)\((.*?)\)(?:; |$)", formula):
             nodes.append(GradientNode(operator, inputs.split(", "), [result]))
         _register(op_type, nodes)
-    # Rewritten before so that it neither excludes nor reverses.
+    # The rewrite has already removed its attributes exclusive and reverse.
     _register("CumSum", [GradientNode("CumSum", ["GO(0)", "I(1)"], ["GI(0)"], {"reverse": 1})])

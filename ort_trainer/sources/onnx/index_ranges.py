@@ -1,4 +1,4 @@
-"""Finds the losses of an ONNX model that take an input for class labels, and what they allow in it."""
+"""Finds the inputs of an ONNX model that its losses use as class labels, and their valid ranges."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .nodes import shape_of
 __all__ = ["label_ranges"]
 
 _LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
-# Operators that hand on all values of a tensor.
+# Operators that pass on all values of a tensor.
 _VIEWS = ("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def label_ranges(model: ir.Model, inputs: Collection[str], loss: str) -> Iterator[IndexRange]:
-    """Yields what the losses of a model allow in its inputs.
+    """Yields the valid ranges of inputs that a model's losses use as labels.
 
-    Indices of other operators are none of PyTorch's: in ONNX they may be negative, and ONNX Runtime refuses those that
-    are too large when it runs.
+    It skips the indices of other operators, whose rules differ from PyTorch's: ONNX allows negative indices, and ONNX
+    Runtime raises an error at run time if one is too large.
 
     Args:
         model: The forward pass, with shapes.

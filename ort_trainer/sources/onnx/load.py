@@ -1,4 +1,4 @@
-"""Reads an ONNX model of a forward pass, and takes its weights out."""
+"""Loads the ONNX model of a forward pass, and separates its weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .outside import check_external_data, check_operators
 __all__ = ["OnnxModel", "load_onnx_model"]
 
 _log = logging.getLogger(__name__)
-# The lowest operator set that the rewrites know, and the highest that the gradient builder does.
+# The lowest opset that the rewrites support, and the highest that the gradient builder supports.
 _OPSETS = (18, 21)
 _WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-# torch.onnx writes constants of the code as initializers too, under names of this kind.
+# Operators whose operands are weights.
 _WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
 # Inputs that are settings rather than weights: thresholds, scales of images, weights of classes.
 _SETTINGS = {
@@ -46,21 +46,22 @@ _SETTINGS = {
     "SoftmaxCrossEntropyLoss": {2},
     "Upsample": {1},
 }
-# What a file in ONNX Runtime's own format, a flatbuffer, has behind its first four bytes.
+# Follows the first four bytes of a file in ORT format, a flatbuffer.
 _ORT_FORMAT = b"ORTM"
+# torch.onnx writes constants of the code as initializers too, under such names.
 _TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
 
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A forward pass and its weights, apart.
+    """A forward pass, separated from its weights.
 
     Attributes:
-        model: The model, whose weights are inputs of its graph, behind its own inputs.
+        model: The model; its weights are inputs of its graph, after its own inputs.
         inputs: Names of its own inputs.
         parameters: Name -> value of every weight that can be trained.
         buffers: Name -> value of every running statistic of a batch norm.
-        frozen: Parameters that the file itself says were not trained.
+        frozen: Parameters that the file marks as frozen.
     """
 
     model: ir.Model
@@ -78,17 +79,17 @@ class OnnxModel:
 def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     """Returns the forward pass and the weights of an ONNX model.
 
-    What is a weight: every floating-point initializer of at least one dimension, except settings (such as the scales of
-    a Resize) and those that torch.onnx made of constants in the code; in a file of ``save_as_onnx``, exactly what was a
-    parameter. Running statistics of batch norms are buffers.
+    Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
+    Resize) and initializers that torch.onnx made from constants in the code. In a file from ``save_as_onnx``, weights
+    are exactly the former parameters. Running statistics of batch norms are buffers.
 
     Args:
-        source: A model, which is not changed; a path, also with external data; or a serialized model.
+        source: A model, which is not changed; a path, with or without external data; or a serialized model.
 
     Raises:
-        FileNotFoundError: If the file, or one with its external data, does not exist.
-        ExportError: If it is no ONNX model, one that can't be read, or one that asks for files outside of its folder or
-            for a library of operators.
+        FileNotFoundError: If the file, or a file of its external data, does not exist.
+        ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder or for a library of
+            operators.
     """
     try:
         return _load(source)
@@ -119,7 +120,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         statistics -= weights
     else:
         weights = _guess_weights(model, weights - statistics)
-    # Up to IR version 3, initializers were inputs too.
+    # Up to IR version 3, initializers are inputs too.
     inputs = [value for value in graph.inputs if not value.is_initializer()]
     state: dict[ir.Value, torch.Tensor] = {}
     for name, value in list(graph.initializers.items()):
@@ -134,7 +135,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
     graph.inputs.extend(value for value in state if value.name in statistics)
     model.ir_version = min(max(model.ir_version, 8), 10)
-    # Read once more, so that nothing of it holds on to the file's weights or to the user's proto.
+    # A round trip, so nothing in the model keeps the file's weights or the user's proto alive.
     model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
     tensors = {str(value.name): tensor for value, tensor in state.items()}
     return OnnxModel(
@@ -147,7 +148,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
 
 
 def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
-    """Returns a model whose external data is found."""
+    """Returns a model with its external data located."""
     what, folder = "the model", None
     if isinstance(source, onnx.ModelProto):
         proto = source
@@ -157,18 +158,18 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
             what, folder, source = f"{str(path)!r}", path.absolute().parent, path.read_bytes()
         if source[4:8] == _ORT_FORMAT:
             raise ExportError(
-                f"{what} is in ONNX Runtime's own format (.ort), which is for inference and can't be differentiated: "
-                "give the ONNX model that it was made from"
+                f"{what} is in ORT format (.ort), which is for inference and can't be differentiated: use the ONNX "
+                "model that it was made from"
             )
         try:
             proto = onnx.ModelProto.FromString(source)
         except google.protobuf.message.DecodeError as error:
-            raise ExportError(f"{what} is no ONNX model: {error}") from error
+            raise ExportError(f"{what} is not an ONNX model: {error}") from error
     if not proto.graph.node or not proto.opset_import:
-        raise ExportError(f"{what} is no ONNX model: it has no nodes, or names no operator set")
+        raise ExportError(f"{what} is not an ONNX model: it has no nodes or no opset")
     if proto.graph.sparse_initializer:
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
-        raise ExportError(f"{what} has sparse initializers, {names}: make them dense")
+        raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
     check_external_data(proto, folder, what)
     check_operators(proto, what)
     model = ir.from_proto(proto)
@@ -183,7 +184,7 @@ def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
 
 
 def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
-    """Returns the initializers that are weights, in a file that does not say."""
+    """Returns the initializers that are probably weights, for a file without that metadata."""
     weights, held = set(), []
     for name in floats:
         value = model.graph.initializers[name]
@@ -197,15 +198,15 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
             weights.add(name)
     if held:
         _log.warning(
-            "held constant, because torch.onnx names constants of the code so: %s. If they are weights, export the "
-            "model with optimize=False",
+            "held constant, because torch.onnx gives such names to constants in the code: %s. If they are weights, "
+            "export the model with optimize=False",
             sorted(held),
         )
     return weights
 
 
 def _with_weights(value: ir.Value) -> bool:
-    """Returns whether an operand is one of a layer: torch.onnx folds a transposed or joined weight into a constant."""
+    """Returns whether an operand belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
     if any(node.op_type in _WITH_WEIGHTS for node, _ in value.uses()):
         return True
     sums = [node for node, _ in value.uses() if node.op_type == "Add"]
@@ -226,8 +227,8 @@ def _array(value: ir.Value) -> np.ndarray[Any, Any]:
 def _weight(value: ir.Value) -> torch.Tensor:
     if value.dtype == ir.DataType.BFLOAT16:
         raise ExportError(
-            f"weight {value.name!r} is bfloat16: give the model fp32 weights, and choose the precision of "
-            "training by the option mixed_precision"
+            f"weight {value.name!r} is bfloat16, which is not supported: use float32 weights, and set the precision of "
+            "training with the option mixed_precision"
         )
     return torch.from_numpy(_array(value).copy())
 
@@ -243,6 +244,6 @@ def _of_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.version_converter.convert_version(model, min(max(opset.version, lowest), highest))
     except Exception as error:
         raise ExportError(
-            f"the model uses operator set {opset.version}, training needs one from {lowest} to {highest}, and ONNX's "
-            f"converter can't change it: {error}"
+            f"the model uses opset {opset.version}, but training supports opsets {lowest} to {highest}, and ONNX's "
+            f"version converter can't convert it: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Exports a loss function for an ONNX model, whose prediction it takes."""
+"""Exports a loss function of an ONNX model's prediction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["LossExport"]
 
 
 class _Prediction(nn.Module):
-    """Stands for the ONNX model when the loss function is exported."""
+    """Stands in for the ONNX model when the loss function is exported."""
 
     def forward(self, prediction: torch.Tensor) -> torch.Tensor:
         return prediction
@@ -42,10 +42,10 @@ class LossExport:
         loss_fn: The loss of (prediction, label).
         description: The model description, with the label as last input.
         batch: A sample of every input.
-        fixed: Dimension -> the only size that it has.
-        exported: The loss function as exported before, for every description of its inputs; grows. A model is built
-            several times, and an export takes seconds.
-        found: Gets what the loss function allows in a label that it indexes with.
+        fixed: Dimension -> its fixed size.
+        exported: Cache of the exported loss function, by the description of its inputs, because a model is built
+            several times and an export takes seconds.
+        found: Receives the valid range of a label that the loss function uses as index.
     """
 
     loss_fn: LossFunction
@@ -57,7 +57,7 @@ class LossExport:
 
     @property
     def label(self) -> ir.Value:
-        """A value for the label."""
+        """The graph value of the label."""
         entry = self.description.inputs[-1]
         dtype = ir.tensor_adapters.from_torch_dtype(self.batch[entry.name].dtype)
         return ir.val(entry.name, dtype, with_sizes(entry.shape, self.fixed))
@@ -66,17 +66,17 @@ class LossExport:
         """Returns the graph of the loss of ``prediction`` and the label.
 
         Args:
-            prediction: What the loss function takes.
-            opset: ONNX operator set.
+            prediction: The prediction.
+            opset: ONNX opset.
 
         Raises:
-            SizeNeededError: If the shape of the prediction is not known.
-            ExportError: If the loss function can't be exported, or its gradient is not that of its graph.
+            SizeNeededError: If the shape of the prediction is unknown.
+            ExportError: If the loss function can't be exported, or its gradient differs from that of its graph.
         """
         description, batch = self.description, self.batch
         label = description.inputs[-1]
         sizes = description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        # The user's word counts where inference finds only a symbol.
+        # The description takes precedence over inference, which may find only a symbol.
         described = next((entry.shape for entry in description.outputs if entry.name == prediction.name), (None,))
         is_known = all(isinstance(size, int) or size in sizes for size in described)
         found = with_sizes(described if is_known else shape_of(prediction) or (None,), self.fixed)
@@ -110,16 +110,16 @@ class LossExport:
 def _check_gradient_of_loss(
     graph: ir.Model, loss_fn: Any, sample: Mapping[str, torch.Tensor], label: str, loss: str
 ) -> bool:
-    """Compares the gradient of an exported loss function with PyTorch's.
+    """Checks the gradient of an exported loss function against PyTorch's.
 
-    A graph of the forward pass does not know of ``detach()``, ``no_grad()`` and functions with their own gradient.
+    The graph of the forward pass loses ``detach()``, ``no_grad()`` and functions with their own gradient.
 
     Returns:
-        Whether the sample could tell; one without any label that counts has no gradient to compare.
+        Whether the sample was conclusive: without a finite gradient, for example if every label is ignored, it is not.
     """
     if not sample["prediction"].is_floating_point():
         raise ExportError(
-            f"the prediction, of {sample['prediction'].dtype}, has no gradient: it must be floating-point"
+            f"the prediction must be floating-point to have a gradient, but its dtype is {sample['prediction'].dtype}"
         )
     draw = torch.Generator().manual_seed(0)
     given = torch.rand(sample["prediction"].shape, generator=draw, dtype=torch.float32).to(sample["prediction"].dtype)
@@ -135,7 +135,7 @@ def _check_gradient_of_loss(
         for module, training in modules:
             module.training = training
     if expected is None:
-        raise ExportError("the loss that loss_fn returns does not depend on the prediction, or is detached from it")
+        raise ExportError("the loss from loss_fn does not depend on the prediction, or is detached from it")
     if not torch.isfinite(expected).all():
         return False
     found = Found()
@@ -156,9 +156,9 @@ def _check_gradient_of_loss(
     difference = (gradient.double() - expected.double()).norm().item()
     if not difference <= 1e-3 * max(expected.double().norm().item(), 1e-6):
         raise ExportError(
-            "the gradient of loss_fn is not that of the numbers that it returns (off by "
-            f"{difference / max(expected.double().norm().item(), 1e-6):.2g}): it has detach(), no_grad() or a function "
-            "with its own gradient, which the ONNX graph of a loss can't have. Train the PyTorch model instead of "
-            "an ONNX model"
+            "the gradient of loss_fn differs from the derivative of its value (relative error "
+            f"{difference / max(expected.double().norm().item(), 1e-6):.2g}): it uses detach(), no_grad() or a "
+            "function with its own gradient, which the ONNX graph of a loss can't express. Train the PyTorch model "
+            "instead of an ONNX model"
         )
     return True

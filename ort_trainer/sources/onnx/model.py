@@ -15,7 +15,7 @@ from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...runtime.engine import training_bindings
 from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
-from ..torch import LossFunction, label_parameters
+from ..torch import LossFunction, takes_label
 from .build import OnnxGraphBuilder, OnnxStep
 from .describe import check_description, describe_onnx
 from .load import OnnxModel, load_onnx_model
@@ -25,12 +25,12 @@ __all__ = ["OnnxSource", "is_onnx_model"]
 
 
 def is_onnx_model(model: object) -> bool:
-    """Returns whether something is an ONNX model, or may be the path of one."""
+    """Returns whether a value is an ONNX model, or can be the path of one."""
     return isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike))
 
 
 class OnnxSource(ModelSource):
-    """Holds a model as it was read; nobody can change it from outside."""
+    """An ONNX model as it was loaded; it can't be changed from outside."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class OnnxSource(ModelSource):
         optim_config: OptimizerConfig,
         options: ORTTrainerOptions,
     ) -> None:
-        training_bindings()  # raises where there are none
+        training_bindings()  # raises if unavailable
         _refuse_for_onnx(options)
-        if loss_fn is not None and label_parameters(loss_fn) == []:
+        if loss_fn is not None and not takes_label(loss_fn):
             raise ValueError(
-                "loss_fn takes no label, which works for PyTorch models: let the loss be an output of the ONNX model"
+                "loss_fn takes no label, which only works for PyTorch models: make the loss an output of the ONNX model"
             )
         self.name, self.fixed = "the ONNX model", True
         self._model = model if isinstance(model, OnnxModel) else load_onnx_model(model)
@@ -58,12 +58,12 @@ class OnnxSource(ModelSource):
 
     @property
     def parameters(self) -> Named:
-        """All parameters by canonical name."""
+        """The model's parameters by canonical name."""
         return self._model.parameters
 
     @property
     def buffers(self) -> Named:
-        """All buffers, likewise."""
+        """The model's buffers by canonical name."""
         return self._model.buffers
 
     def name_inputs(
@@ -78,13 +78,13 @@ class OnnxSource(ModelSource):
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
-        """Returns a description that is derived from a sample batch."""
+        """Returns a description derived from a sample batch."""
         _refuse_for_arguments([entry for entry in layouts.items() if entry[1][0] != "tensor"], list(parameters))
         return describe_onnx(self._model, self._loss_fn, batch)
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
         """Returns a batch of zeros; see the base class."""
-        if self._loss_fn is not None:  # whose label may be anything
+        if self._loss_fn is not None:  # its label can be anything
             return super().blank_batch(description)
         types = {v.name: ir.tensor_adapters.to_torch_dtype(dtype_of(v)) for v in self._model.model.graph.inputs}
         return {
@@ -101,7 +101,7 @@ class OnnxSource(ModelSource):
         parameters: Sequence[str] | None = None,
         portable: bool = False,
     ) -> Builder:
-        """Returns what builds the graphs; see the base class."""
+        """Returns a builder of graphs; see the base class."""
         _refuse_for_arguments(layouts, parameters)
         check_description(self._model, description, self._loss_fn)
         step = OnnxStep(
@@ -118,46 +118,50 @@ class OnnxSource(ModelSource):
 def _refuse_for_arguments(layouts: Layouts, parameters: Sequence[str] | None) -> None:
     if layouts:
         names = [name for name, _ in layouts]
-        raise TypeError(f"inputs {names} are no tensors, and an ONNX model takes nothing else")
+        raise TypeError(f"an ONNX model takes only tensors, but the inputs {names} are not tensors")
     if parameters:
         raise ValueError(
-            f"loss_parameters {list(parameters)} are for loss functions in Python: with an ONNX model make them inputs "
-            "of the model"
+            f"loss_parameters {list(parameters)} are for loss functions of PyTorch models only: make them inputs of "
+            "the ONNX model"
         )
 
 
 def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
-    """Refuses the options that mean nothing where the model is an ONNX model."""
+    """Refuses options that have no effect on an ONNX model."""
     if options.mixed_precision.enabled and options.mixed_precision.dtype != "float16":
         raise ValueError(
-            "mixed_precision.dtype is refused for an ONNX model, which is trained in float16 or fp32: leave it out. A "
-            "PyTorch model can be trained in bfloat16"
+            "mixed_precision.dtype must be 'float16' for an ONNX model: leave it out. PyTorch models can be trained in "
+            "bfloat16"
         )
     internal = options._internal_use
     idle = {
         "debug.check_model_export": (
             options.debug.check_model_export,
-            "it compares the exported graph with the PyTorch model, and there is none",
+            "it compares the exported graph with a PyTorch model",
         ),
         "_internal_use.enable_internal_postprocess": (
             not internal.enable_internal_postprocess,
-            "an ONNX model must be rewritten to be differentiated, so the rewrites can't be switched off",
+            "differentiating an ONNX model needs the rewrites, so they can't be turned off",
         ),
         "_internal_use.enable_onnx_contrib_ops": (
             not internal.enable_onnx_contrib_ops,
             "ONNX Runtime differentiates with its own operators",
         ),
+        "utils.kernels": (
+            options.utils.kernels == "pytorch",
+            "its graph is computed by ONNX Runtime",
+        ),
         "_internal_use.onnx_opset_version": (
             options.is_given("_internal_use.onnx_opset_version"),
-            "an ONNX model has its operator set already",
+            "an ONNX model already has an opset",
         ),
     }
     chosen = options.graph_transformer
     names = ("attn_dropout_recompute", "gelu_recompute", "transformer_layer_recompute")
     recomputed = {f"graph_transformer.{name}": getattr(chosen, name) for name in names}
     recomputed["utils.memory_efficient_gradient"] = options.utils.memory_efficient_gradient
-    reason = "recomputation works on the graph of a PyTorch model. Give the model as one"
+    reason = "recomputation works only on the graph of a PyTorch model"
     idle |= {path: (wrong, reason) for path, wrong in recomputed.items()}
     for path, (wrong, reason) in idle.items():
         if wrong:
-            options.without_effect(f"{path} does nothing for an ONNX model: {reason}. Leave it out")
+            options.without_effect(f"{path} has no effect for an ONNX model: {reason}. Leave it out")

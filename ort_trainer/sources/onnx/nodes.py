@@ -1,4 +1,4 @@
-"""What is known of the nodes of a graph and of its values."""
+"""Reads the attributes, constants, shapes and dtypes of nodes and values."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Size = TypeVar("Size", int | str, int | str | None)
 
 
 class SizeNeededError(Exception):
-    """A rewrite needs a size as a number that the graph leaves open.
+    """A rewrite needs the number of a size that is unknown in the graph.
 
     Attributes:
-        symbol: The size's name, where it has one.
+        symbol: Name of the size, or None.
     """
 
     def __init__(self, message: str, symbol: str | None = None) -> None:
@@ -44,15 +44,17 @@ class SizeNeededError(Exception):
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """Returns the attributes of a node as Python values; those of several numbers as lists."""
+    """Returns the attributes of a node as Python values, sequences as lists."""
     values = {name: attribute.value for name, attribute in node.attributes.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def dims(shape: Sequence[int | str | None] | None, symbols: Collection[str]) -> tuple[Dim, ...] | None:
-    """Returns a shape as a training graph has it, or None if it has more than numbers and these symbols.
+    """Returns a shape in the form of a training graph; None unless it has only numbers, symbols and expressions.
 
-    Besides symbols a shape may have expressions over them, as a training graph has them.
+    Args:
+        shape: Numbers, symbols, and expressions over symbols in the form of a training graph.
+        symbols: The known symbols.
     """
     if shape is None:
         return None
@@ -67,7 +69,7 @@ def _dim(size: str | None, symbols: Collection[str]) -> str | None:
 
 
 def with_sizes(shape: Sequence[Size], fixed: Mapping[str, int]) -> tuple[Size, ...]:
-    """Returns a shape with numbers for the symbols that have one size only."""
+    """Returns a shape with numbers in place of symbols of fixed size."""
     return tuple(fixed.get(size, size) if isinstance(size, str) else size for size in shape)  # type: ignore[misc]
 
 
@@ -77,19 +79,19 @@ def named_symbols(size: str) -> set[str]:
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
-    """Returns the element type of a value; float where nothing is known."""
+    """Returns the element type of a value; float if unknown."""
     return ir.DataType.FLOAT if value.dtype in (None, ir.DataType.UNDEFINED) else value.dtype
 
 
 def shape_of(value: ir.Value) -> Shape | None:
-    """Returns the sizes of a value: str for a symbol, None for an unknown one; None if not even the rank is known."""
+    """Returns the sizes of a value: a str for a symbol, None if unknown. Returns None if even the rank is unknown."""
     return None if value.shape is None else tuple(size if isinstance(size, int) else size.value for size in value.shape)
 
 
 def rank_of(value: ir.Value) -> int:
     """Returns the number of dimensions of a value."""
     if value.shape is None:
-        raise SizeNeededError(f"the rank of {value.name!r} is not known")
+        raise SizeNeededError(f"the rank of {value.name!r} is unknown")
     return len(value.shape)
 
 
@@ -98,27 +100,27 @@ def size_of(value: ir.Value, axis: int) -> int:
     shape = shape_of(value)
     size = None if shape is None else shape[axis]
     if not isinstance(size, int):
-        raise SizeNeededError(f"size {axis} of {value.name!r} is not known: {size!r}", size)
+        raise SizeNeededError(f"size {axis} of {value.name!r} is unknown: {size!r}", size)
     return size
 
 
 def operand(node: ir.Node, index: int = 0) -> ir.Value:
-    """Returns an input of a node that its operator asks for."""
+    """Returns a required input of a node."""
     value = node.inputs[index]
     assert value is not None
     return value
 
 
 def input_of(node: ir.Node, index: int) -> ir.Value | None:
-    """Returns an input of a node, or None if it was left out."""
+    """Returns an input of a node, or None if it is omitted."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def constant_of(node: ir.Node, index: int, default: Any = None) -> Any:
-    """Returns the constant that an input is; the default if the input was left out.
+    """Returns the value of a constant input; the default if the input is omitted.
 
     Raises:
-        ExportError: If the input is computed.
+        ExportError: If the input is not a constant.
     """
     value = input_of(node, index)
     if value is None:

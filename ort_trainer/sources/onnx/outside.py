@@ -1,4 +1,4 @@
-"""Refuses what an ONNX model from outside may ask for beside its own file: other files, and libraries of operators."""
+"""Refuses untrusted ONNX models that ask for files outside their folder or for libraries of operators."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["check_external_data", "check_operators"]
 
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
-    """Checks that a model's tensors are in the model itself, or in files of its folder.
+    """Checks that a model's tensors are in the model itself or in files of its folder.
 
     Args:
         model: The model.
-        folder: Where its file is; None for one that came without a file.
-        what: What messages call it.
+        folder: The folder of its file; None if it came without a file.
+        what: Name of the model in error messages.
 
     Raises:
-        ExportError: If a tensor is in a file elsewhere: by an absolute path, by ``..`` or by a symbolic link.
+        ExportError: If a tensor is in a file elsewhere, by an absolute path, ``..`` or a symbolic link.
     """
     for tensor in _constants(model):
         if _is_external(tensor):
             raise ExportError(
-                f"{what} keeps the data of {tensor.name!r}, a constant of a node, in an external file, which only "
-                "initializers may do: save the model with convert_attribute=False"
+                f"{what} keeps the data of {tensor.name!r}, a constant of a node, in an external file. Only "
+                "initializers may be external: save the model with convert_attribute=False"
             )
     for tensor in _initializers(model):
         if not _is_external(tensor):
@@ -40,45 +40,45 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) 
             )
         locations = [entry.value for entry in tensor.external_data if entry.key == "location"]
         if len(locations) != 1:
-            raise ExportError(f"{what} is damaged: the external data of {tensor.name!r} have {len(locations)} places")
+            raise ExportError(f"{what} is damaged: the external data of {tensor.name!r} has {len(locations)} locations")
         problem = _problem(locations[0], folder)
         if problem:
             raise ExportError(
-                f"{what} keeps the data of {tensor.name!r} in {shown(locations[0])}, which {problem}. It could be any "
-                "file, so it is not read: copy the file into the folder of the model, and let the model name it there"
+                f"{what} keeps the data of {tensor.name!r} in {shown(locations[0])}, which {problem}. For safety it is "
+                "not read: copy the file into the model's folder, and make the model refer to it there"
             )
 
 
 def _is_external(tensor: onnx.TensorProto) -> bool:
-    """The mark alone decides for some readers, and the entries for others."""
+    """Returns whether a tensor is external: some readers go by the mark alone, others by the entries."""
     return tensor.data_location == onnx.TensorProto.EXTERNAL or bool(tensor.external_data)
 
 
 def _problem(location: str, folder: Path) -> str:
-    """Returns why a file must not be read; nothing if it may."""
+    """Returns why a file must not be read; empty if it may be."""
     if not location or "\0" in location:
-        return "is no name of a file"
+        return "is not a file name"
     for path in (PurePosixPath(location), PureWindowsPath(location)):
         if path.is_absolute() or path.anchor:
             return "is an absolute path"
         if ".." in path.parts:
-            return "leads out of the model's folder by '..'"
+            return "leaves the model's folder through '..'"
     found = folder / location
     try:
         if not found.resolve().is_relative_to(folder.resolve()):
-            return "is a symbolic link, or lies behind one, that leads out of the model's folder"
+            return "leaves the model's folder through a symbolic link"
         if found.exists() and not found.is_file():
-            return "is no regular file"
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
-        return f"can't be looked up ({error})"
+            return "is not a regular file"
+    except (OSError, RuntimeError) as error:  # the name is too long, or links form a loop
+        return f"can't be resolved ({error})"
     return ""
 
 
 def check_operators(model: onnx.ModelProto, what: str) -> None:
-    """Checks that a model asks for no operators but those of ONNX Runtime itself and functions of its own.
+    """Checks that a model uses only operators of ONNX Runtime itself and functions of its own.
 
     Raises:
-        ExportError: If it does; the message names node and domain.
+        ExportError: If it uses others; the message names node and domain.
     """
     own = {(function.domain, function.name) for function in model.functions}
     for node in _all_nodes(model):
@@ -87,14 +87,14 @@ def check_operators(model: onnx.ModelProto, what: str) -> None:
         name = shown(node.name) if node.name else f"that computes {shown(list(node.output))}"
         if node.domain not in DOMAINS:
             raise ExportError(
-                f"{what} has a custom operator: node {name} is a {shown(node.op_type)} of the domain "
-                f"{shown(node.domain)}. Libraries of operators are not loaded, as they could execute anything: write "
-                "the operator with those of ONNX, or as a function within the model"
+                f"{what} has a custom operator: node {name}, operator {shown(node.op_type)} of domain "
+                f"{shown(node.domain)}. Operator libraries are not loaded, because they can execute any code: compose "
+                "the operator of standard ones, or make it a function in the model"
             )
         if node.op_type in CALLING_OUT:
             raise ExportError(
-                f"{what} can't be used: node {name} is a {node.op_type} of the domain {node.domain!r}, which reaches "
-                "out of the model, to Python or to other files"
+                f"{what} can't be used: node {name}, operator {node.op_type} of domain {node.domain!r}, calls Python "
+                "or opens other files"
             )
 
 
@@ -106,7 +106,7 @@ def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def _all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yields the graphs of a model, and all that are in attributes of nodes."""
+    """Yields the graphs of a model, including those in attributes of nodes."""
     yield from _graphs(model)
     for node in _all_nodes(model):
         yield from _bodies(node)
@@ -118,7 +118,7 @@ def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields nodes and those of the graphs in their attributes."""
+    """Yields nodes, including those of graphs in their attributes."""
     for node in nodes:
         yield node
         for graph in _bodies(node):
@@ -140,7 +140,7 @@ def _initializers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the tensors in attributes of nodes, and of the functions that have defaults for them."""
+    """Yields the tensors in attributes of nodes, and in default attributes of functions."""
     owners = [node.attribute for node in _all_nodes(model)]
     for attributes in (*owners, *(function.attribute_proto for function in model.functions)):
         for attribute in attributes:

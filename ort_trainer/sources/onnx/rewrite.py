@@ -1,4 +1,4 @@
-"""Replaces nodes of a model by what rules make of them."""
+"""Replaces nodes of a model by rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .nodes import dtype_of
 __all__ = ["Rule", "replace", "rewrite"]
 
 Rule = Callable[[ir.Node, Emitter], ir.Value | Sequence[ir.Value | None] | None]
-"""Emits what replaces a node and returns its results, of which None is one that nobody uses; None leaves the node."""
+"""Emits the replacement of a node and returns its results, None for an unused one; returns None to keep the node."""
 
 
 def rewrite(
@@ -24,13 +24,13 @@ def rewrite(
     only: Collection[ir.Node] | None = None,
     refused: dict[ir.Node, str] | None = None,
 ) -> bool:
-    """Replaces nodes by what rules make of them, in place. Names, types and shapes of their results stay.
+    """Replaces nodes by rules, in place. Their results keep their names, types and shapes.
 
     Args:
         model: The model.
         rules: Operator -> rule.
-        only: The nodes to look at; None for all.
-        refused: Gets the nodes for which a rule has an error instead, with its message; None to raise it.
+        only: The nodes to consider; None for all.
+        refused: Receives each node whose rule raises an error, with the message; None to raise the error.
 
     Returns:
         Whether any node was replaced.
@@ -64,14 +64,14 @@ def rewrite(
 
 
 def replace(node: ir.Node, e: Emitter, results: Sequence[ir.Value | None]) -> None:
-    """Puts what was emitted, and its results, into the place of a node and its outputs."""
+    """Replaces a node and its outputs with the emitted nodes and their results."""
     graph = node.graph
     assert graph is not None
     new = {value for other in e.nodes for value in other.outputs}
     old_values, new_values = [], []
     for value, result in zip(node.outputs, results, strict=False):
         if result is not None and value.name:
-            # What was there before has a name already, and can't take another one.
+            # An existing value already has a name, so it can't take the output's.
             result = result if result in new else e("Identity", result)
             new.discard(result)
             old_values.append(value)

@@ -1,4 +1,4 @@
-"""From the user's model to a training graph: the only callers of torch.export, AOTAutograd and torch.onnx."""
+"""Turns the user's model into training graphs: the only callers of torch.export, AOTAutograd and torch.onnx."""
 
 from .builder import GraphBuilder
 from .describe import describe, name_sample
@@ -11,7 +11,7 @@ from .step_module import (
     RecomputeOptions,
     canonical_names,
     check_signature,
-    label_parameters,
+    takes_label,
 )
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "check_model",
     "check_signature",
     "describe",
-    "label_parameters",
     "name_sample",
     "register_operator",
+    "takes_label",
 ]

@@ -1,4 +1,4 @@
-"""Makes the training graph of a captured step: names, random inputs, recomputation, translation."""
+"""Assembles the training graph of a captured step: names, random inputs, recomputation, translation."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def assemble(
     for_kernels: bool = False,
     stage: Callable[[str], None] = lambda _: None,
 ) -> TrainingGraph:
-    """Gives every input and result of a captured step its name, and translates it to ONNX.
+    """Names every input and result of a captured step, and translates the step to ONNX.
 
     Args:
         step: What is exported.
-        found: The captured step; it is used up.
+        found: The captured step; it is consumed.
         training: Whether it has the backward pass.
         for_kernels: Whether its nodes become programs of PyTorch's operators.
-        stage: Called with the name of each stage as it begins.
+        stage: Called with the name of each stage when it begins.
 
     Raises:
-        ExportError: If it can't be translated, or the outputs are not as described.
+        ExportError: If the step can't be translated, or the outputs don't match the description.
     """
     canonical = canonical_names(step.model)
     description = step.description
@@ -57,7 +57,7 @@ def assemble(
     random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
     random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
     if for_kernels and asks_for_recomputation(step.recompute, found):
-        raise ExportError("what is recomputed in the backward pass is arranged for ONNX Runtime's own kernels")
+        raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
     if not training:
         described = zip(description.outputs, found.outputs, strict=True)
         read_sizes_from_needed_inputs(found, [node for entry, node in described if not entry.is_loss])
@@ -65,7 +65,7 @@ def assemble(
         apply_recompute(step.recompute, found, random, step.model)
     state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}
-    # A gradient without elements changes nothing, and has no memory that could be bound.
+    # A gradient without elements changes nothing, and has no memory to bind.
     gradients = {canonical[_own(name)]: node for name, node in found.gradients.items() if node.meta["val"].numel()}
     gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
     updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
@@ -122,17 +122,17 @@ def assemble(
 
 
 def _fit(model: ir.Model, device: str) -> None:
-    """Fits a model to the kernels of the engine."""
+    """Puts casts around nodes for whose types the engine has no kernel."""
     missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
     if missing:
         raise ExportError(
-            "ONNX Runtime has no kernel for these operators and types, nor for a wider type: cast to another one "
-            "before.\n  " + "\n  ".join(missing)
+            "ONNX Runtime has no kernel for these operators with these types or wider ones: cast their inputs to "
+            "another type.\n  " + "\n  ".join(missing)
         )
 
 
 def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:
-    """Returns what the outputs are, after a look at whether they are as described."""
+    """Returns the specs of the outputs, after checking them against the description."""
     specs = []
     for entry, node in zip(description.outputs, found.outputs, strict=True):
         fake = node.meta["val"]
@@ -156,7 +156,7 @@ def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec,
 
 
 def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Returns a shape as a model description would have it: sizes, and names of dimensions."""
+    """Returns a shape in the form of a model description: sizes, and names of dimensions."""
     if shape is None:
         return default
     plain = {f"dim({symbol!r})": symbol for size in shape for symbol in symbols_of(size)}
@@ -166,5 +166,5 @@ def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) ->
 
 
 def _own(name: str) -> str:
-    """Returns a name within the user's model from one within the step module."""
+    """Converts a name in the step module to the name in the user's model."""
     return name.removeprefix("model.")

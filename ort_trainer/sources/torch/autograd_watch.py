@@ -1,4 +1,4 @@
-"""Notices custom backward passes in a model that is captured: an exported program does not have them."""
+"""Detects custom backward passes during a capture, because an exported program lacks them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ...errors import ExportError
 
 __all__ = ["watch_autograd"]
 
+_OF_OPERATORS = "GeneratedBackwardFor_"
+
 
 @contextlib.contextmanager
 def watch_autograd() -> Iterator[list[str]]:
-    """Gives a list that tells, when the block ends, which custom backward passes the model has.
+    """Yields a list that collects the names of the model's custom backward passes.
 
-    ``Function.apply`` itself may be bound to a name long before, so what it calls first is watched.
+    ``Function.apply`` itself may have been bound to another name before, so the first function it calls is watched.
     """
     found: list[str] = []
     unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
@@ -33,8 +35,10 @@ def watch_autograd() -> Iterator[list[str]]:
                 "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
                 "captured: pass use_reentrant=False"
             )
-        if not getattr(function, "made_of_operators", False):
-            found.append(getattr(function, "__name__", "a custom function"))
+        name = getattr(function, "__name__", "a custom function")
+        # An operator of torch.library stays whole in an exported program, and keeps its backward pass.
+        if not getattr(function, "made_of_operators", False) and not name.startswith(_OF_OPERATORS):
+            found.append(name)
         return unwrap(args)  # type: ignore[no-untyped-call]
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:

@@ -1,7 +1,7 @@
 """Differentiates a captured step into one flat graph of ATen operators: forward pass, backward pass, buffer updates.
 
-``aot_export_joint_with_descriptors`` is a private function of PyTorch. It is called here only, and the torch
-version that the package depends on is bounded because of it.
+``aot_export_joint_with_descriptors`` is a private function of PyTorch. Only this file calls it, and it is a reason for
+the upper bound on the torch version.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ __all__ = ["Capture", "differentiate"]
 
 @dataclass
 class Capture:
-    """A flat graph, and what each of its placeholders and results is.
+    """A flat graph, and the meaning of its placeholders and results.
 
     Attributes:
         module: The graph; placeholders and results are tensors in no particular order.
         state: Placeholder -> qualified name of the parameter or buffer in the captured module.
-        constants: Placeholder -> value, for tensors that are neither.
+        constants: Placeholder -> value, for tensors that are neither parameter nor buffer.
         batch: Placeholder -> index of the batch input.
         tangent: The placeholder of the loss scale; None for evaluation.
         outputs: Results of the captured module, in order.
         gradients: Qualified parameter name -> its gradient.
         buffer_updates: Qualified buffer name -> its new value.
         symbols: The symbolic sizes.
-        index_ranges: What operators allow in the inputs that they index with.
+        index_ranges: The ranges that operators allow for inputs used as indices.
     """
 
     module: torch.fx.GraphModule
@@ -82,14 +82,14 @@ def differentiate(
 ) -> Capture:
     """Differentiates a captured step.
 
-    If any parameter requires grad, the graph has the backward pass; otherwise it is the forward pass alone.
+    If any parameter requires grad, the graph has the backward pass; otherwise it has only the forward pass.
 
     Args:
-        program: What was captured.
-        module: The step, in the mode and with the trainable parameters that it was captured with.
+        program: The captured step.
+        module: The step's module, in the mode and with the trainable parameters of the capture.
         inputs: Descriptions of the batch.
-        autocast: The policy of mixed precision, enabled or not.
-        for_kernels: Whether operators stay whole, for PyTorch's kernels, instead of being taken apart for ONNX.
+        autocast: The autocast context, enabled or not.
+        for_kernels: Whether operators stay whole, for PyTorch's kernels, instead of being decomposed for ONNX.
 
     Raises:
         ExportError: If PyTorch can't differentiate the model.
@@ -109,10 +109,10 @@ def differentiate(
                 if for_kernels:
                     rewrite_forward(part.graph)
                     part.recompile()
-                if part is not exported:  # node by node, or the joint graph would not know their modules and lines
+                if part is not exported:  # interpreted, so that the joint graph has the nodes' modules and lines
                     part.forward = torch.fx.Interpreter(part).run
-        # An exported program has the forward pass of a custom autograd function and not its backward pass, nor hooks:
-        # a model with these is differentiated as it stands.
+        # An exported program lacks hooks and the backward pass of custom autograd functions: with these, the module
+        # itself is differentiated.
         core = module if program.as_it_stands else exported
         if program.as_it_stands:
             stack.enter_context(marked_modules(module))
@@ -133,15 +133,15 @@ def differentiate(
 
 
 def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Raises if a tensor of the model came into the graph as a constant, so that it would not be trained."""
+    """Raises if a tensor of the model became a constant of the graph, because it would not be trained."""
     storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
     for value in constants:
         name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
         if name is not None or value.requires_grad:
             what = "a tensor that requires grad" if name is None else f"parameter {name!r}"
             raise ExportError(
-                f"the model or loss function uses {what} as a Python variable, which would make it a constant of the "
-                "graph: use it as an attribute of the model (model.layer.weight), or detach and clone it"
+                f"the model or loss function uses {what} as a Python variable, which would be a constant in the graph: "
+                "access it as an attribute of the model (model.layer.weight), or detach and clone it"
             )
 
 
@@ -160,7 +160,7 @@ def _differentiate(
 
 
 def _drop_assertions(core: torch.fx.GraphModule) -> None:
-    """Removes run-time assertions: sizes are checked by the guards, and an assertion has no ONNX counterpart."""
+    """Removes run-time assertions: guards check the sizes, and ONNX has no assertions."""
     for node in reversed(list(core.graph.nodes)):
         name = getattr(node.target, "_opname", "")
         if (
@@ -182,7 +182,7 @@ def _drop_assertions(core: torch.fx.GraphModule) -> None:
 def _sort(
     joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
 ) -> Capture:
-    """Reads AOTAutograd's descriptors of placeholders and results."""
+    """Sorts placeholders and results by AOTAutograd's descriptors."""
     result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
     placeholders: dict[str, torch.fx.Node] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
@@ -216,12 +216,12 @@ def _sort(
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, known, result)
         else:
-            raise ExportError(f"the model gives {type(what).__name__} as a result, which is not supported")
+            raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
     return result
 
 
 def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:
-    """Adds to a parameter's gradient: a tied weight with several placeholders has one from each."""
+    """Adds to a parameter's gradient: a tied weight with several placeholders has a gradient from each."""
     other = result.gradients.get(name)
     if other is not None:
         (end,) = result.module.graph.find_nodes(op="output")
@@ -246,17 +246,17 @@ def _sort_mutation(
             f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
             "outside forward(), or make it a buffer"
         )
-    # An input of the batch that forward() changes in place is the caller's tensor, which the trainer leaves alone.
+    # An in-place change of a batch input is ignored: the tensor is the caller's.
 
 
 def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
-    """Turns tensors that the graph holds as attributes into placeholders."""
+    """Turns the graph's tensor attributes into placeholders."""
     for node in joint.graph.find_nodes(op="get_attr"):
         value: Any = joint
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if not isinstance(value, torch.Tensor):
-            raise ExportError(f"the model has control flow ({node.target}) that is not supported: {source_line(node)}")
+            raise ExportError(f"the model has unsupported control flow ({node.target}): {source_line(node)}")
         first = next(iter(joint.graph.nodes))
         with joint.graph.inserting_before(first):
             placeholder = joint.graph.placeholder(f"constant_{len(constants)}")

@@ -1,7 +1,7 @@
-"""Loops in Python over recurrent cells become layers, before they are differentiated.
+"""Turns Python loops over recurrent cells into layers, before differentiation.
 
-A loop is captured step by step, and each step would be differentiated, translated and run on its own: minutes for a
-thousand of them. Where a cell only hands its state on, the loop is a layer::
+A loop is captured step by step, and each step would be differentiated, translated and run separately: minutes for a
+thousand steps. If a cell only passes its state on to the next step, the loop is a layer::
 
     h1, c1 = cell(x1, (h0, c0))
     h2, c2 = cell(x2, (h1, c1)) ...    =>    output, ... = lstm(stack(x1, x2, ...), (h0, c0))
@@ -22,7 +22,7 @@ __all__ = ["roll_up_loops"]
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# A layer has some operators of its own.
+# The minimum number of steps: a layer adds some operators of its own.
 _WORTH_IT = 4
 _LAYERS: dict[Any, Any] = {
     aten.lstm_cell.default: aten.lstm.input,
@@ -33,9 +33,9 @@ _LAYERS: dict[Any, Any] = {
 
 
 def roll_up_loops(graph: torch.fx.Graph) -> None:
-    """Makes layers of loops over cells, in place, in the graph of a forward pass.
+    """Replaces loops over cells by layers, in place, in the graph of a forward pass.
 
-    A graph in which the order of operators counts, as it changes tensors or draws random numbers, stays as it is.
+    Leaves a graph unchanged if the order of its operators matters: if it changes tensors or samples random numbers.
     """
     if not any(node.target in _LAYERS for node in graph.nodes) or not all(map(_may_move, graph.nodes)):
         return
@@ -71,7 +71,7 @@ def _state(cell: Node) -> list[Any]:
 
 
 def _before(cell: Node) -> Node | None:
-    """Returns the cell with the same weights that made the state of a cell."""
+    """Returns the preceding cell, which has the same weights and computed this cell's state; None if there is none."""
     state = _state(cell)
     found = state[0].args[0] if cell.target is aten.lstm_cell.default and _is_item(state[0], 0) else state[0]
     if not isinstance(found, Node) or found.target != cell.target or found.args[2:] != cell.args[2:]:
@@ -93,12 +93,12 @@ def _outputs(cell: Node, place: int) -> list[Node]:
 
 
 def _chain(first: Node) -> list[Node]:
-    """Returns a cell and those that follow it, as far as their inputs do not depend on what it gives."""
+    """Returns a cell and its successors, as long as their inputs don't depend on the first cell's result."""
     chain, reached = [first], _reached(first)
     while True:
         users = [user for output in _outputs(chain[-1], 0) for user in output.users]
         following = [user for user in users if user.target == first.target and _before(user) is chain[-1]]
-        # Of the states c in between a layer has nothing to show.
+        # A layer does not return the intermediate states c.
         kept = [user for output in _outputs(chain[-1], 1) for user in output.users if _is_lstm(first)]
         if len(following) != 1 or following[0].args[0] in reached or any(user is not following[0] for user in kept):
             return chain
@@ -120,7 +120,7 @@ def _reached(node: Node) -> set[Node]:
 
 
 def _caller(graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:
-    """Returns a function that adds nodes which come from the same place as another one."""
+    """Returns a function that adds nodes with the origin of another node."""
 
     def call(target: Any, *args: Any) -> Node:
         node = graph.call_function(target, args)
@@ -151,7 +151,7 @@ def _make_layer(graph: torch.fx.Graph, chain: Sequence[Node]) -> None:
 
 
 def _together(call: Callable[..., Node], values: Sequence[Any]) -> Node:
-    """Returns the values of all steps as one: where they came from, if that was one."""
+    """Returns the values of all steps in one tensor: the one that they were unbound from, or else a stack."""
     source = values[0].args[0] if _is_item(values[0], 0) else None
     if isinstance(source, Node) and source.target is aten.unbind.int and source.args[1:] == (0,):
         items = [value for value in values if value.target is operator.getitem and value.args[0] is source]
@@ -161,7 +161,7 @@ def _together(call: Callable[..., Node], values: Sequence[Any]) -> Node:
 
 
 def _roll_up_linear(graph: torch.fx.Graph) -> None:
-    """Makes one linear layer of those that have the same weights and the steps of one sequence."""
+    """Merges linear layers with the same weights that are applied to the steps of one sequence."""
     groups: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         value = node.args[0] if node.target is aten.linear.default else None
@@ -180,7 +180,7 @@ def _roll_up_linear(graph: torch.fx.Graph) -> None:
 
 
 def _sort(graph: torch.fx.Graph) -> None:
-    """Puts every node behind what it takes, and as few as possible into another order."""
+    """Moves every node after its inputs, and changes the order as little as possible."""
     done: set[Node] = set()
     order: list[Node] = []
     for node in graph.nodes:

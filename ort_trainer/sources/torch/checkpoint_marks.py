@@ -1,4 +1,4 @@
-"""Marks what ``torch.utils.checkpoint`` encloses in a model that is captured."""
+"""Marks the operators inside ``torch.utils.checkpoint`` in a captured model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT = "ort_trainer_checkpoint"
 
 @contextlib.contextmanager
 def marked_checkpoints() -> Iterator[None]:
-    """Marks what ``torch.utils.checkpoint`` encloses, which would leave no trace: a capture has no saved tensors."""
+    """Marks operators inside ``torch.utils.checkpoint``, which leaves no other trace: a capture saves no tensors."""
     enclosed = checkpointing._checkpoint_without_reentrant_generator
     numbers = itertools.count()
 

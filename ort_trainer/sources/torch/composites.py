@@ -1,4 +1,4 @@
-"""What the table of operators says about a model before PyTorch differentiates it."""
+"""Applies the operator table to a model before PyTorch differentiates it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["exportable_functions", "replace_composites"]
 
 
 def replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> None:
-    """Puts compositions of simple operators in the place of operators, in a graph that is not differentiated yet.
+    """Replaces operators by compositions of simpler ones, in a graph that is not differentiated yet.
 
     Args:
         module: The graph.
-        for_onnx: Whether with those that only make up for what ONNX lacks.
+        for_onnx: Whether to include composites that only make up for gaps in ONNX.
     """
     known = composites(for_onnx)
     for node in module.graph.nodes:
-        composite = known.get(node.target) if node.op == "call_function" else None
+        composite = (known.get(node.target) or known.get(str(node.target))) if node.op == "call_function" else None
         if composite is not None:
             node.target = _named(composite, node.target)
     module.recompile()
 
 
 def _named(composite: Callable[..., Any], operator: Operator) -> Callable[..., Any]:
-    """Returns a function with a name, which the graph's code calls it by; a composite may be any callable."""
+    """Wraps a composite in a named function: the graph's code needs a name, but a composite may be any callable."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return composite(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which operators are decomposed after differentiation: a lever on the size, speed and rightness of the graph."""
+"""Chooses the operators to decompose after differentiation: it affects size, speed and correctness of the graph."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["decomposition_table"]
 def decomposition_table() -> dict[Operator, Callable[..., Any]]:
     """Returns operator -> decomposition.
 
-    It is PyTorch's core table, to which every operator is added that torch.onnx does not know. (torch.onnx itself
-    decomposes only the latter. That keeps composite operators, of which it translates some wrongly: an
-    ``_unsafe_index_put`` that accumulates, for one.) What the table of operators says goes before both.
+    The table is PyTorch's core table plus all operators that torch.onnx does not know. (torch.onnx itself decomposes
+    only the latter. It keeps composite operators and translates some of them incorrectly, for example an
+    ``_unsafe_index_put`` that accumulates.) Entries of the package's own operator table take precedence.
     """
     return _decomposition_table(revision())
 
 
 @functools.lru_cache(maxsize=1)
 def _decomposition_table(revision: int) -> dict[Operator, Callable[..., Any]]:
-    from .translate import has_translation  # a second; whoever only captures a model does without
+    from .translate import has_translation  # takes a second; capturing alone does not need it
 
     table: dict[Operator, Callable[..., Any]] = dict(core_aten_decompositions())
     for operator, decomposition in all_decompositions.items():

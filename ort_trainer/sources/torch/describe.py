@@ -15,12 +15,20 @@ from ...nested import Layout, argument_of, rebuild
 from ...options import ModelDescription
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
-from .source_lines import differentiates_in, source_line_of_error
-from .step_module import LossFunction, label_parameters, named_outputs
+from .source_lines import source_line_of_error
+from .step_module import (
+    LossFunction,
+    label_parameters,
+    labels_beside_any_name,
+    named_outputs,
+    signature_of_loss,
+    takes_label,
+    unset_labels,
+)
 
 __all__ = ["describe", "name_sample"]
 
-# Inputs of HuggingFace's models that go with every token of the sequence.
+# Inputs of Hugging Face models with one entry per token of the sequence.
 _ALONG_THE_SEQUENCE = ("attention_mask", "token_type_ids", "position_ids")
 
 
@@ -31,16 +39,16 @@ def name_sample(
     kwargs: Mapping[str, Any],
     parameters: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns the arguments of a step by name; positional ones are those of ``forward`` in order, then the labels.
+    """Returns the arguments of a step by name; positional ones are first those of ``forward``, then the labels.
 
-    The ``parameters`` are arguments of the loss function that are no labels.
+    The ``parameters`` are arguments of the loss function that are not labels.
 
     Raises:
-        TypeError: If there are more than ``forward`` takes, or one is given twice.
+        TypeError: If there are more arguments than ``forward`` takes, or one is given twice.
     """
     names = _argument_names(model)
     unknown = [name for name in kwargs if name not in names]
-    # With a loss_fn one of them is the label.
+    # With a loss_fn, one of the unknown arguments is the label.
     if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
         raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
     labels: list[str] = []
@@ -58,21 +66,16 @@ def name_sample(
 
 
 def _label_names(loss_fn: LossFunction, others: Collection[str], least: int) -> list[str]:
-    """Returns names of the labels that a loss function asks for: ``label``, and its own names of further ones.
+    """Returns the names of a loss function's labels: ``label``, then the function's own names for the others.
 
     Args:
         loss_fn: The loss function.
-        others: Its parameters that are no labels.
-        least: How many labels there are at least.
+        others: Its parameters that are not labels.
+        least: The minimum number of labels.
     """
-    parameters = label_parameters(loss_fn)
-    if parameters is None:
-        names, count = [], 1
-    else:
-        names = [p.name for p in parameters if p.name not in others]
-        required = sum(p.default is p.empty and p.name not in others for p in parameters)
-        count = max(required, 1) if parameters else 0
-    count = max(count, least)
+    parameters = [p for p in label_parameters(loss_fn) or () if p.name not in others]
+    names = [p.name for p in parameters]
+    count = max(sum(p.default is p.empty for p in parameters), int(takes_label(loss_fn, others)), least)
     further = [names[number] if number < len(names) else f"label_{number + 1}" for number in range(1, count)]
     return ["label", *further][:count]
 
@@ -95,45 +98,49 @@ def describe(
 ) -> ModelDescription:
     """Returns a description of a model.
 
-    The first dimension of every input is dynamic and called ``batch`` where all first dimensions have one size. All
-    dimensions of integer inputs (tokens, masks) are dynamic. The others of floating-point inputs are as in the sample.
+    The first dimension of every input is dynamic, and is called ``batch`` if all first dimensions have the same size.
+    All dimensions of integer inputs (tokens, masks) are dynamic. The other dimensions of floating-point inputs have the
+    sizes of the sample.
 
     Args:
         model: The model.
-        loss_fn: The loss function; its labels are the arguments that ``forward`` does not take, or the last one if it
-            takes any.
+        loss_fn: The loss function; its labels are the arguments that ``forward`` does not take, or the last argument if
+            ``forward`` takes all of them.
         batch: The tensors of the sample by input name.
-        layouts: How they make the arguments.
+        layouts: How to build the arguments from the tensors.
         parameters: The loss parameters.
 
     Raises:
-        TypeError: If the label is missing.
-        ValueError: If it is not clear which input is the label or which output is the loss.
+        TypeError: If the label is missing, or ``loss_fn`` does not take the labels.
+        ValueError: If it is unclear which output is the loss.
         ExportError: If the model returns no tensors.
     """
-    if loss_fn is not None and len(batch) < 2 and label_parameters(loss_fn) != []:
+    if loss_fn is not None and len(batch) < 2 and takes_label(loss_fn, parameters):
         raise TypeError(
-            f"with a loss_fn a batch has the inputs of forward() and a label, but only {len(batch)} value was given"
+            f"with a loss_fn a batch needs the inputs of forward() and a label, but only {len(batch)} value was given"
         )
-    labels = () if loss_fn is None else _labels(model, loss_fn, layouts)
+    labels = () if loss_fn is None else _labels(model, loss_fn, layouts, parameters)
     batch = {
         **{name: value for name, value in batch.items() if argument_of(name) not in labels},
         **{name: value for name, value in batch.items() if argument_of(name) in labels},
     }
     inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
 
-    # What forward() does to Python objects, and it may do anything, stays in the child.
+    # forward() may do anything to Python objects; its side effects stay in the child.
     def found() -> list[tuple[str, list[str], bool]]:
-        return _described(dict(_outputs(model, loss_fn, batch, layouts, labels, parameters)), batch)
+        outputs = dict(_outputs(model, loss_fn, batch, layouts, labels, parameters))
+        return _described(outputs, batch, unset_labels(model, [*map(argument_of, batch)]))
 
     answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
     outputs = found() if answer is None else json.loads(answer)
     return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
 
 
-def _described(outputs: Mapping[str, torch.Tensor], inputs: Iterable[str]) -> list[tuple[str, list[str], bool]]:
-    """Returns the outputs as a description has them, with names that no input has."""
-    loss = _find_loss(outputs)
+def _described(
+    outputs: Mapping[str, torch.Tensor], inputs: Iterable[str], unset: str
+) -> list[tuple[str, list[str], bool]]:
+    """Returns the outputs in the form of a description, with names that differ from the inputs'."""
+    loss = _find_loss(outputs, unset)
     taken = list(inputs)
     described = []
     for name, value in outputs.items():
@@ -150,20 +157,25 @@ def _unused(name: str, taken: list[str]) -> str:
     return name
 
 
-def _labels(model: nn.Module, loss_fn: LossFunction, arguments: Collection[str]) -> list[str]:
-    """Returns the arguments that are labels: those that ``forward`` does not take, or the last one if it takes any."""
+def _labels(
+    model: nn.Module, loss_fn: LossFunction, arguments: Collection[str], parameters: Collection[str]
+) -> list[str]:
+    """Returns the labels: the arguments that ``forward`` does not take, or the last one if it takes them all."""
     accepted = _argument_names(model)
-    labels = [name for name in arguments if name not in accepted]
-    if not labels and label_parameters(loss_fn) != []:
-        labels = list(arguments)[-1:]
+    if _takes_any_name(model):
+        labels = labels_beside_any_name(list(arguments), accepted, loss_fn, parameters)
+    else:
+        labels = [name for name in arguments if name not in accepted]
+        if not labels and takes_label(loss_fn, parameters):
+            labels = list(arguments)[-1:]
+    signature = signature_of_loss(loss_fn)
     try:
-        inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).bind_partial(None, *labels)
-    except ValueError:  # some built-in functions have no signature
-        return labels
+        if signature is not None:
+            signature.bind_partial(None, *labels)
     except TypeError as error:
         raise TypeError(
             f"model_desc='auto': forward() of {type(model).__name__} takes {accepted}, so {labels} are for loss_fn, "
-            f"which does not take them: {error}"
+            f"but loss_fn does not take them: {error}"
         ) from None
     return labels
 
@@ -205,7 +217,7 @@ def _outputs(
     labels: Sequence[str],
     parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and values of a step's outputs, of a run on copies that leaves no trace."""
+    """Runs a step on copies, without side effects, and yields the names and values of its outputs."""
     tensors = {name: value.clone() for name, value in batch.items()}
     data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
     given = [data.pop(label) for label in labels]
@@ -214,29 +226,31 @@ def _outputs(
         try:
             result = model(**data, **({} if loss_fn is not None else parameters))
             loss = None if loss_fn is None else loss_fn(result, *given, **parameters)
+            if loss is None and loss_fn is not None:
+                raise ExportError(
+                    f"loss_fn returned None for the prediction and the labels {list(labels)}; if it reads a loss that "
+                    "forward() stores, let it take the prediction alone, so that forward() gets all inputs"
+                )
         except ExportError:
             raise
         except Exception as error:
-            if differentiates_in(error):
-                from .explain import gradients_within  # which imports what an export needs
+            from .explain import gradients_within  # slow: imports what an export needs
 
-                raise ExportError(
-                    f"{type(model).__name__} can't be captured: {gradients_within()}\n  {source_line_of_error(error)}"
-                ) from error
             raise ExportError(
-                f"model_desc='auto' runs {type(model).__name__} on the first batch to see what it returns, which "
+                gradients_within(error, type(model).__name__)
+                or f"model_desc='auto' runs {type(model).__name__} on the first batch to find its outputs, but the run "
                 f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}"
             ) from error
         if loss is not None:
             yield "loss", loss
-        # What comes behind something that is no tensor, such as a cache of keys and values, can't be described.
+        # Outputs after a non-tensor, such as a cache of keys and values, can't be described.
         for name, value in named_outputs(result):
             if not isinstance(value, torch.Tensor):
                 break
             yield name, value
 
 
-def _find_loss(outputs: Mapping[str, torch.Tensor]) -> str:
+def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:
     if not outputs:
         raise ExportError("model_desc='auto': the model returns no tensor")
     scalars = [name for name, value in outputs.items() if value.numel() == 1 and value.is_floating_point()]
@@ -246,6 +260,7 @@ def _find_loss(outputs: Mapping[str, torch.Tensor]) -> str:
         return scalars[0]
     shapes = {name: list(value.shape) for name, value in outputs.items()}
     raise ValueError(
-        f"model_desc='auto': it is not clear which output is the loss. The model returns {shapes}: let it return the "
-        "loss as 'loss' or in first place, give a loss_fn, or write a model_desc. (Is the label missing in the batch?)"
+        f"model_desc='auto': can't tell which output is the loss. The model returns {shapes}: "
+        + (unset or "return the loss as 'loss' or first (a loss only stored, as in self.last_loss, is not seen)")
+        + ", or pass a loss_fn, or write a model_desc"
     )

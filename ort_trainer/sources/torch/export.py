@@ -1,6 +1,6 @@
-"""Exports a step, or finds that the same one has been exported before: capture, look-up, differentiation, translation.
+"""Exports a step, or finds it in the cache: capture, look-up, differentiation, translation.
 
-Whatever only a real export needs is imported when there is one.
+Imports that only a cache miss needs are lazy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from ...errors import ExportError
 from ...graph import TrainingGraph
 from ..export_cache import ExportCache
 from .borrow import borrowed
+from .explain import may_be_sizes
 from .exported import Export, violated
 from .fingerprint import NoFingerprint, fingerprint
 from .index_ranges import find_index_ranges
 from .kept_state import refuse_kept_tensors
+from .modes_read import modes_read
 from .program import Program, capture_program
 from .quiet import quiet
 from .source_lines import forward_line
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["export"]
 
 _log = logging.getLogger(__name__)
-# Where a sample has size 1 in a symbolic dimension; unlike most sizes that a model has itself.
+# Replaces size 1 in symbolic dimensions of a sample; unlikely to be a size of the model itself.
 _STAND_IN_SIZE = 7
 
 
@@ -43,17 +45,17 @@ def export(
     cache: ExportCache | None,
     stage: Callable[[str], None],
 ) -> Export:
-    """Exports a step for a batch's dtypes; symbolic dimensions stay free where the model lets them.
+    """Exports a step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
     Args:
         step: What to export.
         batch: A sample of every input.
         training: Whether to export the joint forward and backward graph, or the one for evaluation.
-        cache: Where exports are kept, or None.
-        stage: Called with the name of each stage as it begins.
+        cache: The cache of exports, or None.
+        stage: Called with the name of each stage when it begins.
 
     Raises:
-        ExportError: If the model can't be exported or its outputs are not as described.
+        ExportError: If the model can't be exported or its outputs don't match the description.
     """
     with quiet():
         return _Exporter(step, batch, training, cache, stage).run()
@@ -81,6 +83,8 @@ class _Exporter:
         self._keys: list[str] = []
         self._remarks: list[str] = []
         self._for_kernels = False
+        self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
+        self._read: tuple[str, ...] = ()
 
     def run(self) -> Export:
         if self._training and self._step.kernels != "onnxruntime":
@@ -91,7 +95,7 @@ class _Exporter:
                 if self._step.kernels == "pytorch":
                     raise
                 self._for_kernels = False
-                _log.info("ONNX Runtime's own kernels are used: %s", " ".join(str(error).split()))
+                _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
         return self._run()
 
     def _run(self) -> Export:
@@ -102,7 +106,7 @@ class _Exporter:
             with step.autocast_for(self._sample):
                 refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
         if isinstance(found, Export):
-            return found
+            return dataclasses.replace(found, modes_read=self._read)
         if self._training and not found.gradients:
             raise ExportError(
                 "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
@@ -111,28 +115,39 @@ class _Exporter:
         return self._kept(self._assembled(found))
 
     def _capture(self) -> Export | Capture:
-        """Captures the step with stand-ins where a symbolic dimension of the sample has size 1.
+        """Captures the step, with another size for symbolic dimensions of size 1 in the sample.
 
-        The exporter takes a size of 1 for a constant. Where the model itself depends on such a size, the capture is
-        repeated with the sample's own.
+        The exporter treats a size of 1 as a constant. If the model itself depends on such a size, the capture is
+        repeated with the sample's own size. If a derived description has more symbolic dimensions than can be captured,
+        the capture is repeated with only the first dimensions of inputs symbolic.
 
         Returns:
-            The graph where it is known, or else the differentiated step.
+            The cached graph if there is one; otherwise the differentiated step.
         """
         enlarged = {symbol for symbol, size in self._sizes.items() if size == 1}
+        failure: ExportError | None = None
+        self._held = {}
         while True:
             stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
             autocast = self._step.autocast_for(self._sample)
             self._stage("capture")
             try:
-                program = capture_program(self._module, self._inputs, stand_in, autocast)
+                with modes_read() as read:
+                    program = capture_program(self._module, self._inputs, stand_in, autocast, self._held)
+                self._read = tuple(name for name, part in self._module.named_modules() if id(part) in read)
                 known = self._known(program)
                 if known is not None:
                     return known
                 found = self._differentiate(program)
-            except ExportError:
+            except ExportError as error:
                 if not enlarged:
-                    raise
+                    if failure is not None:
+                        raise failure from None
+                    failure = error
+                    why = f"With symbolic sizes, {str(error).partition(chr(10))[0]}"
+                    self._held = dict.fromkeys(self._dispensable(), why) if may_be_sizes(error) else {}
+                    if not self._held:
+                        raise
                 enlarged = set()
                 continue
             conditions, _ = found.symbols.guards()
@@ -141,19 +156,26 @@ class _Exporter:
                 return found
             enlarged -= wrong
 
-    def _known(self, program: Program) -> Export | None:
-        """Returns the graph that is kept for a captured step, where there is one that takes the sample's sizes.
+    def _dispensable(self) -> set[str]:
+        """Returns the symbolic dimensions of a derived description, except the first dimensions of inputs."""
+        if not self._step.description.inferred:
+            return set()
+        return set(self._sizes) - {entry.shape[0] for entry in self._inputs if entry.shape}
 
-        A graph is right for all sizes that its guards accept, so the first key knows nothing of the sample's. The
-        second one does: under it is what was made because the first graph was not right.
+    def _known(self, program: Program) -> Export | None:
+        """Returns the cached graph of a captured step that accepts the sample's sizes; None if there is none.
+
+        A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
+        The second key does: it holds a graph that was exported because the first one rejected these sizes.
         """
-        self._keys, self._remarks = [], []
+        self._keys = []
+        self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in program.checks]
         if self._cache is None:
             return None
         try:
             key = fingerprint(program, self._module, self._step, self._training)
         except NoFingerprint as reason:
-            self._remarks.append(f"this export can't be kept: {reason}")
+            self._remarks.append(f"this export can't be cached: {reason}")
             return None
         sizes = "-".join(str(size) for _, size in sorted(self._sizes.items()))
         self._keys = [key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"]
@@ -169,7 +191,7 @@ class _Exporter:
                 TrainingGraph.from_bytes(known.graph)
             except ValueError as error:
                 damaged = self._cache.path(key)
-                self._remarks.append(f"the kept export {damaged} is damaged, so the model is exported again: {error}")
+                self._remarks.append(f"the cached export {damaged} is damaged, so the model is exported again: {error}")
                 self._keys = self._keys[number:]
                 return None
             if known.accepts(self._sizes):
@@ -180,7 +202,7 @@ class _Exporter:
 
     def _differentiate(self, program: Program) -> Capture:
         self._stage("differentiate")
-        from .capture import differentiate  # takes seconds, which a graph that is known does not need
+        from .capture import differentiate  # takes seconds; a cached graph does not need it
 
         ranges = find_index_ranges(program, self._step.description)  # before operators are replaced
         autocast = self._step.autocast_for(self._sample)
@@ -188,11 +210,11 @@ class _Exporter:
         return dataclasses.replace(found, index_ranges=ranges)
 
     def _assembled(self, found: Capture) -> Export:
-        from .assemble import assemble  # takes seconds and 100 MB, likewise
+        from .assemble import assemble  # takes seconds and 100 MB; a cached graph does not need it
 
         graph = assemble(self._step, found, self._training, self._for_kernels, self._stage)
-        reasons = {symbol: found.symbols.reason(symbol) for symbol in graph.fixed}
-        return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons)
+        reasons = {symbol: self._held.get(symbol) or found.symbols.reason(symbol) for symbol in graph.fixed}
+        return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons, self._read)
 
     def _kept(self, made: Export) -> Export:
         if self._cache is None or not self._keys:

@@ -1,4 +1,4 @@
-"""An exported graph as bytes, with what is said about it. Light: the process that waits for an export reads it."""
+"""An exported graph as bytes, with remarks about it. Imports little: the process that waits for an export uses it."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ __all__ = ["Export", "violated"]
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """An exported graph, and what is said about it.
+    """An exported graph, and remarks about it.
 
     Attributes:
         graph: The bytes of a :class:`~ort_trainer.graph.TrainingGraph`.
-        guards: Conditions on the symbolic sizes under which it is the right one.
-        fixed: Symbol -> the only size that it has for it.
+        guards: Conditions on the symbolic sizes under which the graph is valid.
+        fixed: Symbol -> the only size for which the graph is valid.
         reasons: The same symbols with the places where the model fixes them.
-        kept: Where the graph was found, or is kept from now on; empty if nowhere.
-        found: Whether it was found rather than made.
-        remarks: What there is to say about the cache.
+        modes_read: Names of the step's modules whose mode the graph depends on. A cached graph may come from a model
+            with other names; these are the names in the captured model.
+        kept: The path of the graph in the cache; empty if it is not cached.
+        found: Whether the graph was in the cache already.
+        remarks: Messages about the cache.
     """
 
     graph: bytes
     guards: tuple[str, ...]
     fixed: Mapping[str, int]
     reasons: Mapping[str, str]
+    modes_read: tuple[str, ...] = ()
     kept: str = ""
     found: bool = False
     remarks: tuple[str, ...] = ()
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether the graph is right for these sizes of all symbolic dimensions."""
+        """Returns whether the graph is valid for these sizes of all symbolic dimensions."""
         return all(sizes.get(symbol) == size for symbol, size in self.fixed.items()) and not violated(
             self.guards, sizes
         )
 
     def to_bytes(self) -> bytes:
-        """Returns all of it as bytes."""
+        """Serializes the export."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "graph"}
         text = json.dumps(head).encode()
         return len(text).to_bytes(8, "little") + text + self.graph
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
-        """Returns what :meth:`to_bytes` wrote.
+        """Reads what :meth:`to_bytes` wrote.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If ``data`` is not an export.
         """
         end = 8 + int.from_bytes(data[:8], "little")
         try:
@@ -61,10 +64,10 @@ class Export:
                 symbols_of(guard)
             dict(found.fixed), dict(found.reasons)
         except (TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"this is no export: {error!r}") from error
+            raise ValueError(f"this is not an export: {error!r}") from error
         return found
 
 
 def violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the symbols of all conditions that do not hold for these sizes."""
+    """Returns the symbols in all conditions that these sizes violate."""
     return {symbol for guard in guards if not holds(guard, sizes) for symbol in symbols_of(guard)}

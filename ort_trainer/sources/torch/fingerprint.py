@@ -1,13 +1,13 @@
-"""The key of an export: a hash of everything that the graph depends on.
+"""The cache key of an export: a hash of everything that the graph depends on.
 
-That is the captured program, node by node; what is exported beside it (names, options, what the engine can do); and
-the versions of everything that works on it, this package's own source included. The program is written down as text in
-which every object is spelled out. What can't be spelled out, such as an object of a class that is not known here, has
-no key: a graph that might belong to another model is worse than a second export.
+That is the captured program, node by node; names, options, and the capabilities of the engine; and the versions of all
+code that works on the program, including the source of this package. The program is serialized as text that contains
+every object in full. A program with an object that can't be serialized, such as one of an unknown class, has no key: a
+graph that might belong to another model is worse than a second export.
 
-The values of parameters and of the model's buffers are no part of it, for they are inputs of the graph; nor are the
-sizes that the sample had in symbolic dimensions, for the graph has conditions on them, which are looked at when it is
-found. The values of all other tensors are constants of the graph and so are hashed.
+The hash excludes the values of parameters and of the model's buffers, because they are inputs of the graph. It also
+excludes the sample's sizes in symbolic dimensions, because the graph has conditions on them, which are checked at
+look-up. All other tensors are constants of the graph, so their values are hashed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ...runtime.installed import engine_identity
 from ..export_cache import SOURCES_AT_IMPORT, hash_of_sources
 from .operators.registry import is_extended
 from .program import Program, names_in_model
-from .step_module import ExportedStep, StepModule, canonical_names
+from .step_module import ExportedStep, StepModule, canonical_names, content_of
 from .symbols import is_choice_of_library
 
 __all__ = ["NoFingerprint", "fingerprint"]
 
-# Whose operators are a part of PyTorch: what they do follows from its version. Others have a backward pass that is
-# written somewhere else, perhaps in the user's script.
+# PyTorch's own operators, whose behavior follows from its version. The backward pass of others may be defined anywhere,
+# perhaps in the user's script.
 _NAMESPACES = frozenset({"aten", "prim", "prims"})
 _LIBRARIES = (
     *("torch", "onnx", "onnxscript", "onnx_ir", "networkx", "numpy"),
     *("onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"),
 )
-# Of what torch.export notes at a node, what later stages read, beside the value itself.
+# The metadata of a node that later stages read, besides the value itself.
 _METADATA = ("nn_module_stack", "torch_fn", "custom")
 
 
 class NoFingerprint(Exception):
-    """A program has something in it that can't be written down completely."""
+    """The program has a part that can't be serialized completely."""
 
 
 def fingerprint(program: Program, module: StepModule, step: ExportedStep, training: bool) -> str:
@@ -56,17 +56,19 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
 
     Args:
         program: The captured program.
-        module: What it was captured of, as it was then.
+        module: The captured module, unchanged since the capture.
         step: What is exported.
-        training: Whether with the backward pass.
+        training: Whether the graph has the backward pass.
 
     Raises:
-        NoFingerprint: If the graph depends on something that can't be written down.
+        NoFingerprint: If the graph depends on something that can't be serialized.
     """
     if is_extended():
-        raise NoFingerprint("operators have been registered, whose code is not in the captured graph")
+        raise NoFingerprint("operators have been registered, and their code is not in the captured graph")
     if program.as_it_stands:
-        raise NoFingerprint("the model has custom autograd functions or hooks, whose code is not in the captured graph")
+        raise NoFingerprint(
+            "the model has custom autograd functions or hooks, and their code is not in the captured graph"
+        )
     digest = hashlib.sha256()
     for line in (
         *_environment(),
@@ -83,17 +85,17 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
 
 
 def _environment() -> Iterator[str]:
-    """Yields what works on the program, and the settings of PyTorch that it looks at."""
+    """Yields the versions of the code that works on the program, and the settings of PyTorch that affect it."""
     yield from _versions()
     if hash_of_sources() != SOURCES_AT_IMPORT:
-        raise NoFingerprint("the source of ort_trainer has been changed while it runs")
+        raise NoFingerprint("the source of ort_trainer has been changed since it was imported")
     yield f"sources {SOURCES_AT_IMPORT}"
     yield f"engine {engine_identity()}"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise NoFingerprint("a mode of PyTorch is active, such as torch.set_default_device()")
     yield f"defaults {torch.get_default_dtype()} {torch.are_deterministic_algorithms_enabled()}"
     yield f"backends {torch._C._has_mkldnn} {torch._C._get_mkldnn_enabled()}"
-    for config in (torch._functorch.config, torch.fx.experimental._config):  # what differs from the defaults
+    for config in (torch._functorch.config, torch.fx.experimental._config):  # settings that differ from the defaults
         yield f"{config.__name__} {config.codegen_config()}"
     yield f"backends {torch.get_float32_matmul_precision()} {torch.backends.cpu.get_cpu_capability()}"
 
@@ -117,14 +119,14 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
     yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"
     yield f"description {_value(step.description.to_dict())} {step.description.has_open_outputs}"
     yield f"canonical {canonical_names(step.model)}"
-    # Whose layers are recomputed depends on the classes of all modules.
+    # The classes of all modules determine which layers are recomputed.
     for name, part in step.model.named_modules(remove_duplicate=False):
         kinds = [kind for kind in (nn.ModuleList, nn.Sequential) if isinstance(part, kind)]
         yield f"module {name!r} {_class(type(part))} {kinds} {part.training}"
 
 
 def _tensors(program: Program, module: StepModule) -> Iterator[str]:
-    """Yields what is known of parameters, buffers and constants; of constants the values too."""
+    """Yields the properties of parameters, buffers and constants; for constants, also the values."""
     of_model = names_in_model(module)
     yield f"names {sorted(of_model.items())}"
     storages: dict[int, int] = {}
@@ -133,7 +135,7 @@ def _tensors(program: Program, module: StepModule) -> Iterator[str]:
             raise NoFingerprint(f"{name!r} is a {type(tensor).__name__}")
         known = name in of_model
         yield f"tensor {name!r} {known} {_tensor(tensor, value=not known)}"
-        # Which tensors share memory; of those without elements none do.
+        # Which tensors share memory; tensors without elements never do.
         if tensor.numel():
             storage = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
             yield f"memory {storage} {tensor.storage_offset()}"
@@ -145,13 +147,12 @@ def _tensor(tensor: torch.Tensor, value: bool) -> str:
     text = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)} {tensor.stride()} {tensor.device}"
     text += f" {tensor.requires_grad} {tensor.is_conj()} {tensor.is_neg()}"
     if value:
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        text += " " + hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+        text += " " + hashlib.sha256(content_of(tensor)).hexdigest()
     return text
 
 
 def _sizes(program: Program) -> Iterator[str]:
-    """Yields the symbolic sizes, where they come from, and the conditions on them; but not those of the sample."""
+    """Yields the symbolic sizes, their sources, and the conditions on them, but not the sample's sizes."""
     known = program.fake_mode.shape_env
     for symbol, sources in sorted(known.var_to_sources.items(), key=lambda item: str(item[0])):
         yield f"symbol {symbol} {[source.name for source in sources]}"
@@ -187,7 +188,7 @@ def _target(module: torch.fx.GraphModule, node: torch.fx.Node) -> str:
         value: Any = module
         for part in str(node.target).split("."):
             value = getattr(value, part)
-        if isinstance(value, torch.fx.GraphModule):  # which is written down where it is a child
+        if isinstance(value, torch.fx.GraphModule):  # serialized as a child
             return str(node.target)
         if isinstance(value, torch.Tensor):
             return f"{node.target} {_tensor(value, value=True)}"
@@ -200,7 +201,7 @@ def _target(module: torch.fx.GraphModule, node: torch.fx.Node) -> str:
 def _function(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace not in _NAMESPACES:
-            raise NoFingerprint(f"{target} is an operator of another library than PyTorch")
+            raise NoFingerprint(f"{target} is not an operator of PyTorch")
         return str(target)
     where = getattr(type(target) if isinstance(target, torch._ops.HigherOrderOperator) else target, "__module__", "")
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -210,10 +211,10 @@ def _function(target: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """Returns a value as text that no other value has.
+    """Returns a value as unambiguous text.
 
     Raises:
-        NoFingerprint: If it is of a kind that is not known here.
+        NoFingerprint: If the type is unknown.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str, bytes) or value is Ellipsis:
@@ -240,7 +241,7 @@ def _value(value: Any) -> str:
     if dataclasses.is_dataclass(value) and kind.__module__.split(".")[0] in ("torch", __name__.split(".")[0]):
         parts = (f"{field.name}={_value(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{_class(kind)}({', '.join(parts)})"
-    raise NoFingerprint(f"the graph has a {_class(kind)} in it")
+    raise NoFingerprint(f"the graph contains a {_class(kind)}")
 
 
 def _class(kind: type) -> str:

@@ -1,4 +1,4 @@
-"""Finds the operators of a captured step that take an input of the batch for indices, and what they allow in it."""
+"""Finds the operators of a captured step that use a batch input as indices, and the ranges that they allow."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Node = torch.fx.Node
 Arguments = Mapping[str, Any]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Operators that hand on the values of a tensor as they are, but for their type.
+# Operators that return a tensor's values unchanged, except for their dtype.
 _COPIES = {"alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"}
-# Those of STEPS that hand on a part of the values only.
+# Those of STEPS that return only a part of the values.
 _PARTS = {"narrow", "select", "slice"}
 _WHOLE = (0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """Values of an input as an operator sees them.
+    """The values of an input as an operator sees them.
 
     Attributes:
         input: Name of the input.
-        steps: What was done to it: operators with their arguments behind the tensor.
-        parts: How many of the steps matter to which values are left.
+        steps: The operators applied to it, with their arguments after the tensor.
+        parts: The number of leading steps that determine which values are left.
     """
 
     input: str
@@ -44,14 +44,13 @@ class _Operand:
 
 
 def find_index_ranges(program: Program, description: ModelDescription) -> tuple[IndexRange, ...]:
-    """Returns what the operators of a captured step allow in the integer inputs of the batch that they index with.
+    """Returns the ranges that the operators of a captured step allow for integer batch inputs used as indices.
 
-    An input may come to an operator by way of views, slices, constant padding and casts; what is computed from one is
-    not looked at.
+    An input is followed through views, slices, constant padding and casts, but not through computations.
 
     Args:
         program: The captured step.
-        description: Names its inputs and outputs.
+        description: The description, for the names of inputs and outputs.
     """
     exported, inputs, outputs = program.exported, description.input_names, description.output_names
     shapes = [fake.shape for fake in program.inputs]
@@ -76,8 +75,8 @@ def _ranges(
     dependent: Callable[[Node], tuple[str, ...]],
     changed: set[str],
 ) -> Iterator[IndexRange]:
-    """Yields the ranges of one graph; notes the inputs that it changes in place, of which nothing is known."""
-    views: dict[Node, str] = {}  # of parts of an input that are not followed, as those of split() -> the input
+    """Yields the ranges of one graph; adds inputs that it changes in place to ``changed``: their values are unknown."""
+    views: dict[Node, str] = {}  # views that are not followed, such as parts from split() -> the input
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -110,21 +109,21 @@ def _ranges(
 
 
 def _origin(node: Any, operands: Mapping[Node, _Operand], views: Mapping[Node, str]) -> str | None:
-    """Returns the input whose values are in what an operator takes, or were in what that is a copy of; else None."""
+    """Returns the input that a node holds values of, or is a view or copy of; None if there is none."""
     if not isinstance(node, Node):
         return None
     return operands[node].input if node in operands else views.get(node)
 
 
 def _shares_memory(node: Node) -> bool:
-    """Returns whether a result may be a view of what an operator takes first."""
+    """Returns whether a result may be a view of an operator's first argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in node.target._schema.returns)
     return node.target is operator.getitem
 
 
 def _uses(node: Node) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yields the indices of an operator: the value, the size of what it indexes, and what else of it is allowed."""
+    """Yields the indices of an operator: the value, the size of the indexed dimension, and further allowed values."""
     name, given = _name(node), _arguments(node)
     if name in ("embedding", "embedding_bag", "_embedding_bag"):
         yield given["indices"], _shape(given["weight"])[0], {}
@@ -144,7 +143,7 @@ def _uses(node: Node) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
 
 
 def _indexed_axes(given: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yields what ``tensor[indices]`` indexes with: one value for an axis, or a mask for as many as it has itself."""
+    """Yields the indices of ``tensor[indices]``: one value per axis; a mask covers as many axes as it has."""
     axis, shape = 0, _shape(given["self"])
     for index in given["indices"]:
         if index is not None and index.meta["val"].dtype == torch.bool:
@@ -156,7 +155,7 @@ def _indexed_axes(given: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]
 
 
 def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTable) -> _Operand | None:
-    """Returns what an operator makes of an operand, where it hands on values as they are; else None."""
+    """Returns the operand after an operator that passes values on unchanged; None after any other operator."""
     known = operands.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if known is None or not _is_index(node):
         return None
@@ -167,7 +166,7 @@ def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTab
     if name in ("pad", "constant_pad_nd"):
         if name == "pad" and given[1] != "constant":
             return None
-        name, given, part = "constant_pad_nd", [given[0], -1], True  # which stands for no place
+        name, given, part = "constant_pad_nd", [given[0], -1], True  # -1 marks padding
     elif name == "slice" and (given[1] or 0, given[2], given[3]) == (*_WHOLE, 1):
         return known
     elif name not in STEPS:
@@ -180,13 +179,13 @@ def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTab
 
 
 def _type_before(node: Node) -> torch.dtype:
-    """Returns the element type of what an operator takes first."""
+    """Returns the dtype of an operator's first argument."""
     dtype: torch.dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
     return dtype
 
 
 def _numbers(given: Sequence[Any], symbols: SymbolTable) -> tuple[Any, ...] | None:
-    """Returns arguments with expressions for symbolic sizes; None where one can't be written down."""
+    """Returns arguments with expressions for symbolic sizes; None if one has no expression."""
     found: list[Any] = []
     for value in given:
         if isinstance(value, (list, tuple)):
@@ -234,7 +233,7 @@ def _dependent(node: Node, results: Sequence[tuple[Any, str]]) -> tuple[str, ...
 
 
 def _written(node: Node) -> list[Node]:
-    """Returns what an operator changes in place."""
+    """Returns the arguments that an operator changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     given = _arguments(node)
@@ -252,7 +251,7 @@ def _name(node: Node) -> str:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Returns the arguments of an operator by name, with defaults for those that were not given."""
+    """Returns the arguments of an operator by name, including defaults."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     schema = target._schema.arguments

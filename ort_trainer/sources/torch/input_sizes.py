@@ -1,4 +1,4 @@
-"""Which inputs of a batch a captured step reads its symbolic sizes from."""
+"""Chooses the batch inputs from which a captured step reads its symbolic sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def read_sizes_from_batch(found: Capture) -> None:
-    """Reads symbolic sizes from the inputs of the batch: read from an activation, they would keep it alive."""
+    """Makes the graph read symbolic sizes from batch inputs: reading from an activation would keep it alive."""
     places: dict[sympy.Expr, tuple[Node, int]] = {}
     for size, node, axis in _sizes_of(found.batch):
         places.setdefault(size, (node, axis))
@@ -25,13 +25,13 @@ def read_sizes_from_batch(found: Capture) -> None:
 
 
 def read_sizes_from_needed_inputs(found: Capture, outputs: Iterable[Node]) -> None:
-    """Reads a size that several inputs have from one whose values are needed wherever the size is.
+    """Makes the graph read a size that several inputs have from one whose values are needed wherever the size is.
 
-    PyTorch reads it from any of them, such as from the label, which inference would then have to feed for its size.
+    PyTorch may read it from any of them, such as the label, which inference would then have to feed only for its size.
 
     Args:
         found: The captured step.
-        outputs: The outputs that may be asked for without the others.
+        outputs: The outputs that may be fetched without the others.
     """
     needed = [_with_values_in(output) for output in outputs]
     places: dict[sympy.Expr, list[tuple[Node, int]]] = {}
@@ -47,7 +47,7 @@ def read_sizes_from_needed_inputs(found: Capture, outputs: Iterable[Node]) -> No
 
 
 def _with_values_in(output: Node) -> set[Node]:
-    """Returns all nodes whose values an output needs, reads of sizes among them; not those of which it needs these."""
+    """Returns all nodes whose values an output needs, including reads of sizes, but not the tensors read for size."""
     seen: set[Node] = set()
     waiting = [output]
     while waiting:

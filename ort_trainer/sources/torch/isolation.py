@@ -1,4 +1,4 @@
-"""Runs a function in a child process and gives its bytes back; all memory that it took is gone afterwards."""
+"""Runs a function in a child process and returns its bytes; all memory that it used is released afterwards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ExportError, IdleOptionError, TypeError, ValueError)
 }
 
-# A child that uses no processor for so long waits for something that will not come.
+# A child that uses no CPU time for this long is stuck.
 _STANDSTILL_SECONDS = 10.0
-# How often the caller hears that its child still works.
+# How often while_waiting is called.
 _TICK_SECONDS = 0.1
 
 
 def can_isolate() -> bool:
     """Returns whether an export can run in a child process here.
 
-    The child is a fork, so that it has the user's model without a copy or a serialization. CUDA does not survive a
-    fork, and macOS's own libraries don't. ``ORT_TRAINER_EXPORT_IN_PROCESS=1`` in the environment keeps exports in the
-    process, so that a debugger can step into the model.
+    The child is a fork, so it has the user's model without copying or serializing it. CUDA and macOS's own libraries do
+    not survive a fork. The environment variable ``ORT_TRAINER_EXPORT_IN_PROCESS=1`` keeps exports in the process, so
+    that a debugger can step into the model.
     """
     in_process = os.environ.get("ORT_TRAINER_EXPORT_IN_PROCESS", "") not in ("", "0")
     return (
@@ -52,19 +52,19 @@ def run_in_child(
     while_waiting: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> bytes | None:
-    """Returns what a function returns when a forked child process runs it.
+    """Runs a function in a forked child process and returns its result.
 
     Args:
         function: The function.
-        while_waiting: Called again and again here, while the child works.
-        meanwhile: Called once here, while the child works.
+        while_waiting: Called repeatedly in this process while the child works.
+        meanwhile: Called once in this process while the child works.
 
     Returns:
-        The bytes; None if the child died, or stood still and was ended: then the caller must do the work itself.
+        The bytes; None if the child died, or was killed because it was stuck: the caller must do the work itself.
 
     Raises:
-        ExportError: If the function raised any exception but the following.
-        IdleOptionError, TypeError, ValueError: If the function raised these.
+        IdleOptionError, TypeError, ValueError: If the function raised one of these.
+        ExportError: If the function raised any other exception.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -76,7 +76,7 @@ def run_in_child(
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # it has answered, or died, or stands still
+            os.kill(child, signal.SIGKILL)  # it has answered, died, or is stuck
         os.waitpid(child, 0)
     if answer[:1] == b"-":
         name, message = json.loads(answer[1:])
@@ -85,7 +85,7 @@ def run_in_child(
 
 
 def _read_all(reader: int, child: int, while_waiting: Callable[[], None] | None) -> bytes:
-    """Reads the child's answer; returns nothing if the child ends without one or stands still."""
+    """Reads the child's answer; returns no bytes if the child ends without one or is stuck."""
     parts: list[bytes] = []
     used, looked = -1.0, time.perf_counter()
     tick = _STANDSTILL_SECONDS if while_waiting is None else _TICK_SECONDS
@@ -113,7 +113,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _answer(function: Callable[[], bytes], writer: int) -> None:
-    """What the child does. It computes on one thread, and so never waits for one that is not there."""
+    """Runs the function in the child. It uses one thread, because the parent's threads do not exist after a fork."""
     torch.set_num_threads(1)
     try:
         answer = b"+" + function()

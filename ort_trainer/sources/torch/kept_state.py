@@ -1,4 +1,4 @@
-"""What forward() keeps from one call to the next: buffers, which a graph can update, and attributes, which it can't."""
+"""State that forward() keeps between calls: buffers, which a graph can update, and attributes, which it can't."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _NOTHING = object()
 
 
 class LeftAttributes(list[tuple[nn.Module, str, Any]]):
-    """Modules with the names of attributes to which a run has assigned plain tensors, and what they had there before.
+    """Modules, names of attributes to which a run has assigned plain tensors, and the attributes' former values.
 
-    It is no ``list``, as torch.export empties those that it finds in modules again.
+    A subclass, because torch.export empties plain lists that it finds in modules.
     """
 
 
 @contextlib.contextmanager
 def assignments_as_updates(model: nn.Module, left: LeftAttributes) -> Iterator[None]:
-    """Turns ``self.buffer = value`` in forward() into an update in place: the exporter drops the former.
+    """Turns ``self.buffer = value`` in forward() into an in-place update, because the exporter drops assignments.
 
     Args:
         model: The model, whose forward() runs in the context.
-        left: What is filled with what was assigned to attributes.
+        left: Receives the assignments of plain tensors to attributes.
 
     Raises:
-        ExportError: If what is assigned can't be kept.
+        ExportError: If a buffer is assigned a value of another shape or dtype.
     """
     before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
     existing = {(m, key): value for m in model.modules() for key, value in vars(m).items()}
@@ -54,10 +54,10 @@ def assignments_as_updates(model: nn.Module, left: LeftAttributes) -> Iterator[N
     for owner, key, old, new in assigned:
         if new is None or new.shape != old.shape or new.dtype != old.dtype:
             raise ExportError(
-                f"forward() of {type(owner).__name__} assigns to its buffer {key!r} something of another shape or "
-                "dtype, which a graph can't do: keep both"
+                f"forward() of {type(owner).__name__} assigns a value of another shape or dtype to its buffer {key!r}, "
+                "which a graph can't do: keep the buffer's shape and dtype"
             )
-    # A value may be another of these buffers, so all are taken before any is changed.
+    # A value may be another of these buffers, so all are copied before any is changed.
     values = [new.detach().clone() for _, _, _, new in assigned if new is not None]
     for (_, _, old, _), value in zip(assigned, values, strict=True):
         old.copy_(value)
@@ -66,20 +66,20 @@ def assignments_as_updates(model: nn.Module, left: LeftAttributes) -> Iterator[N
 def refuse_kept_tensors(
     step: nn.Module, run: Callable[..., Any], sample: Sequence[torch.Tensor], left: LeftAttributes
 ) -> None:
-    """Raises if a step reads what an earlier one has left in an attribute: in a graph it is not there.
+    """Raises if a step reads an attribute that an earlier step has assigned: a graph does not have it.
 
-    ``self.attention = weights``, to be looked at later, does no harm. Whether forward() itself reads it shows when the
-    step runs once more, with something in the attributes that can't be computed with. Nor does a table that depends on
-    sizes alone, which is computed when it is first needed: later calls, other batches and other weights leave the same.
+    Two cases are harmless. An attribute that forward() only writes, such as ``self.attention = weights``: to find out,
+    the step runs once more with unusable values in the attributes. A table that depends only on sizes and is computed
+    when it is first needed: later calls, other batches and other weights give the same values.
 
     Args:
-        step: A step that has been captured; what this does to its attributes is for the caller to put back.
+        step: A step that has been captured; the caller must restore its attributes and parameters.
         run: Runs it.
         sample: A batch.
         left: The attributes.
 
     Raises:
-        ExportError: If so.
+        ExportError: If the step reads such an attribute.
     """
     if not left:
         return
@@ -102,8 +102,8 @@ def refuse_kept_tensors(
             return
     names = [f"{type(owner).__name__}.{key}" for owner, key, _ in left]
     raise ExportError(
-        f"forward() reads what an earlier call has left in one of its attributes {names}, plain tensors that no graph "
-        f"keeps ({type(reason).__name__}): make it a buffer, self.register_buffer({left[0][1]!r}, ...)"
+        f"forward() reads a value that an earlier call has left in one of its attributes {names}, plain tensors that a "
+        f"graph does not keep ({type(reason).__name__}): make it a buffer, self.register_buffer({left[0][1]!r}, ...)"
     ) from reason
 
 
@@ -122,7 +122,7 @@ def _left_by(run: Callable[..., Any], sample: Sequence[torch.Tensor], left: Left
 
 
 def _other(value: torch.Tensor) -> torch.Tensor:
-    """Returns other values of the same kind, each of which occurs in the batch."""
+    """Returns other values of the same kind; integers only from the batch, so that they stay in range."""
     if value.is_floating_point():
         return value * 0.5 + 0.25
     return value.flip(list(range(value.dim())))
@@ -133,7 +133,7 @@ def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 class _Left(torch.Tensor):
-    """A tensor that nothing can be done with."""
+    """A tensor that raises when it is used."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

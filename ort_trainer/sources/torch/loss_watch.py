@@ -1,4 +1,4 @@
-"""Notices what has changed of the values that a loss function reads from outside: a closure, a global, an attribute."""
+"""Detects changes in the values that a loss function reads from outside: a closure, a global, an attribute."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import nn
 
 from ...errors import shown, warn
 from .model_watch import settings_of
+from .step_module import content_of
 
 __all__ = ["LossWatch"]
 
 _PLAIN = (bool, int, float, str)
-# Of containers what has more entries, or lies deeper, is not looked through at every step.
+# Containers with more entries or deeper nesting are not watched: comparing them at every step is too slow.
 _MOST_ENTRIES, _DEEPEST = 1000, 4
 _Reader = tuple[str, Callable[[], Any]]
 
 
 class LossWatch:
-    """Reads, at every step, the values that a function does not get as arguments.
+    """Reads, at every step, the values that a loss function uses without getting them as arguments.
 
-    These are numbers, truth values, strings, tensors, modules, and lists, tuples and dicts of them. A graph holds them
-    for good, so each combination needs its own. What functions read that the loss function calls is not noticed.
+    These are numbers, booleans, strings, tensors, modules, and lists, tuples and dicts of them. They are constants of a
+    graph, so each combination needs its own. Values read by functions that the loss function calls are not watched.
 
     Args:
         loss_fn: The loss function, or None.
@@ -35,7 +36,7 @@ class LossWatch:
 
     def __init__(self, loss_fn: Callable[..., Any] | None, model: nn.Module) -> None:
         self._readers = list(_readers(loss_fn))
-        if isinstance(loss_fn, nn.Module):  # whose settings are watched as the model's are
+        if isinstance(loss_fn, nn.Module):  # a ModelWatch watches its settings
             self._readers.append((type(loss_fn).__name__, lambda: list(_tensors_of(loss_fn))))
         self._models_own = {id(part) for part in (*model.modules(), *_tensors_of(model))}
         self._settings: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
@@ -44,7 +45,7 @@ class LossWatch:
         self._warned: set[str] = set()
 
     def variant(self) -> tuple[Any, ...]:
-        """Returns what stands for the values; the same for the same. Warns where one has changed for the first time."""
+        """Returns a comparable key for the values. Warns when a value changes for the first time."""
         now = self._now()
         if now != self._values:
             for (name, _), old, new in zip(self._readers, self._values, now, strict=True):
@@ -58,7 +59,7 @@ class LossWatch:
         return tuple(self._seen(read()) for _, read in self._readers)
 
     def _seen(self, value: Any, depth: int = 0) -> Any:
-        """Returns something to compare instead of a value; None for what is not watched."""
+        """Returns a comparable stand-in for a value; None for what is not watched."""
         if isinstance(value, _PLAIN):
             return value
         if id(value) in self._models_own:
@@ -74,20 +75,19 @@ class LossWatch:
         return tuple(self._seen(part, depth + 1) for part in value)
 
     def _of_module(self, module: nn.Module) -> tuple[Any, ...]:
-        """Returns mode and settings of one module."""
+        """Returns the mode and settings of one module."""
         if module not in self._settings:
             self._settings[module] = ["training", *settings_of(module)]
         return tuple(self._seen(vars(module).get(key)) for key in self._settings[module])
 
     def _content(self, tensor: torch.Tensor) -> Hashable:
-        """Returns the bytes of a tensor; they are looked at again only where they may have changed."""
+        """Returns dtype, shape and hash of a tensor; hashes it again only if it may have changed."""
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             return id(tensor)
         version = -1 if tensor.is_inference() else tensor._version
         known = self._contents.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != version or version < 0:
-            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            value = (tensor.dtype, tensor.shape, hash(flat.view(torch.uint8).numpy().tobytes()))
+            value = (tensor.dtype, tensor.shape, hash(content_of(tensor)))
             known = self._contents[id(tensor)] = weakref.ref(tensor), version, value
         return known[2]
 
@@ -95,12 +95,12 @@ class LossWatch:
 def _change(name: str, old: Any, new: Any) -> str:
     if isinstance(new, _PLAIN):
         return (
-            f"which has changed from {shown(old)} to {shown(new)}: the model is exported anew for each value. Let "
-            f"loss_fn take it as an argument, and set trainer.loss_parameters[{name!r}], which needs no export"
+            f"which has changed from {shown(old)} to {shown(new)}: the model is exported again for each value. To "
+            f"avoid that, make it an argument of loss_fn, and set trainer.loss_parameters[{name!r}]"
         )
     return (
-        "of which a tensor has changed: the model is exported anew for each value. Let loss_fn take the tensor as an "
-        "argument, and give it with every batch, which needs no export"
+        "in which a tensor has changed: the model is exported again for each value. To avoid that, make the tensor an "
+        "argument of loss_fn, and pass it with every batch"
     )
 
 
@@ -110,12 +110,12 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _readers(loss_fn: Any) -> Iterator[_Reader]:
-    """Yields name and getter of each value that may be watched."""
+    """Yields the name and getter of each value that may be watched."""
     while isinstance(loss_fn, functools.partial):
         yield "arguments of partial", functools.partial(getattr, loss_fn, "args")
         yield from _entries(loss_fn.keywords)
         loss_fn = loss_fn.func
-    if loss_fn is None or isinstance(loss_fn, nn.Module):  # a module's settings are watched as the model's are
+    if loss_fn is None or isinstance(loss_fn, nn.Module):  # a ModelWatch watches a module's settings
         return
     owner = getattr(loss_fn, "__self__", None)
     if not inspect.isroutine(loss_fn):

@@ -29,7 +29,7 @@ __all__ = ["TorchSource"]
 
 
 class TorchSource(ModelSource):
-    """Watches a module for changes and exports it again where graphs depend on them."""
+    """Watches a module for changes, and exports it again if its graphs depend on them."""
 
     def __init__(
         self,
@@ -72,52 +72,57 @@ class TorchSource(ModelSource):
 
     @property
     def buffers(self) -> Named:
-        """All buffers, likewise."""
+        """All buffers by canonical name."""
         return dict(self._model.named_buffers())
 
     def adopt(self, device: torch.device) -> Named:
-        """Returns what the trainer works on: the tensors of the model, or copies."""
+        """Returns the tensors to train: the model's own, or copies."""
         return super().adopt(device) if self._shared is None else self._shared.adopt(device)
 
     def take_changes(self) -> Named:
-        """Takes over what was changed in the model itself."""
+        """Adopts changes that were made to the model itself."""
         return {} if self._shared is None else self._shared.take_changes()
 
     def publish(self, names: Collection[str]) -> None:
-        """Shows the model what has become of its tensors."""
+        """Copies new values to the model's tensors, where they differ in dtype from the trainer's."""
         if self._shared is not None:
             self._shared.publish(names)
 
     def add_gradients(self, gradients: Named) -> None:
-        """Adds gradients to those that the model's parameters hold."""
+        """Adds gradients to ``p.grad`` of the model's parameters."""
         if self._shared is None:
             super().add_gradients(gradients)
         else:
             self._shared.add_gradients(gradients)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients that the parameters to train hold."""
+        """Returns ``p.grad`` of the parameters to train."""
         trainable = [name for name in self.trainable if name in self._watch.trainable]
         return {} if self._shared is None else self._shared.gradients(trainable)
 
     def drop_gradients(self) -> None:
-        """Removes the gradients that the parameters to train hold."""
+        """Removes ``p.grad`` of the parameters to train."""
         if self._shared is not None:
             self._shared.drop_gradients(self._watch.trainable)
 
     def put(self, values: Named) -> Named:
-        """Gives the model values before training begins."""
+        """Writes values to the model before training begins."""
         return values if self._shared is None else self._shared.put(values)
 
     def check_joint(self) -> None:
-        """Checks that no module speaks to other processes itself."""
+        """Checks that no module communicates with other processes itself."""
         check_joint(self._model)
 
     def variant(self, training: bool) -> Hashable:
-        """Returns what stands for modes and settings of model and loss; see the base class."""
+        """Returns a key for the modes and settings of model and loss; see the base class."""
         variant = (*(watch.variant(training) for watch in self._watches), self._loss_watch.variant())
         self._check_trainable(training, self._watch.trainable)
         return variant
+
+    @property
+    def last_change(self) -> str:
+        """What has changed in model or loss; see the base class."""
+        return "; ".join(filter(None, (watch.last_change for watch in self._watches)))
 
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
@@ -128,12 +133,12 @@ class TorchSource(ModelSource):
         if self._options.utils.run_symbolic_shape_infer:
             self._options.without_effect(
                 "utils.run_symbolic_shape_infer has no effect on a PyTorch model, which is exported with symbolic "
-                "shapes, so that nothing is left to infer. Leave it out; it works for ONNX models"
+                "shapes anyway. Leave the option out; it is for ONNX models"
             )
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
             raise ValueError(
-                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX go up to "
+                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX support at most "
                 f"{maximum_opset()}"
             )
 
@@ -141,7 +146,7 @@ class TorchSource(ModelSource):
         """Returns whose kernels compute the training step.
 
         Raises:
-            ValueError: If PyTorch's were asked for and can't be had.
+            ValueError: If PyTorch's kernels were requested but can't be used.
         """
         chosen = self._options.utils.kernels
         reason = "" if chosen == "onnxruntime" else self._against_pytorch_kernels()
@@ -152,10 +157,10 @@ class TorchSource(ModelSource):
     def _against_pytorch_kernels(self) -> str:
         options = self._options
         if not can_call_pytorch():
-            return "the installed ONNX Runtime can't call PyTorch, which onnxruntime-training can"
+            return "the installed ONNX Runtime can't call PyTorch (onnxruntime-training can)"
         if torch.device(options.device.id).type != "cpu" and has_cuda():
             return "training does not run on the CPU"
-        if next(iter(self.parameters.values())).device.type != "cpu":
+        if any(value.device.type != "cpu" for value in self.parameters.values()):
             return "the model is not on the CPU"
         internal, debug = options._internal_use, options.debug
         given = {
@@ -168,7 +173,8 @@ class TorchSource(ModelSource):
             "debug.graph_save_paths": any(getattr(debug.graph_save_paths, path) for path in debug.graph_save_paths),
         }
         named = [name for name, is_given in given.items() if is_given]
-        return f"{' and '.join(named)} ask for a graph of ONNX's own operators" if named else ""
+        require = "requires" if len(named) == 1 else "require"
+        return f"{' and '.join(named)} {require} a graph of ONNX operators" if named else ""
 
     def name_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
@@ -179,7 +185,7 @@ class TorchSource(ModelSource):
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
-        """Returns a description that is derived from a sample batch."""
+        """Returns a description derived from a sample batch."""
         return describe(self._model, self._loss_fn, batch, layouts, parameters)
 
     def builder(
@@ -189,7 +195,7 @@ class TorchSource(ModelSource):
         parameters: Sequence[str] | None = None,
         portable: bool = False,
     ) -> Builder:
-        """Returns what builds the graphs; see the base class."""
+        """Returns a builder of the graphs; see the base class."""
         labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
         self._watch.check_exportable()
         internal = self._options._internal_use
@@ -215,7 +221,12 @@ class TorchSource(ModelSource):
             internal.enable_onnx_contrib_ops,
             cached=self._options.utils.cache_exports,
             lenient=self._options.lenient,
+            depends_on_modes=self._depends_on_modes,
         )
+
+    def _depends_on_modes(self, modules: Collection[nn.Module]) -> None:
+        for watch in self._watches:
+            watch.depends_on_modes(modules)
 
 
 def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:

@@ -1,4 +1,4 @@
-"""Refuses models that no export could take, before anything runs."""
+"""Rejects models that can't be exported, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_model(model: nn.Module) -> None:
     """Checks that a model is a plain module with values.
 
     Raises:
-        TypeError: If it is wrapped or compiled.
+        TypeError: If the model is wrapped or compiled.
         ValueError: If its parameters or buffers have no values yet, or can't be changed.
     """
     for path, module in model.named_modules():
@@ -23,34 +23,32 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, _WRAPPERS):
             raise TypeError(
                 f"{where} is a {kind}, but the trainer itself averages the gradients of several processes: use the "
-                f"module inside, {where}.module, and start one process for each device"
+                f"module inside, {where}.module, and start one process per device"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{where} is a TorchScript module, which can't be exported: use the module that it was made from"
-            )
+            raise TypeError(f"{where} is a TorchScript module, which can't be exported: use the original module")
         if not path and kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
             raise TypeError(
-                f"{where} is the result of torch.compile(), which leaves nothing to export: use the module inside, "
+                f"{where} is the result of torch.compile(), which can't be exported: use the module inside, "
                 f"{where}._orig_mod"
             )
     if type(model).__name__ == "_FabricModule":
         raise TypeError(
-            "model is what Fabric.setup() returned, whose forward casts and moves what it is given: use the module "
-            "inside, model.module; the trainer has options for devices and mixed precision"
+            "model was returned by Fabric.setup(), and its forward casts and moves its inputs: use the module inside, "
+            "model.module; the trainer has options for devices and mixed precision"
         )
     name = type(model).__name__
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:
         raise ValueError(
-            f"parameters {lazy[:3]} of {name} are lazy, they have no shape yet: run the model once on a batch, "
-            "model(x), before it is given to the trainer"
+            f"parameters {lazy[:3]} of {name} are lazy and have no shape yet: run the model once on a batch, model(x), "
+            "before you pass it to the trainer"
         )
     meta = [key for key, tensor in tensors if tensor.is_meta]
     if meta:
         raise ValueError(
-            f"{meta[:3]} of {name} are on the meta device, they have no values yet: initialize the model first, with "
+            f"{meta[:3]} of {name} are on the meta device and have no values yet: initialize the model first, with "
             "model.to_empty(device='cpu') and its initialization, or model.load_state_dict(..., assign=True)"
         )
     frozen = [key for key, tensor in tensors if tensor.is_inference()]
@@ -65,13 +63,13 @@ def check_joint(model: nn.Module) -> None:
     """Checks that several processes can train a model together.
 
     Raises:
-        ValueError: If a module of it speaks to the other processes in the middle of a pass.
+        ValueError: If one of its modules communicates with other processes during a pass.
     """
     found = [path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if found:
         raise ValueError(
-            f"{found[:3]} of {type(model).__name__} are SyncBatchNorm, which asks the other processes for their batch "
-            "statistics inside forward and backward pass, and these run as one graph here: leave out "
-            "nn.SyncBatchNorm.convert_sync_batchnorm(), so that each process normalizes by its own batch as PyTorch's "
+            f"{found[:3]} of {type(model).__name__} are SyncBatchNorm, which exchanges batch statistics with the other "
+            "processes during the forward and backward pass, but these run as one graph here: leave out "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(), and each process normalizes by its own batch, as PyTorch's "
             "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
         )

@@ -1,10 +1,11 @@
-"""Notices what has changed in a model since its graphs were exported."""
+"""Detects changes in a model since its graphs were exported."""
 
 from __future__ import annotations
 
 import dis
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Collection
 from operator import attrgetter, is_, itemgetter
@@ -26,25 +27,26 @@ _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 
 
 class ModelWatch:
-    """Compares a model with what it was: at every step, so cheaply.
+    """Compares a model with its former state, at every step and therefore cheaply.
 
-    A graph holds for good what the model was when it was captured: the mode of each module, which parameters require
-    grad, and the settings, which are the numbers, truth values, strings, functions, plain tensors, and tuples of these
-    among the attributes of its modules (a dropout's ``p``, a norm's ``momentum``), and the forward hooks. All of this
-    together is a *variant* of the model; each has its own graphs. Other modules or parameters are no variant but
-    another model.
+    A graph is fixed to the state of the model at its capture: the mode of each module, which parameters require grad,
+    the settings, and the forward hooks. Settings are attributes of modules (a dropout's ``p``, a norm's ``momentum``)
+    that are numbers, booleans, strings, functions, plain tensors, or tuples of these. All of this together is a
+    *variant* of the model; each variant has its own graphs. A model with other modules or parameters is not a variant
+    but another model.
 
-    What a module's own ``forward`` assigns (a counter, the last result) is no setting: it would ask for an export at
-    every step.
+    An attribute that a module's own ``forward`` assigns (a counter, the last result) is not a setting: it would cause
+    an export at every step.
 
     Args:
         model: The model.
         trainable: Canonical names of the parameters that may be trained.
-        frozen: Names of parameters that are not trained whatever they require.
+        frozen: Names of parameters that are never trained, even if they require grad.
 
     Attributes:
-        modes: Module -> whether it is in training mode in a training step; None for what ``model.train()`` makes.
+        modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
         trainable: Canonical names of the parameters that a training step differentiates.
+        last_change: What the last call of :meth:`variant` found changed; empty if nothing.
     """
 
     def __init__(self, model: nn.Module, trainable: Collection[str], frozen: Collection[str]) -> None:
@@ -56,7 +58,7 @@ class ModelWatch:
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._keys = [("training", *settings_of(module)) for _, module in self._modules]
-        # A second key, as of one alone itemgetter gives no tuple.
+        # Always two keys or more: with one key, itemgetter returns no tuple.
         self._getters = [itemgetter("training", *keys) for keys in self._keys]
         self._tensors = [
             (values, key)
@@ -64,10 +66,15 @@ class ModelWatch:
             for key in keys
             if isinstance(values[key], torch.Tensor)
         ]
-        self._variants: dict[Any, int] = {}
+        self._numbers = itertools.count()
+        self._trained: dict[Any, int] = {}
+        self._evaluated: dict[Any, int] = {}
+        # The modules whose modes training graphs depend on; None, which stands for all, before the first export.
+        self._read: set[nn.Module] | None = None
         self._own_modes: tuple[bool, ...] | None = None
         self.modes: dict[nn.Module, bool] | None = None
         self.trainable: frozenset[str] = frozenset()
+        self.last_change = ""
         self._parameters = dict(model.named_parameters())
         self._parts = self._parts_of_now()
         self._states = list(map(_parameter_state, self._parameters.values()))
@@ -75,18 +82,19 @@ class ModelWatch:
         self._number(self._settings)
 
     def variant(self, training: bool) -> int:
-        """Returns a number for what the model is now; the same for the same.
+        """Returns the number of the model's current variant.
 
         Args:
-            training: Whether for a training step; evaluation depends on the settings alone.
+            training: Whether for a training step; evaluation depends only on the settings.
 
         Raises:
-            RuntimeError: If modules or parameters are not those that the trainer was made with.
+            RuntimeError: If modules or parameters have changed since the trainer was made.
         """
+        self.last_change = ""
         parts = self._parts_of_now()
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             self._refuse_other_modules()
-            # Other objects for the same parameters, as load_state_dict(assign=True) leaves them.
+            # The same parameters as other objects, for example after load_state_dict(assign=True).
             now = dict(self._model.named_parameters())
             self._parts, self._parameters = parts, {name: now[name] for name in self._parameters}
         states = list(map(_parameter_state, self._parameters.values()))
@@ -96,27 +104,35 @@ class ModelWatch:
         elif _same(settings, self._settings):
             return self._current[training]
         settings = self._comparable(settings)
-        with uninterrupted():  # so that what is remembered and its number belong together
+        with uninterrupted():  # keeps the stored settings and their number consistent
             self._number(settings)
             self._log_changes(settings, states)
             self._settings, self._states = settings, states
         return self._current[training]
 
+    def depends_on_modes(self, modules: Collection[nn.Module]) -> None:
+        """Records which modules' modes the graph of the current variant depends on; the others' don't matter."""
+        read = {module for _, module in self._modules if module in modules} | (self._read or set())
+        if read != self._read:
+            self._read = read
+            # The old keys hold the modes of other modules: under them, one number could stand for several variants.
+            self._trained = {(self._modes_of_now(), *self._key): self._current[True]}
+
     def check_exportable(self) -> None:
-        """Checks what matters for an export alone: that parameters have values, and buffers are those that they were.
+        """Checks what only an export requires: parameters with values, and the same buffers as before.
 
         Raises:
-            RuntimeError: If that is not so.
+            RuntimeError: If a parameter is on the meta device, or a module has other buffers.
         """
         gone = [name for name, parameter in self._parameters.items() if parameter.is_meta]
         if gone:
             raise RuntimeError(
                 f"the model has changed since the trainer was made: {_listed(gone)} of {type(self._model).__name__} "
-                "are on the meta device now, and an export for other sizes, modes or settings needs the model: keep "
-                "it as it was, and move a copy"
+                "are on the meta device now, but an export for other sizes, modes or settings needs their values: keep "
+                "the model as it was, and move a copy"
             )
         changes = [
-            f"module {name!r} has other buffers, {list(module._buffers)}"
+            f"module {name!r} now has the buffers {list(module._buffers)}"
             for name, module in self._modules
             if list(module._buffers) != self._buffers[name]
         ]
@@ -135,7 +151,7 @@ class ModelWatch:
         except KeyError as error:
             self._refuse([f"a module has lost its attribute {error}"])
             raise
-        # What else counts: changes in place, and hooks, which are known by their numbers.
+        # Also in-place changes of tensors, and hooks, identified by their ids.
         settings.append(tuple(getattr(values.get(key), "_version", None) for values, key in self._tensors))
         for values in self._dicts:
             if values["_forward_hooks"] or values["_forward_pre_hooks"]:
@@ -143,7 +159,7 @@ class ModelWatch:
         return settings
 
     def _number(self, values: list[tuple[Any, ...]]) -> None:
-        """Gives what the model is now a number."""
+        """Assigns a number to the current variant."""
         count = len(self._modules)
         training = tuple(of_module[0] for of_module in values[:count])
         settings = (*(of_module[2:] for of_module in values[:count]), *values[count:])
@@ -151,17 +167,17 @@ class ModelWatch:
         late = [name for name in self._parameters if name in required - self._may_train - self._frozen]
         if late:
             raise RuntimeError(
-                f"parameters {_listed(late)} require grad now, and did not when the trainer was made, so they have no "
-                "optimizer state: make the trainer while they require grad, and freeze them afterwards with "
-                "requires_grad_(False) until their time comes"
+                f"parameters {_listed(late)} require grad now but did not when the trainer was made, so they have no "
+                "optimizer state: make the trainer while they require grad, then freeze them with "
+                "requires_grad_(False) until they are to be trained"
             )
         if all(training):
             self._own_modes = None
         elif any(training):
             if not training[0] and self._own_modes != training:
                 _log.warning(
-                    "the model is in evaluation mode but for %s, and is trained as it is: call model.train() first if "
-                    "that is not meant",
+                    "the model is in evaluation mode except for %s, and is trained in these modes: call model.train() "
+                    "first if that is not intended",
                     _listed([name for (name, _), mode in zip(self._modules, training, strict=True) if mode]),
                 )
             self._own_modes = training
@@ -169,19 +185,24 @@ class ModelWatch:
         modules = [module for _, module in self._modules]
         self.modes = None if own is None else dict(zip(modules, own, strict=True))
         self.trainable = self._may_train & required
-        trained = (own, self.trainable, settings)
+        self._key = self.trainable, settings
         self._current = {
-            True: self._variants.setdefault(trained, len(self._variants)),
-            False: self._variants.setdefault(settings, len(self._variants)),
+            True: self._trained.setdefault((self._modes_of_now(), *self._key), next(self._numbers)),
+            False: self._evaluated.setdefault(settings, next(self._numbers)),
         }
+
+    def _modes_of_now(self) -> tuple[bool, ...]:
+        modes = self.modes or {}
+        counted = self._modules if self._read is None else [entry for entry in self._modules if entry[1] in self._read]
+        return tuple(modes.get(module, True) for _, module in counted)
 
     def _refuse_other_modules(self) -> None:
         before = dict(self._modules)
         now = dict(_modules(self._model))
-        changes = [f"module {name!r} is gone" for name in before if name not in now]
-        changes += [f"module {name!r} is new" for name in now if name not in before]
+        changes = [f"module {name!r} was removed" for name in before if name not in now]
+        changes += [f"module {name!r} was added" for name in now if name not in before]
         changes += [
-            f"module {name!r} is another {type(now[name]).__name__}"
+            f"module {name!r} was replaced by another {type(now[name]).__name__}"
             for name in now
             if name in before and now[name] is not before[name]
         ]
@@ -193,23 +214,23 @@ class ModelWatch:
         now = dict(self._model.named_parameters())
         canonical = canonical_names(self._model)
         before = dict(zip(self._parameters, self._states, strict=True))
-        changes = [f"parameter {name!r} is gone" for name in before if name not in now]
-        changes += [f"parameter {name!r} is new" for name in now if name not in before]
+        changes = [f"parameter {name!r} was removed" for name in before if name not in now]
+        changes += [f"parameter {name!r} was added" for name in now if name not in before]
         for name in before.keys() & now.keys():
             (_, dtype, shape), (_, new_dtype, new_shape) = before[name], _parameter_state(now[name])
             if dtype != new_dtype:
-                changes.append(f"parameter {name!r} had dtype {dtype} and has {new_dtype}")
+                changes.append(f"parameter {name!r} had dtype {dtype} and now has {new_dtype}")
             if shape != new_shape:
-                changes.append(f"parameter {name!r} had shape {list(shape)} and has {list(new_shape)}")
+                changes.append(f"parameter {name!r} had shape {list(shape)} and now has {list(new_shape)}")
         if not changes and {name: canonical[name] for name in now} != {name: self._canonical[name] for name in now}:
-            changes = ["other parameters are tied"]
+            changes = ["parameters are tied differently"]
         self._refuse(changes)
 
     def _comparable(self, settings: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Returns settings with None for what was None and has become an object, which is not looked into.
+        """Returns settings with None for those that were None and are now objects that can't be compared.
 
         Raises:
-            RuntimeError: If another one has become such an object.
+            RuntimeError: If any other setting can no longer be compared.
         """
         result, found = list(settings), []
         for index, ((name, _), keys) in enumerate(zip(self._modules, self._keys, strict=True)):
@@ -222,8 +243,8 @@ class ModelWatch:
             ]
         if found:
             raise RuntimeError(
-                f"a setting of the model is nothing any more that can be compared: {'; '.join(found[:5])}. A change in "
-                "it would not be seen: keep it a number, a string, a function, a tensor, or a tuple of these"
+                f"a setting of the model can no longer be compared: {'; '.join(found[:5])}. A change in it would go "
+                "unnoticed: keep it a number, a string, a function, a tensor, or a tuple of these"
             )
         return result
 
@@ -231,8 +252,8 @@ class ModelWatch:
         if changes:
             raise RuntimeError(
                 f"the model has changed since the trainer was made: {'; '.join(sorted(changes)[:5])}"
-                f"{'; ...' if len(changes) > 5 else ''}. Its graphs and the optimizer's state are those of the former "
-                "one: undo the change, or make a new trainer and load the state that still fits with strict=False"
+                f"{'; ...' if len(changes) > 5 else ''}. The graphs and the optimizer's state belong to the former "
+                "model: undo the change, or make a new trainer and load the state that still fits with strict=False"
             )
 
     def _log_changes(self, settings: list[tuple[Any, ...]], states: list[tuple[Any, ...]]) -> None:
@@ -251,16 +272,17 @@ class ModelWatch:
         for name, change in changes:
             where.setdefault(change, []).append(name)
         said = [f"{change} in {_listed(names)}" for change, names in where.items()]
-        _log.info("the model has changed: %s%s", "; ".join(said[:5]), "; ..." if len(said) > 5 else "")
+        self.last_change = "; ".join(said[:5]) + ("; ..." if len(said) > 5 else "")
+        _log.info("the model has changed: %s", self.last_change)
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the modules of a model by name, without those that only stand before another, as compiled ones do."""
+    """Returns the modules of a model by name, without wrappers of compiled modules."""
     return [(name, module) for name, module in model.named_modules() if "training" in module.__dict__]
 
 
 def settings_of(module: nn.Module) -> list[str]:
-    """Returns the names of the attributes that are settings."""
+    """Returns the names of a module's attributes that are settings."""
     kept = _assigned_in_forward(type(module).forward)
     return [
         key
@@ -287,7 +309,7 @@ def _is_setting(value: Any) -> bool:
 def _same(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> bool:
     try:
         return first == second
-    except (RuntimeError, ValueError):  # a number has become a tensor or an array, which has no one truth value
+    except (RuntimeError, ValueError):  # a number has become a tensor or an array, whose comparison is ambiguous
         return False
 
 

@@ -1,4 +1,4 @@
-"""Notes which module an operator is called in where PyTorch does not: in a model differentiated as it stands."""
+"""Records the module of each operator where PyTorch does not: if the module itself is differentiated."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _STACK = "nn_module_stack"
 
 @contextlib.contextmanager
 def marked_modules(step: nn.Module) -> Iterator[None]:
-    """Lets operators have the ``nn_module_stack`` that torch.export gives them, while modules of a step are called."""
+    """Gives operators the ``nn_module_stack`` that torch.export would give them, while modules of a step run."""
     names = {id(part): name for name, part in step.named_modules()}
     around: list[tuple[nn.Module, Any]] = []
 
     def enter(part: nn.Module, _: Any) -> None:
         name = names.get(id(part))
-        if name is not None:  # not of another thread
+        if name is not None:  # else a module of another thread
             known = fx_traceback.current_meta.get(_STACK)
             around.append((part, known))
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
@@ -39,7 +39,7 @@ def marked_modules(step: nn.Module) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(enter).remove)
-        # Also after an error, or what is called next would be in the wrong module.
+        # Called after errors too; otherwise the next operators would be in the wrong module.
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(fx_traceback.preserve_node_meta())
         yield

@@ -1,4 +1,4 @@
-"""Finds out which module of the user's model every operator of a captured graph belongs to."""
+"""Finds the module of the user's model that each operator of a captured graph belongs to."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Node = torch.fx.Node
 def origins_of(found: Capture, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
     """Returns where the nodes of a graph come from.
 
-    PyTorch notes at every operator in which module it was called, and at one of the backward pass that of the operator
-    whose gradient it computes.
+    PyTorch records with every operator the module that called it, and with a backward operator the module of the
+    forward operator whose gradient it computes.
 
     Args:
-        found: The captured step, in its last form.
+        found: The captured step, in its final form.
         model: The user's model.
-        nodes: Name of a node -> the operators that it computes, None where it is not known which.
+        nodes: Name of a node -> the operators that it computes; None for an unknown one.
     """
     places = _places(found)
     kinds = {path: type(part).__name__ for path, part in model.named_modules(remove_duplicate=False)}
@@ -40,17 +40,17 @@ def origins_of(found: Capture, model: nn.Module, nodes: Mapping[str, Sequence[No
 def _places(found: Capture) -> dict[Node, Place]:
     operators = [node for node in found.module.graph.nodes if node.op == "call_function"]
     first = next((index for index, node in enumerate(operators) if _starts_backward(node, found)), len(operators))
-    # By their order: of what replaces an operator there, PyTorch's notes may say that it is in the forward pass.
+    # By their order: PyTorch's metadata may put the replacement of a backward operator in the forward pass.
     backward = set(operators[first:])
     places: dict[Node, Place] = {}
     for node in operators:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
             places[node] = Place(_path(list(stack.values())[-1][0]), node in backward)
-        else:  # a sum of gradients that come from several operators is where they are
+        else:  # a sum of gradients from several operators belongs where they are
             _place_beside(node, node.all_input_nodes, places, node in backward)
     for node in reversed(operators):
-        if node not in places:  # a view that a rewrite made is where it is needed
+        if node not in places:  # a view added by a rewrite belongs where it is used
             _place_beside(node, node.users, places, node in backward)
     return places
 
@@ -60,14 +60,14 @@ def _starts_backward(node: Node, found: Capture) -> bool:
 
 
 def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Place], backward: bool) -> None:
-    """Puts an operator into the innermost module that has all of its neighbours."""
+    """Places an operator in the innermost module that contains the others."""
     paths = [places[other].module for other in others if other in places]
     if paths:
         places[node] = Place(_common(paths), backward)
 
 
 def _path(path: str) -> str:
-    """Returns the path of a module in the user's model, from the one in the step module."""
+    """Converts the path of a module in the step module to its path in the user's model."""
     part, _, rest = path.partition(".")
     if part == "model":
         return rest
@@ -85,10 +85,10 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def onnx_operators(model: ir.Model, graph: torch.fx.Graph) -> dict[str, list[Node | None]]:
-    """Returns, by the name of every node of a translated model, the operator that it is a part of.
+    """Maps the name of every node of a translated model to the operator that it is a part of.
 
-    What was added since the translation, such as a cast, goes with what reads its result, or else with what made its
-    input.
+    A node added after the translation, such as a cast, belongs to the operator that reads its result, or else to the
+    one that computed its input.
     """
     operators = {node.name: node for node in graph.nodes}
     found: dict[ir.Node, Node | None] = {}

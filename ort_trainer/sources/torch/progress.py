@@ -1,4 +1,4 @@
-"""Shows on a terminal which stage an export is in, on one line that goes away when it is done."""
+"""Shows the stage of an export on a terminal, in one line that is cleared at the end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TO_LINE_START, _CLEAR_TO_LINE_END = "\r", "\x1b[K"
 
 
 class Progress:
-    """The line. A forked child tells its stages through a pipe, so that one process alone writes to the terminal.
+    """The progress line. A forked child reports its stages through a pipe, so only one process writes to the terminal.
 
     Args:
-        what: What is exported.
-        shown: Whether there is anyone to see it.
+        what: The name of what is exported.
+        shown: Whether to show the line.
     """
 
     def __init__(self, what: str, shown: bool) -> None:
         self.shown = shown
         self._what = what
-        self._stream = sys.stderr  # which is redirected for a while
+        self._stream = sys.stderr  # kept, because the export redirects sys.stderr for a while
         self._start = time.perf_counter()
         self._stages: list[str] = []
         self._owner = os.getpid()
@@ -35,28 +35,28 @@ class Progress:
             os.set_blocking(self._pipe[0], False)
 
     def stage(self, name: str) -> None:
-        """Says that a stage has begun; called where the export runs."""
+        """Reports that a stage has begun; called in the process that exports."""
         if self._pipe is not None:
             os.write(self._pipe[1], f"{name}\n".encode())
             if os.getpid() == self._owner:
                 self.draw()
 
     def draw(self) -> None:
-        """Rewrites the line; called in the process that shows it, as often as it likes."""
+        """Redraws the line; called in the process that shows it, at any time."""
         if self._pipe is None:
             return
         with contextlib.suppress(BlockingIOError):
             self._stages += os.read(self._pipe[0], 4096).decode().split()
         seconds = time.perf_counter() - self._start
         line = f"exporting {self._what}: {', '.join(dict.fromkeys(self._stages))}, {seconds:.1f} s"
-        width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals don't know
+        width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
         self._stream.write(_TO_LINE_START + line[: width - 1] + _CLEAR_TO_LINE_END)
         self._stream.flush()
 
     def close(self) -> None:
-        """Takes the line away."""
+        """Clears the line."""
         if self._pipe is not None:
-            self.draw()  # for a terminal that keeps what is overwritten, such as a log of it
+            self.draw()  # the final state, for logs of the terminal, which keep overwritten lines
             self._stream.write(_TO_LINE_START + _CLEAR_TO_LINE_END)
             self._stream.flush()
             for end in self._pipe:
@@ -66,11 +66,11 @@ class Progress:
 
 @contextlib.contextmanager
 def showing_progress(what: str) -> Iterator[Progress]:
-    """Gives a line that is shown on a terminal, unless ``ORT_TRAINER_PROGRESS`` is 0 or warnings are not logged."""
+    """Yields a line, shown only on a terminal, and not if ``ORT_TRAINER_PROGRESS`` is 0 or warnings are not logged."""
     wanted = os.environ.get("ORT_TRAINER_PROGRESS", "") not in ("0", "off") and _log.isEnabledFor(logging.WARNING)
     try:
         seen = sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is no stream, as under pythonw, or it is closed
+    except (AttributeError, ValueError):  # no stream, as under pythonw, or a closed one
         seen = False
     progress = Progress(what, wanted and seen)
     try:

@@ -1,4 +1,4 @@
-"""Mutes what the exporter's libraries say about things that are no concern of the user's."""
+"""Mutes messages of the exporter's libraries that do not concern the user."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 __all__ = ["quiet"]
 
-# They log every step, print whole graphs where an export fails, and warn about packages that play no part here.
+# They log every step, print whole graphs when an export fails, and warn about irrelevant packages.
 _LOGGERS = ("torch", "torch.export", "torch.fx", "torch.onnx", "torch._functorch", "onnxscript", "onnx_ir")
 _WARNINGS = (
     # Modules such as LSTM keep lists of their weights, which an export reassigns.
     "The tensor attributes? .*_flat_weights.* (was|were) assigned during export",
     ".*isinstance\\(treespec, LeafSpec\\).*",
-    # Whatever was converted is a separate error afterwards.
+    # The conversion raises its own error afterwards.
     "Converting a tensor with requires_grad=True to a scalar.*",
 )
 

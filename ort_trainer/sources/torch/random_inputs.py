@@ -1,9 +1,9 @@
-"""Takes random numbers out of the graph: every random operator becomes an input that the session draws.
+"""Takes random numbers out of the graph: every random operator becomes an input that the session samples.
 
-ONNX Runtime's own random operators keep their state inside the runtime, where nothing can read or restore it, so a run
-that is resumed would sample other numbers. Sampled outside, by a ``torch.Generator`` that belongs to the session and in
-the order in which PyTorch itself would draw, they are reproducible from a seed and saved in a checkpoint. Dropout masks
-are the very ones that PyTorch draws for the same seed, or drawn faster (:class:`Draws`).
+ONNX Runtime's own random operators keep their state inside the runtime, where it can be neither read nor restored, so a
+resumed run would sample other numbers. Here the session samples them with its own ``torch.Generator``, in the order of
+PyTorch, so they are reproducible from a seed, and the generator's state is saved in a checkpoint. Dropout masks are
+those that PyTorch samples for the same seed, or are sampled in a faster way (:class:`Draws`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .symbols import SymbolTable, hint
 __all__ = ["Draws", "Lifter", "lift_random_numbers", "memory_order"]
 
 aten = torch.ops.aten
-# It counts as random because of a dropout that only other devices have.
+# Tagged as random because of a dropout that only other devices have.
 _DRAWS_NOTHING = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How the masks of dropout are drawn.
+    """How to sample the masks of dropout.
 
     Attributes:
-        fast: Whether by 16-bit numbers, or by PyTorch's own.
-        within: Whether within the graph, at the moment when they are needed, from a key that is an input. Otherwise
-            they are inputs themselves.
+        fast: Whether from 16-bit numbers; otherwise as PyTorch does.
+        within: Whether the graph samples them when they are needed, from a key that is an input; otherwise they are
+            inputs themselves.
     """
 
     fast: bool = False
@@ -44,16 +44,16 @@ class Draws:
 
 
 class Lifter:
-    """Puts inputs into a graph, and what computes the result of a random operator from them.
+    """Replaces random operators of a graph by inputs and nodes that compute the operators' results from them.
 
     Args:
         graph: The graph.
         symbols: The symbolic sizes.
-        draws: How masks are drawn.
+        draws: How to sample masks.
 
     Attributes:
         graph: The graph.
-        inputs: The new placeholders, and what must be sampled for each.
+        inputs: The new placeholders, and what to sample for each.
         origin: Metadata of the operator that is replaced.
     """
 
@@ -73,14 +73,14 @@ class Lifter:
         shape = self._symbols.shape(like)
         if shape is None:
             raise ExportError(
-                f"{node.target} draws a number of random values that depends on the values of the batch, which is not "
-                f"supported: {source_line(node)}"
+                f"{node.target} is not supported here, because the number of random values that it draws depends on "
+                f"the values of the batch: {source_line(node)}"
             )
         order = () if kind == "mask" else memory_order(like)
         return self._input(kind, like.detach(), shape, parameters, order)
 
     def key(self) -> torch.fx.Node:
-        """Returns the placeholder of the key that masks are drawn from within the graph, a whole number."""
+        """Returns the placeholder of the integer key from which the graph samples masks."""
         if self._key is None:
             with _disable_current_modes():
                 number = torch.zeros((), dtype=torch.int64)
@@ -104,13 +104,13 @@ class Lifter:
 
     @contextlib.contextmanager
     def replacing(self, node: torch.fx.Node) -> Iterator[None]:
-        """Gives what is inserted the origin and the fake mode of the operator that it replaces."""
-        # Where it comes from, by module and line, is true of its replacement too.
+        """Gives inserted nodes the origin and the fake mode of the operator that they replace."""
+        # The replacement keeps the operator's module and source line.
         self.origin = dict(node.meta)
         value = node.meta["val"]
         self._fake_mode = (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
         shapes = self._fake_mode.shape_env
-        # What takes the operator's place works for every size that the operator does: no condition is added.
+        # The replacement works for the same sizes as the operator, so it adds no condition.
         with self._fake_mode, contextlib.nullcontext() if shapes is None else shapes.suppress_guards():
             yield
 
@@ -124,9 +124,9 @@ class Lifter:
 
 
 def memory_order(like: torch.Tensor) -> tuple[int, ...]:
-    """Returns the dimensions in the order of ``empty_like``'s strides; nothing where that is their own order.
+    """Returns the dimensions in the order of ``empty_like``'s strides; an empty tuple if they are in order already.
 
-    The sizes are those of the sample: a comparison of symbolic ones would bind the graph to them.
+    Uses the sample's sizes, because comparing symbolic sizes would add conditions to the graph.
     """
     sizes, strides = ([hint(size) for size in values] for values in (like.shape, like.stride()))
     with _disable_current_modes():
@@ -145,13 +145,13 @@ def lift_random_numbers(
     Args:
         graph: The graph.
         symbols: The symbolic sizes.
-        draws: How masks are drawn.
+        draws: How to sample masks.
 
     Returns:
-        The new placeholders and what must be sampled for each, in the order in which PyTorch samples.
+        The new placeholders and what to sample for each, in the order in which PyTorch samples.
 
     Raises:
-        ExportError: If there is a random operator that has no such replacement.
+        ExportError: If a random operator has no replacement.
     """
     lifter, handlers = Lifter(graph, symbols, draws), random_operators()
     for node in list(graph.nodes):
@@ -160,7 +160,7 @@ def lift_random_numbers(
         if node.target in handlers:
             with lifter.replacing(node):
                 handlers[node.target](lifter, node)
-            # A random operator has a side effect to PyTorch, so that dead code elimination would keep it.
+            # PyTorch regards random operators as having side effects, so dead code elimination would keep them.
             for user in [*node.users, node]:
                 if not user.users:
                     graph.erase_node(user)
@@ -168,11 +168,11 @@ def lift_random_numbers(
             torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING
         ):
             raise ExportError(
-                f"the random operator {node.target} is not supported; supported are dropout, bernoulli, rand, randn, "
-                f"randint, randperm, normal, uniform and exponential: {source_line(node)}"
+                f"the random operator {node.target} is not supported, only dropout, bernoulli, rand, randn, randint, "
+                f"randperm, normal, uniform and exponential: {source_line(node)}"
             )
     graph.eliminate_dead_code()
-    # What replaces an operator may have other strides than it had, for which a view of its result was possible.
+    # A replacement may have other strides than the operator, so a view of the result may be impossible.
     for view in graph.find_nodes(op="call_function", target=aten.view.default) if lifter.inputs else ():
         view.target = aten.reshape.default
     return lifter.inputs

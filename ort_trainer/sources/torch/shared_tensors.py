@@ -1,4 +1,4 @@
-"""Trains a module's own tensors: what the trainer changes the module shows, and what is changed in it is trained on."""
+"""Trains a module's own tensors: the module sees the trainer's updates, and the trainer sees changes to the module."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Place:
     Attributes:
         name: The tensor's name.
         tensors: The module's dict of parameters, or of buffers.
-        key: Under which it has the tensor.
-        ours: What the trainer works on.
-        address: Of the memory that the tensor has in the module.
+        key: The tensor's key in that dict.
+        ours: The tensor that the trainer works on.
+        address: The address of the module's tensor.
     """
 
     name: str
@@ -34,14 +34,14 @@ class _Place:
 
 
 class SharedTensors:
-    """The parameters and buffers of a module, as those of the trainer.
+    """The parameters and buffers of a module, which the trainer trains in place.
 
-    Graphs are given addresses, so whoever works on the tensors must be told which of them have got other memory from
-    outside (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``).
+    Graphs are bound to addresses, so the caller must learn which tensors have got other memory from outside
+    (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``).
 
-    A bfloat16 tensor takes in no small update, so the trainer has a float32 copy of it. The module's is that one,
-    rounded after each update; where it is something else, it was changed from outside, and the copy begins anew from
-    it.
+    Small updates are lost in a bfloat16 tensor, so the trainer keeps a float32 copy of it. After each update, the copy
+    is rounded into the module's tensor. If the module's tensor differs from the rounded copy, it was changed from
+    outside, and the copy takes its value.
 
     Args:
         model: The module.
@@ -53,7 +53,7 @@ class SharedTensors:
         self._rounded: list[_Place] = []
 
     def adopt(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Returns the tensors to train on, by canonical name; those of the module are contiguous and there from now on.
+        """Returns the tensors to train by canonical name; moves the module's to the device and makes them contiguous.
 
         Args:
             device: Where training runs.
@@ -65,7 +65,7 @@ class SharedTensors:
             for name, tensor in named.items()
             if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
         }
-        # What has memory in common moves together.
+        # Tensors that share memory move together.
         apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))
         copies = own_copies({name: named[name] for name in named if name in apart}, parameters, device)
         ours = {name: copies[name] if name in copies else tensor.detach() for name, tensor in named.items()}
@@ -85,13 +85,13 @@ class SharedTensors:
         return ours
 
     def take_changes(self) -> dict[str, torch.Tensor]:
-        """Takes over what was changed from outside; quick where nothing was.
+        """Adopts changes from outside; fast if there are none.
 
         Returns:
-            The tensors that have other memory than before, by name, contiguous.
+            The tensors whose memory has changed, by name, contiguous.
 
         Raises:
-            RuntimeError: If a tensor is gone, or has become one that graphs can't take.
+            RuntimeError: If a tensor is missing, or has a device, shape or dtype that graphs can't take.
         """
         changed: dict[str, torch.Tensor] = {}
         for index, place in enumerate(self._same):
@@ -99,7 +99,7 @@ class SharedTensors:
             if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
                 ours = self._checked(place)
                 if ours.device != place.ours.device:
-                    self._refuse(place, f"was moved to {ours.device}, and training runs on {place.ours.device}")
+                    self._refuse(place, f"was moved to {ours.device}, but training runs on {place.ours.device}")
                 if not ours.is_contiguous():
                     ours = place.tensors[place.key].data = ours.contiguous()
                 self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
@@ -111,10 +111,10 @@ class SharedTensors:
         return changed
 
     def publish(self, names: Collection[str]) -> None:
-        """Shows the module new values, where it has a tensor in another dtype; it sees the others by itself.
+        """Copies new values to the module's tensors of another dtype; the others are shared.
 
         Args:
-            names: Of the tensors that have changed.
+            names: The names of the tensors that have changed.
         """
         for place in self._rounded:
             if place.name in names:
@@ -124,7 +124,7 @@ class SharedTensors:
         """Adds to ``p.grad``.
 
         Args:
-            gradients: By parameter name, of the dtypes that the trainer works in; the module may keep them.
+            gradients: By parameter name, in the trainer's dtypes; the module may keep them.
         """
         for name, gradient in gradients.items():
             parameter = self._model.get_parameter(name)
@@ -134,7 +134,7 @@ class SharedTensors:
                 parameter.grad.add_(gradient)
 
     def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Returns what is in ``p.grad``, where something is, in the dtypes that the trainer works in."""
+        """Returns ``p.grad`` of the parameters that have one, in the trainer's dtypes."""
         held = {name: self._model.get_parameter(name).grad for name in names}
         return {
             name: gradient.detach().to(owned_dtype(gradient.dtype)).contiguous()
@@ -148,13 +148,13 @@ class SharedTensors:
             self._model.get_parameter(name).grad = None
 
     def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Changes values of the module before its tensors are adopted.
+        """Writes values to the module before its tensors are adopted.
 
         Args:
-            values: By canonical name, of the module's shapes, and of the dtypes that the trainer works in.
+            values: By canonical name, in the module's shapes and the trainer's dtypes.
 
         Returns:
-            Those that the module can't take as they are.
+            The values whose dtype differs from the module's.
         """
         named = self._named()
         for name, value in values.items():
@@ -165,19 +165,19 @@ class SharedTensors:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
     def _checked(self, place: _Place) -> torch.Tensor:
-        """Returns what the module has at a place now, if the trainer can go on with it."""
+        """Returns the module's current tensor at a place, if the trainer can continue with it."""
         tensor, ours = place.tensors.get(place.key), place.ours
         if not isinstance(tensor, torch.Tensor):
-            self._refuse(place, "is gone")
+            self._refuse(place, "was removed")
         if tensor.is_meta:
-            self._refuse(place, "is on the meta device, so its value is gone")
+            self._refuse(place, "is on the meta device, so it has lost its value")
         if tensor.shape != ours.shape or owned_dtype(tensor.dtype) != ours.dtype:
-            self._refuse(place, f"has become one of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+            self._refuse(place, f"now has shape {list(tensor.shape)} and dtype {tensor.dtype}")
         return tensor.detach()
 
     def _refuse(self, place: _Place, change: str) -> NoReturn:
         raise RuntimeError(
-            f"{place.name!r} of {type(self._model).__name__} {change}: the trainer trains the tensors of the model "
-            "itself. Undo the change; or make the trainer with the option utils.share_weights=False, which trains "
-            "copies and leaves the model alone"
+            f"{place.name!r} of {type(self._model).__name__} {change}. The trainer trains the model's own tensors: "
+            "undo the change, or make the trainer with the option utils.share_weights=False, which trains copies and "
+            "does not touch the model"
         )

@@ -1,8 +1,8 @@
-"""Notices where a model treats a symbolic size of 1 differently from larger ones.
+"""Detects where a model treats a symbolic size of 1 differently from larger sizes.
 
-The exporter assumes that symbolic sizes are at least 2, so a condition such as ``x.shape[0] > 1`` is decided at once
-and leaves no trace in the graph or its guards. These conditions are comparisons of a ``torch.SymInt`` with a number in
-the code of the model, and can be seen as they are made.
+The exporter assumes that symbolic sizes are at least 2, so it evaluates a condition such as ``x.shape[0] > 1`` at once,
+without a trace in the graph or its guards. In the model's code, such a condition compares a ``torch.SymInt`` with a
+number, so the comparison operators are watched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["squeezed_sizes", "watch_size_one"]
 aten = torch.ops.aten
 
 _TORCH = str(Path(torch.__file__).parent)
-# The models' side of torch: batch norm in training, for one, refuses a single value per channel.
+# Model code within torch: batch norm in training, for example, refuses a single value per channel.
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "__gt__": operator.gt,
@@ -37,7 +37,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @contextlib.contextmanager
 def watch_size_one() -> Iterator[set[sympy.Symbol]]:
-    """Gives a set that has, when the block ends, every symbol whose size the model compares so that 1 is special."""
+    """Yields a set that collects the symbols for which the model's comparisons distinguish size 1 from size 2."""
     special: set[sympy.Symbol] = set()
 
     def watched(name: str) -> Callable[[Any, Any], Any]:
@@ -64,7 +64,7 @@ def watch_size_one() -> Iterator[set[sympy.Symbol]]:
 
 
 def squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:
-    """Returns the symbolic sizes of dimensions that a graph squeezes: it is right where they are not 1."""
+    """Returns the symbolic sizes of dimensions that a graph squeezes: it is valid only if they are not 1."""
     sizes = []
     for node in graph.find_nodes(op="call_function", target=aten.squeeze.default):
         sizes += list(node.args[0].meta["val"].shape)

@@ -1,4 +1,4 @@
-"""Where in the user's code an operator of a captured graph comes from."""
+"""Finds the line of the user's code that an operator of a captured graph comes from."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 
 _ONNX_TRACE = "pkg.torch.onnx.stack_trace"
 _ONNX_OPERATOR = "pkg.torch.onnx.fx_node"
-# What is no user's code: PyTorch and this package.
+# Not the user's code: PyTorch and this package.
 _TORCH = Path(torch.__file__).parent
 _LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
-# What of PyTorch computes in Python; the rest of it is between a model and its capture.
+# The parts of PyTorch that compute in Python; the other parts only capture the model.
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
 _PYTHON = str(Path(os.__file__).parent)
 _CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))
@@ -51,7 +51,7 @@ _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """Returns file, line and text of the user's code that an operator comes from, or its module where none is known."""
+    """Returns file, line and text of the user's code that an operator comes from, or its module if no line is known."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = modules[-1] if modules else ("", "")
     name = path.removeprefix("model").removeprefix(".")
@@ -60,18 +60,18 @@ def source_line(node: torch.fx.Node) -> str:
 
 
 def onnx_source_line(node: ir.Node) -> str:
-    """Returns the same for a node that torch.onnx made of an operator."""
+    """Returns file, line and text of the user's code for a node that torch.onnx made from an operator."""
     return _last_of_the_user(_frames(node.metadata_props.get(_ONNX_TRACE)))
 
 
 def operator_of(node: ir.Node) -> str | None:
-    """Returns the name of the operator in the captured graph that torch.onnx made a node of; None if it made none."""
+    """Returns the name of the operator in the captured graph that a node was translated from; None if there is none."""
     found = re.match(r"%(\w+)", node.metadata_props.get(_ONNX_OPERATOR, ""))
     return None if found is None else found[1]
 
 
 def drop_source(model: ir.Model, keep_lines: bool = False) -> None:
-    """Drops what torch.onnx wrote about the origin of nodes, in place.
+    """Removes torch.onnx's notes on the origin of nodes, in place.
 
     Args:
         model: The model.
@@ -91,20 +91,20 @@ def forward_line(model: nn.Module) -> str:
     forward = inspect.unwrap(type(model).forward)
     try:
         return f'File "{inspect.getsourcefile(forward)}", line {inspect.getsourcelines(forward)[1]}, in forward'
-    except (OSError, TypeError):  # it was typed in, or is no function of Python
-        return f"forward() of {type(model).__name__}, whose source is not known"
+    except (OSError, TypeError):  # typed into an interpreter, or not a Python function
+        return f"forward() of {type(model).__name__}, whose source is unknown"
 
 
 def source_line_of_error(error: BaseException) -> str:
-    """Returns the same for what raised an error while the user's code ran."""
+    """Returns file, line and text of the user's code that raised an error."""
     return _last_of_the_user(_frames_of_error(error))
 
 
 def line_of_condition(place: Any) -> str:
-    """Returns the line that asked for a condition on sizes, be it the user's or a library's; "" where none is known.
+    """Returns the line, the user's or a library's, that caused a condition on sizes; "" if it is unknown.
 
     Args:
-        place: What torch notes with a condition, whose own text cuts the path.
+        place: The location that torch records with a condition; its own text truncates the path.
     """
     if place.maybe_user_loc is not None:
         return str(place.maybe_user_loc)
@@ -118,7 +118,7 @@ def line_of_condition(place: Any) -> str:
 
 @contextlib.contextmanager
 def users_lines_of_conditions() -> Iterator[None]:
-    """Lets torch note the line of the user's code with every condition on sizes; by itself it notes its own alone."""
+    """Makes torch record the user's line with every condition on sizes; by default it records only its own."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files  # takes long to import
 
     original = ShapeEnv._get_sloc
@@ -136,7 +136,7 @@ def users_lines_of_conditions() -> Iterator[None]:
 
 
 def _current_line_of_the_user() -> str | None:
-    """Returns the innermost line that runs now of model and loss, without lines of PyTorch, this package and Python."""
+    """Returns the innermost running line of model and loss, ignoring PyTorch, this package and Python's library."""
     frame: FrameType | None = sys._getframe(2)
     found = None
     while frame is not None and frame.f_code.co_filename != _CALLS_MODEL:
@@ -152,7 +152,7 @@ def _current_line_of_the_user() -> str | None:
 
 
 def library_line_of_error(error: BaseException) -> str:
-    """Returns the line of a function of PyTorch that the user's code called and that raised; "" if its own line did."""
+    """Returns the line in PyTorch that raised when the user's code called it; "" if the user's own line raised."""
     frames = _frames_of_error(error)
     own = [number for number, frame in enumerate(frames) if not frame[0].startswith(_LIBRARIES)]
     inner = [frame for frame in frames[own[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if own else []
@@ -161,11 +161,11 @@ def library_line_of_error(error: BaseException) -> str:
 
 
 def differentiates_in(error: BaseException) -> bool:
-    """Returns whether an error comes from a gradient that model or loss ask for themselves."""
-    # torch.export reports what a transformation raised as an error of its own.
+    """Returns whether an error comes from a gradient that model or loss compute themselves."""
+    # torch.export wraps errors of a function transform in its own error.
     causes = [error, *filter(None, (error.__cause__, error.__context__))]
     frames = [frame for cause in causes for frame in _frames_of_error(cause)]
-    return any(frame[0] in _GRADIENTS and frame[2] not in ("no_grad", "__exit__") for frame in frames)
+    return any(frame[0] in _GRADIENTS for frame in frames)
 
 
 def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
@@ -180,7 +180,7 @@ def _frames(trace: str | None) -> list[tuple[str, str, str, str]]:
 def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     if not own:
-        return otherwise or "its line in the model's source is not known"
+        return otherwise or "its line in the model's source is unknown"
     return _shown(own[-1])
 
 

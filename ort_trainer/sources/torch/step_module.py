@@ -1,11 +1,11 @@
-"""Makes one module of model and loss that takes and returns flat tensors only, as the exporter wants it."""
+"""Wraps model and loss in one module that takes and returns flat tensors only, as the exporter requires."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,17 @@ __all__ = [
     "StepModule",
     "canonical_names",
     "check_signature",
+    "content_of",
     "label_parameters",
+    "labels_beside_any_name",
     "named_outputs",
+    "signature_of_loss",
+    "takes_label",
+    "unset_labels",
 ]
 
 LossFunction = Callable[..., torch.Tensor]
-"""(prediction, label, ...) -> scalar loss; some need no label."""
+"""(prediction, label, ...) -> scalar loss; the label is optional."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +45,8 @@ class RecomputeOptions:
         attention_dropout: The dropout on attention weights.
         gelu: GELU activations.
         layers: Whole layers.
-        layer_count: How many layers, from the first on; 0 is all but the last.
-        cheap: Every value that can be had from kept ones by elementwise operations.
+        layer_count: The number of layers, counted from the first; 0 means all but the last.
+        cheap: Every value that elementwise operations can compute from saved ones.
     """
 
     attention_dropout: bool = False
@@ -56,21 +61,22 @@ class ExportedStep:
     """What is exported.
 
     Attributes:
-        model: The user's model; it is left as it was found.
+        model: The user's model; the export restores it.
         description: The model description.
-        loss_fn: The loss function, or None where the model returns the loss.
-        labels: The arguments that are the loss function's; None for the last one, where there is a loss function.
-        parameters: The inputs that are loss parameters, which the loss function, or else the model, takes by name.
+        loss_fn: The loss function, or None if the model returns the loss.
+        labels: The arguments of the loss function; None for the last argument, if there is a loss function.
+        parameters: The inputs that are loss parameters: keyword arguments of the loss function, or of the model if
+            there is no loss function.
         layouts: The arguments that are not one tensor, with their layouts.
         trainable: Canonical names of the parameters to train.
-        modes: Module -> whether it is in training mode in a training step, where that is not what ``train()`` makes.
+        modes: Module -> whether it is in training mode in a training step, if that differs from ``train()``.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
-        simplified: Whether the graph is made smaller after its translation.
+        simplified: Whether to simplify the translated graph.
         recompute: What the backward pass recomputes.
-        kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if they
-            can.
-        fast_random: Whether dropout draws its masks in a faster way than PyTorch.
+        kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if
+            possible.
+        fast_random: Whether dropout samples its masks in a faster way than PyTorch.
     """
 
     model: nn.Module
@@ -89,12 +95,12 @@ class ExportedStep:
     fast_random: bool = False
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
-        """Returns PyTorch's policy of mixed precision for a sample's device; it does nothing where there is none."""
+        """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
         return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Returns, for every name of a parameter or buffer, the first name of the same tensor: tied weights share one."""
+    """Maps every name of a parameter or buffer to the first name of the same tensor: tied weights share a name."""
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
@@ -107,23 +113,23 @@ def check_signature(
     layouts: Mapping[str, Layout],
     parameters: Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """Checks that model, loss function and description fit together, as far as that shows without running anything.
+    """Checks that model, loss function and description fit together, without running anything.
 
     Args:
         model: The model.
         description: Its description.
         loss_fn: The loss function, or None.
         layouts: The arguments that are not one tensor, with their layouts.
-        parameters: The inputs that are loss parameters; None where that is not known yet.
+        parameters: The inputs that are loss parameters; None if that is not known yet.
 
     Returns:
-        The arguments that are the labels of ``loss_fn``: the last one, and those before it that ``forward`` does not
-        take; none if ``loss_fn`` takes the prediction alone.
+        The arguments that are the labels of ``loss_fn``: the last one, and those directly before it that ``forward``
+        does not take; none if ``loss_fn`` takes only the prediction.
 
     Raises:
         TypeError: If ``loss_fn`` can't be called with a prediction and the labels.
-        ValueError: If an input is no argument of ``forward`` or a required argument is no input; or if the loss is not
-            where it must be.
+        ValueError: If an input is not an argument of ``forward``, a required argument is not an input, there are too
+            few inputs for a label, the loss is not the first output, or ``loss_fn`` has trainable parameters.
     """
     arguments = [name for name in map(argument_of, description.input_names) if name not in (parameters or ())]
     names = list(dict.fromkeys([*arguments, *layouts, *(parameters or () if loss_fn is None else ())]))
@@ -132,12 +138,14 @@ def check_signature(
     anything = any(p.kind == p.VAR_KEYWORD for p in taken)
     labels: tuple[str, ...] = ()
     if loss_fn is not None:
-        needs_label = label_parameters(loss_fn) != []
-        labels = _labels(list(dict.fromkeys(arguments)), keywords, anything, int(needs_label))
+        needs_label = takes_label(loss_fn, parameters or ())
+        given = list(dict.fromkeys(arguments))
+        choose = labels_beside_any_name if anything else _last_labels
+        labels = tuple(choose(given, keywords, loss_fn, parameters or ()))
         try:
             signature = inspect.signature(loss_fn)
         except ValueError:
-            signature = None  # some built-in functions have none, so it is left to the export
+            signature = None  # some built-in functions have none; the export will tell
         try:
             if signature is not None:
                 if parameters is None:
@@ -149,7 +157,8 @@ def check_signature(
                 f"loss_fn must take {'two' if len(labels) == 1 else 1 + len(labels)} arguments, "
                 f"({', '.join(['prediction', *labels])})"
                 + (f", and the loss parameters {list(parameters)} by name" if parameters else "")
-                + f", but {shown(loss_fn)}: {error}. (A number that is no input is one of trainer.loss_parameters)"
+                + f", but {shown(loss_fn)} does not: {error}. (Pass numbers that are not inputs as "
+                "trainer.loss_parameters)"
             ) from None
         if isinstance(loss_fn, nn.Module):
             models = {id(parameter) for parameter in model.parameters()}
@@ -162,11 +171,11 @@ def check_signature(
         if needs_label and len(names) < 2:
             raise ValueError(
                 f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}. "
-                "(A loss_fn without a label takes the prediction alone, and loss parameters as keyword-only arguments)"
+                "(A loss_fn without a label takes only the prediction, and loss parameters as keyword-only arguments)"
             )
         if not description.outputs[0].is_loss:
             raise ValueError(
-                "with a loss_fn the first output is the loss: put the output with is_loss=True first in "
+                "with a loss_fn the first output must be the loss: put the output with is_loss=True first in "
                 f"model_desc['outputs'], which has {description.output_names}"
             )
         names = [name for name in names if name not in labels]
@@ -174,41 +183,107 @@ def check_signature(
     if unknown and not anything:
         raise ValueError(
             f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names "
-            "must be those of its arguments" + ("; the label, last, has a free name" if loss_fn is not None else "")
+            "must match its arguments" + ("; only the label, last, may have any name" if loss_fn is not None else "")
         )
     required = [p.name for p in taken if p.default is p.empty and p.name in keywords]
     absent = [name for name in required if name not in names]
     if absent:
-        raise ValueError(
-            f"forward() of {type(model).__name__} needs {absent}, which model_desc does not have as inputs"
-        )
+        raise ValueError(f"forward() of {type(model).__name__} requires {absent}, which the inputs of model_desc lack")
     return labels
 
 
-def label_parameters(loss_fn: LossFunction) -> list[inspect.Parameter] | None:
-    """Returns the parameters of a loss function that can take labels; None where its signature leaves that open."""
+def signature_of_loss(loss_fn: LossFunction) -> inspect.Signature | None:
+    """Returns the signature of a loss function, or of a loss module's ``forward``; None if it has none."""
     try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    except (TypeError, ValueError):  # some built-in functions have none
+        return inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # some built-in functions
         return None
-    parameters = list(signature.parameters.values())
-    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+
+
+def takes_label(loss_fn: LossFunction, others: Collection[str] = ()) -> bool:
+    """Returns whether a loss function takes a label, judging by its signature.
+
+    Args:
+        loss_fn: The loss function.
+        others: Its parameters that are not labels, such as loss parameters.
+    """
+    parameters = label_parameters(loss_fn)
+    return parameters is None or any(p.name not in others for p in parameters)
+
+
+def content_of(tensor: torch.Tensor) -> bytes:
+    """Returns the values of a tensor as contiguous bytes."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def label_parameters(loss_fn: LossFunction) -> list[inspect.Parameter] | None:
+    """Returns the parameters of a loss function that can take labels; None if its signature does not tell."""
+    signature = signature_of_loss(loss_fn)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    if signature is None or any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return None
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def _labels(arguments: Sequence[str], keywords: Sequence[str], anything: bool, least: int) -> tuple[str, ...]:
-    """Returns the last arguments: at least so many, and those right before them that ``forward`` does not take."""
-    count = least
-    while not anything and count < len(arguments) - 1 and arguments[-count - 1] not in keywords:
+def unset_labels(model: nn.Module, given: Collection[str]) -> str:
+    """Returns advice to pass a label that ``forward`` takes but was not given; "" if there is none."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    unset = [p.name for p in parameters if p.default is None and p.name not in given]
+    unset = [name for name in unset if "label" in name or "target" in name] or unset[: len(unset) == 1]
+    if not unset:
+        return ""
+    return f"pass {unset[0]!r} as well, because forward() of {type(model).__name__} computes no loss without it"
+
+
+def _last_labels(
+    arguments: Sequence[str], keywords: Sequence[str], loss_fn: LossFunction, others: Collection[str]
+) -> Sequence[str]:
+    """Returns the last argument, if the loss takes a label, and those directly before it that ``forward`` lacks."""
+    count = int(takes_label(loss_fn, others))
+    while count < len(arguments) - 1 and arguments[-count - 1] not in keywords:
         count += 1
-    return tuple(arguments[len(arguments) - count :])
+    return arguments[len(arguments) - count :]
+
+
+def labels_beside_any_name(
+    arguments: Sequence[str], keywords: Collection[str], loss_fn: LossFunction, others: Collection[str]
+) -> list[str]:
+    """Returns the labels if ``forward`` takes arguments of any name, so that its signature does not tell them.
+
+    These are ``label`` and what has the name of a parameter of the loss function; then the last arguments, until the
+    loss function has all that it requires.
+
+    Args:
+        arguments: The arguments of a step, in order.
+        keywords: Those that ``forward`` names.
+        loss_fn: The loss function.
+        others: Its parameters that are not labels.
+
+    Raises:
+        TypeError: If an argument may be for either function.
+    """
+    known = label_parameters(loss_fn)
+    parameters = [p for p in known or () if p.name not in others]
+    names = ["label", *(p.name for p in parameters)]
+    free = [name for name in arguments if name not in keywords]
+    found = [name for name in free if name in names]
+    required = max(int(takes_label(loss_fn, others)), sum(p.default is p.empty for p in parameters))
+    rest = [name for name in arguments if name not in found]
+    found += rest[max(len(rest) - max(required - len(found), 0), 0) :]
+    unclear = [name for name in free if name not in found]
+    if unclear and keywords and (known is None or len(parameters) > len(found)):
+        raise TypeError(
+            f"inputs {unclear} may be for forward(), which takes any name, or for loss_fn: name labels as loss_fn's "
+            f"parameters{'' if known is None else f', {names[1:]}'}, or pass them as one tuple, label=(y, ...)"
+        )
+    return [name for name in arguments if name in found]
 
 
 def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a model's return value in order, each with a name; None is left out, as HuggingFace does.
+    """Yields the parts of a model's return value in order, each with a name; skips None, as Hugging Face does.
 
-    A part that is no tensor is yielded as well: behind the described outputs it does no harm.
+    Also yields parts that are not tensors: after the described outputs they do no harm.
     """
     if value is None:
         return
@@ -241,13 +316,13 @@ def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class StepModule(nn.Module):
-    """The step as a function: batch tensors in, described outputs out, of which only the loss requires grad.
+    """The step as a function: batch tensors in, described outputs out; only the loss requires grad.
 
-    The loss being the only differentiable output, its tangent is the one extra input of the joint graph: the place
-    where the loss scale goes in.
+    Because the loss is the only differentiable output, the joint graph has one extra input, its tangent, which takes
+    the loss scale.
 
     Attributes:
-        left: Attributes in which the last run has left tensors.
+        left: Attributes in which the last run left tensors.
     """
 
     def __init__(self, step: ExportedStep) -> None:
@@ -267,7 +342,7 @@ class StepModule(nn.Module):
             return self.run(*inputs)
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Does so, whatever forward() does to attributes."""
+        """Runs model and loss function, without handling assignments to attributes."""
         tensors = dict(zip(self._names, inputs, strict=True))
         arguments = {argument_of(name): ("tensor", name) for name in self._names} | dict(self._layouts)
         given = {name: rebuild(layout, tensors) for name, layout in arguments.items()}
@@ -285,9 +360,10 @@ class StepModule(nn.Module):
             found = itertools.chain([loss], _tensors(prediction, self.model))
         outputs = list(itertools.islice(found, len(self._outputs)))
         if len(outputs) < len(self._outputs):
+            unset = unset_labels(self.model, [*map(argument_of, self._names)])
             raise ExportError(
                 f"model_desc has {len(self._outputs)} outputs, {[o.name for o in self._outputs]}, but model and loss "
-                f"return only {len(outputs)} tensors"
+                f"return only {len(outputs)} tensors" + (f": {unset}" if unset else "")
             )
         described = zip(self._outputs, outputs, strict=True)
         return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
@@ -300,5 +376,5 @@ def _loss(loss: torch.Tensor) -> torch.Tensor:
         )
     if not loss.is_floating_point():
         raise ExportError(f"the loss must be a floating-point tensor, but its dtype is {loss.dtype}")
-    # A scale of 65536 has no fp16 representation, so the loss and its scale are fp32 also in mixed precision.
+    # fp16 can't represent a scale of 65536, so the loss and its scale are fp32 even in mixed precision.
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

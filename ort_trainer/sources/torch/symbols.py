@@ -19,38 +19,41 @@ from .source_lines import line_of_condition
 
 __all__ = ["SymbolTable", "hint", "is_choice_of_library", "number_of_elements", "size_in_bytes"]
 
-# PyTorch asks for sizes (a batch below 16, ...) to choose the library that convolves; the numbers are the same.
+# PyTorch compares sizes (a batch below 16, ...) to choose a convolution library; the results are the same.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
 
 
 def is_choice_of_library(guard: Any) -> bool:
-    """Returns whether a condition on sizes was asked for to choose a library, which changes no numbers."""
+    """Returns whether a condition on sizes only chooses a library, which does not change results."""
     return _CHOICE_OF_LIBRARY.search(str(guard.sloc)) is not None
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Returns a size, or the one that the sample had."""
+    """Returns a size; for a symbolic one, the sample's."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def number_of_elements(value: torch.Tensor) -> int:
-    """Returns how many elements a tensor of the sample's sizes has."""
+    """Returns the number of elements of a tensor at the sample's sizes."""
     return math.prod(hint(size) for size in value.shape)
 
 
 def size_in_bytes(value: torch.Tensor) -> int:
-    """Returns the bytes of a tensor of the sample's sizes."""
+    """Returns the number of bytes of a tensor at the sample's sizes."""
     return number_of_elements(value) * int(value.element_size())
 
 
 class SymbolTable:
-    """Knows which of torch's symbols stands for which dimension of the batch.
+    """Maps torch's symbols to the dimensions of the batch.
 
     Args:
-        shape_env: Where the symbols and the conditions on them were recorded.
+        shape_env: The record of symbols and the conditions on them.
         inputs: Descriptions of the batch inputs.
         shapes: The exporter's shapes of the same inputs.
-        above_one: Symbols of which the model treats a size of 1 differently.
+        above_one: Symbols whose size 1 the model treats differently.
+
+    Attributes:
+        fixed: Name of a dimension that the exporter fixed -> its size.
     """
 
     def __init__(
@@ -84,17 +87,25 @@ class SymbolTable:
             return size
         return self._print(size.node.expr)
 
+    def number(self, value: torch.SymFloat) -> float | str | None:
+        """Returns a number computed from sizes, such as a ratio, in the form of :meth:`expression`."""
+        expression = value.node.expr
+        if not expression.free_symbols:
+            return float(expression)
+        text = self._print(expression)
+        return text if isinstance(text, str) else None
+
     def shape(self, value: torch.Tensor) -> tuple[Dim, ...] | None:
         """Returns the shape of a traced tensor; None if any size depends on the values of a batch."""
         sizes = [self.expression(size) for size in value.shape]
         return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
 
     def guards(self) -> tuple[list[str], dict[str, int]]:
-        """Returns the conditions under which the graph is right.
+        """Returns the conditions under which the graph is valid.
 
         Returns:
-            The conditions as expressions, and the sizes of symbols whose conditions can't be written down: for them
-            the graph is right at the exported size only.
+            The conditions as expressions, and the sizes of symbols whose conditions have no expression: for these, the
+            graph is valid only at the exported size.
         """
         names = sorted({self._names[symbol] for symbol in self._above_one if symbol in self._names})
         conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
@@ -111,9 +122,9 @@ class SymbolTable:
         return conditions, frozen
 
     def reason(self, name: str) -> str:
-        """Returns where the model fixed a symbolic dimension; "" where the exporter does not know."""
+        """Returns the line where the model fixed a symbolic dimension; "" if the exporter does not know it."""
         about = [g for g in self._shape_env.guards if any(self._names.get(s) == name for s in g.expr.free_symbols)]
-        # An equality fixes a size, a bound that was asked for before it need not.
+        # An equality fixes the size; an earlier bound may not.
         about.sort(key=lambda guard: not isinstance(guard.expr, sympy.Eq))
         return line_of_condition(about[0].sloc) if about else ""
 
@@ -125,7 +136,7 @@ class SymbolTable:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
         try:
             text = str(PythonPrinter().doprint(named))
-            evaluate(text, self._sizes)  # whether it can be read back
+            evaluate(text, self._sizes)  # checks that it can be read back
         except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
             return None
         return text

@@ -1,4 +1,4 @@
-"""Turns a captured graph, of which every input and result has a name, into a clean ONNX model with those names."""
+"""Turns a captured graph with names for every input and result into a clean ONNX model with these names."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def to_onnx(
     """Translates a captured graph.
 
     Args:
-        module: The graph; it is used up.
-        inputs: Placeholders with the names of the model's inputs, in order. A placeholder that is in neither this nor
+        module: The graph; it is consumed.
+        inputs: Placeholders with the names of the model's inputs, in order. A placeholder in neither ``inputs`` nor
             ``constants`` must have no users.
         results: Nodes with the names of the model's outputs, in order.
         constants: Placeholders that become constants of the model.
         opset: ONNX operator set.
-        thoroughly: Whether to make the model smaller.
-        stage: Called with the name of each stage as it begins.
+        thoroughly: Whether to simplify the model.
+        stage: Called with the name of each stage when it begins.
 
     Returns:
-        The model; its nodes still know the operators and the lines of the user's code that they come from.
+        The model; its nodes still have metadata on their operators and lines of the user's code.
     """
     stage("translate")
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -55,7 +55,7 @@ def to_onnx(
         if values[node].uses() or values[node].is_graph_output():
             values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous(), name=values[node].name)
             model.graph.register_initializer(values[node])
-    # One value can be two results, or an input and a result: ONNX requires separate values.
+    # One value can be two results, or an input and a result, but ONNX requires separate values.
     common_passes.OutputFixPass()(model)
     stage("simplify")
     SimplifyPass(thoroughly)(model)
@@ -68,7 +68,7 @@ def to_onnx(
 
 
 def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
-    """Names every node by the operator that it comes from: ONNX Runtime's errors have nothing but the node's name."""
+    """Names every node after its operator: ONNX Runtime's errors show only the node's name."""
     for number, node in enumerate(model.graph.all_nodes()):
         operator = operators.get(operator_of(node) or "")
         node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
@@ -84,7 +84,7 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
     others += [value for body in graph.subgraphs() for value in body.inputs]
     for value in others:
         value.name = names.unique(value.name or "value")
-    # By way of names that nobody has, as a graph's values can't share one even for a moment.
+    # First temporary names: values of a graph must never share a name, not even temporarily.
     for value in (*graph.inputs, *graph.outputs):
         value.name = names.unique("interface")
     for value in (*graph.inputs, *graph.outputs):
@@ -92,9 +92,9 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
 
 
 def set_shapes(model: ir.Model, specs: Sequence[TensorSpec]) -> None:
-    """Gives batch inputs and outputs the dimension names of the model description, and drops the exporter's own.
+    """Gives batch inputs and outputs the dimension names of the model description, and removes the exporter's names.
 
-    ONNX Runtime infers the shapes in between itself; names that mean nothing to it there only make it warn.
+    ONNX Runtime infers intermediate shapes itself; unknown names there would only cause warnings.
     """
     for node in model.graph.all_nodes():
         for value in node.outputs:

@@ -1,8 +1,8 @@
-"""torch.onnx's translator from ATen operators to ONNX: the one place that imports it.
+"""torch.onnx's translator from ATen operators to ONNX: only this file imports it.
 
-The public ``torch.onnx.export`` decomposes the whole program a second time before it translates, which takes longer
-than all the rest of an export. The graphs here are decomposed already, so they go straight into the translation
-step behind it; that step is private, one more reason for the bound on the torch version.
+The public ``torch.onnx.export`` decomposes the whole program a second time before translating it, which takes longer
+than the rest of an export. The graphs here are decomposed already, so they are passed directly to its translation
+step. That step is private: another reason for the upper bound on the torch version.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["has_translation", "translate"]
 
 @functools.cache
 def _torchlib() -> _registration.ONNXRegistry:
-    # For each of its 500 functions the registry asks for a domain, and would parse their sources to find it.
+    # The registry reads the domain of each of its 500 functions, which would parse their sources.
     with quiet(), mock.patch.object(TracedOnnxFunction, "function_ir", SimpleNamespace(domain="")):
         return _registration.ONNXRegistry.from_torchlib()
 
 
 @functools.lru_cache(maxsize=1)
 def _registry(revision: int) -> _registration.ONNXRegistry:
-    """Returns torch.onnx's translations, with those of our table before them."""
+    """Returns torch.onnx's translations; those of our table take precedence."""
     registry = _registration.ONNXRegistry()
     registry.functions = {target: [*known] for target, known in _torchlib().functions.items()}
     for operator, function in translations().items():
@@ -57,7 +57,7 @@ def _registry(revision: int) -> _registration.ONNXRegistry:
 
 
 def has_translation(operator: Operator) -> bool:
-    """Returns whether there is a translation of an operator."""
+    """Returns whether an operator has a translation."""
     if translations().get(operator, operator) is None:
         return False
     return bool(_registry(revision()).is_registered(operator))
@@ -67,14 +67,14 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     """Translates a flat graph of ATen operators into an ONNX model.
 
     Args:
-        module: The graph. It is changed: its results become ``results``.
+        module: The graph; changed in place: its results become ``results``.
         results: The nodes that become the model's outputs, in order.
 
     Returns:
         A model whose inputs are the placeholders and whose outputs are the results, both in order.
 
     Raises:
-        ExportError: If an operator has no translation; it names the operator and the line of the user's code.
+        ExportError: If an operator has no translation; names the operator and the line of the user's code.
     """
     graph = module.graph
     (end,) = graph.find_nodes(op="output")
@@ -92,7 +92,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ExportError(f"the graph can't be translated to ONNX: {what}") from error
         module.recompile()
-        results = list(end.args[0])  # type promotion puts a cast behind a reduction, which may be a result
+        results = list(end.args[0])  # type promotion adds a cast after a reduction, which may be a result
         call = ModuleCallSignature(
             inputs=[],
             outputs=[],
@@ -117,12 +117,12 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
 
 
 def _explain(error: Exception, graph: torch.fx.Graph) -> str:
-    """Returns what could not be translated, and where in the user's code it is."""
+    """Returns the operator that could not be translated, and its line in the user's code."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
             return (
-                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX has not; "
+                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX lacks; "
                 f"compute with their real and imaginary parts: {source_line(node)}"
             )
     found = re.search(r"translating node %(\w+)", str(error))
@@ -149,13 +149,13 @@ def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
 
 
 def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
-    """Makes the first operand of ``1.0 - x`` a tensor: PyTorch takes a number there as well."""
+    """Makes the first operand of ``1.0 - x`` a tensor, where PyTorch also accepts a number."""
     for node in graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
             continue
         argument, value = node.target._schema.arguments[0], node.args[0]
         if isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float)):
-            # Without dimensions it takes part in type promotion as a number does; to fp32 it would be rounded.
+            # A zero-dimensional tensor is promoted like a number; float64 keeps the value from being rounded to fp32.
             is_double = isinstance(value, float) and getattr(node.meta["val"], "dtype", None) == torch.float64
             dtype = torch.float64 if is_double else torch.tensor(value).dtype
             with graph.inserting_before(node):

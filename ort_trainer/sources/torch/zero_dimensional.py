@@ -1,4 +1,4 @@
-"""Operators along a dimension of a tensor that has none: PyTorch takes it for a tensor of one element, ONNX refuses."""
+"""Operators with a dim on zero-dimensional tensors: PyTorch treats these as one-element vectors, ONNX rejects them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.fx.node import map_arg
 __all__ = ["lift_zero_dimensional"]
 
 aten = torch.ops.aten
-# These give their dimensions another meaning.
+# In these, dim has another meaning.
 _VIEWS = {aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
 
 def lift_zero_dimensional(graph: torch.fx.Graph) -> None:
-    """Gives such operators one-element vectors, and takes the dimension away from what they return."""
+    """Passes one-element vectors to such operators, and removes the dimension from their results."""
     for node in list(graph.nodes):
         if _has_dimension(node) and _is_number(node.args[0]):
             _lift(graph, node)
@@ -24,7 +24,7 @@ def lift_zero_dimensional(graph: torch.fx.Graph) -> None:
 def _has_dimension(node: torch.fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.target in _VIEWS:
         return False
-    # No dimensions are all of them: nothing is to be lifted then.
+    # No dims mean all dimensions: no need to lift.
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name in ("dim", "dims"):
             given = (
@@ -64,7 +64,7 @@ def _value(node: torch.fx.Node) -> Any:
 
 
 def _drop(graph: torch.fx.Graph, result: torch.fx.Node, shown: torch.Tensor) -> None:
-    """Takes the dimension away from a result, where it did not go by itself."""
+    """Removes the dimension from a result, unless the operator has removed it."""
     if result.meta["val"].dim() == shown.dim():
         return
     users = list(result.users)

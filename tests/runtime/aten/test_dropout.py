@@ -1,4 +1,4 @@
-"""Masks of dropout: their distribution, and what they depend on."""
+"""Dropout masks: their distribution, and what they depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mask(count: int, number: int = 0, kept: float = 0.9, key: torch.Tensor = KEY
 
 
 def test_elements_are_kept_where_their_16_bits_are_large() -> None:
-    """Against NumPy's numbers, written down the long way."""
+    """Compares masks with NumPy's numbers, computed step by step."""
     count, kept = 11, 0.7
     words = math.ceil(count / 4)
     numbers = np.random.SFC64(np.random.SeedSequence((int(KEY), 5, 0))).random_raw(words)
@@ -28,7 +28,7 @@ def test_elements_are_kept_where_their_16_bits_are_large() -> None:
         for part in range(4):
             value = int((int(raw) >> (16 * part)) & 0xFFFF)
             signed = value - 65536 if value >= 32768 else value
-            half = 2 * number + part // 2  # of the words of two numbers; the second half of them moves aside
+            half = 2 * number + part // 2  # index among the 32-bit words; the second half of them is shifted
             place = 2 * (part % 2) + (half >= words)
             expected[place * words + half % words] = int(signed >= threshold)
     assert unpacked(draw_mask(KEY, count, 5, kept), (count,)).tolist() == expected[:count]
@@ -70,7 +70,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_a_mask_is_applied(count: int, dtype: torch.dtype) -> None:
     value = torch.randn(count).to(dtype)
     packed = draw_mask(KEY, count, 2, 0.75)
-    assert packed.numel() * 4 < count + 4, "one byte an element"
+    assert packed.numel() * 4 < count + 4, "one byte per element"
     noise = torch.tensor(4 / 3).to(dtype)
     expected = value * (unpacked(packed, (count,)).to(dtype) * noise)
     assert torch.equal(apply_mask(value, packed, 4 / 3), expected)
@@ -80,7 +80,7 @@ def test_a_mask_is_applied(count: int, dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_so() -> None:
     packed = draw_mask(KEY, 8, 0, 0.5)
     result = apply_mask(torch.full((8,), math.nan), packed, 2.0)
-    assert result.isnan().all(), "as PyTorch, which multiplies by zero"
+    assert result.isnan().all(), "as in PyTorch, which multiplies by zero"
 
 
 def test_the_shape_is_the_value_s() -> None:

@@ -1,4 +1,4 @@
-"""Programs of PyTorch's operators: as text, as functions, and what they refuse."""
+"""Programs of PyTorch's operators: as text, as functions, and invalid ones."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_program_does_what_it_says(rows: int) -> None:
     run = found.compiled()
     left, right = torch.randn(rows, 6), torch.randn(6, 4)
     product = left @ right
-    # The second input is handed over in the order of its memory, which is not that of its dimensions.
+    # The second input is passed in memory order, which differs from the order of its dimensions.
     total, part, flat, large = run(left, right.t().contiguous())
     torch.testing.assert_close(total, product.sum(0, keepdim=True, dtype=torch.float64), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(part, product[:, 2:].t())
     torch.testing.assert_close(flat, product[:, 2:].reshape(-1))
     assert part.is_contiguous()
-    assert large.dtype == torch.uint8 and torch.equal(large.bool(), flat > 0.5), "booleans travel as bytes"
+    assert large.dtype == torch.uint8 and torch.equal(large.bool(), flat > 0.5), "booleans are passed as bytes"
 
 
 def test_a_program_that_is_timed_does_the_same() -> None:
@@ -59,11 +59,11 @@ def test_a_program_that_is_timed_does_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is no operator on tensors"),
-        ({"steps": [["aten.from_file.default", ["/etc/passwd"], {}]]}, "from_file.default is no operator on tensors"),
-        ({"steps": [["aten.no_such_thing.default", [], {}]]}, "no program of PyTorch's operators"),
+        ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is not an operator on tensors"),
+        ({"steps": [["aten.from_file.default", ["/etc/passwd"], {}]]}, "from_file.default is not an operator on ten"),
+        ({"steps": [["aten.no_such_thing.default", [], {}]]}, "not a program of PyTorch's operators"),
         ({"steps": [["aten.mm", [], {}]]}, "not enough values"),
-        ({"more": []}, "no program of PyTorch's operators"),
+        ({"more": []}, "not a program of PyTorch's operators"),
     ],
 )
 def test_what_is_no_program_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -75,7 +75,7 @@ def test_a_model_that_opens_a_file_is_refused_before_a_program_is_made() -> None
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.from_file.default, ("name", False, 3))
     node.meta["val"] = torch.empty(3)
-    with pytest.raises(ExportError, match="from_file.default is none of PyTorch's operators on tensors"):
+    with pytest.raises(ExportError, match="from_file.default is not one of PyTorch's operators on tensors"):
         partition(graph)
 
 
@@ -91,12 +91,12 @@ def test_an_argument_can_be_no_code(argument: dict[str, str]) -> None:
 
 def test_names_of_arguments_can_be_no_code() -> None:
     text = program(steps=[["aten.neg.default", [{"x": 0}], {"a=1) or print(": 1}]], results=[[0, None]])
-    with pytest.raises(ValueError, match="is no name of an argument"):
+    with pytest.raises(ValueError, match="is not a valid argument name"):
         Program.from_text(text).compiled()
 
 
 def test_memory_is_free_as_soon_as_nothing_needs_it() -> None:
-    """A chain of steps holds the value that it reads and the one that it makes."""
+    """A chain of steps holds only the value that it reads and the value that it computes."""
     steps: list[Any] = [["aten.add.Tensor", [{"x": 0}, 1], {}]]
     steps += [["aten.add.Tensor", [{"v": number}, 1], {}] for number in range(20)]
     run = Program.from_text(

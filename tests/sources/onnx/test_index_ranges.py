@@ -1,4 +1,4 @@
-"""Class labels of an ONNX model that are out of range, with the loss in the model or behind it."""
+"""Class labels out of range in an ONNX model, with the loss in the model or in a loss function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ONNX models for batches of every size: shapes that inference leaves open are measured; 1 is a size like others."""
+"""ONNX models on batches of every size, including 1: shapes that inference leaves unknown are measured."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 from ...helpers import assert_close
 
 pytestmark = pytest.mark.needs_gradient_builder
-# Batch sizes and lengths, each with 1 among them, and both at once.
+# Batch sizes and lengths, including 1 for each and for both at once.
 SIZES = [(4, 5), (1, 4), (3, 1), (1, 1), (2, 9)]
 
 
 class Embeddings(nn.Module):
-    """The start of a BERT: positions are a slice, whose size shape inference does not find."""
+    """The start of a BERT: positions are a slice, whose size shape inference can't determine."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Embeddings(nn.Module):
 
 
 class Flattened(Embeddings):
-    """Drops out of a tensor of batch times length rows."""
+    """Applies dropout to a tensor of batch times length rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.dropout(self.dense(self.hidden(x).reshape(-1, 8)))
@@ -48,7 +48,7 @@ class Flattened(Embeddings):
 
 
 class Joined(Embeddings):
-    """Drops out of a sequence with one token more."""
+    """Applies dropout to a sequence with one more token."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.hidden(x)
@@ -56,7 +56,7 @@ class Joined(Embeddings):
 
 
 class Halved(Embeddings):
-    """Drops out of every other token: a size that is no simple expression."""
+    """Applies dropout to every other token, a size that is not a simple expression."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.dropout(self.dense(self.hidden(x)[:, ::2])).mean(1))
@@ -115,7 +115,7 @@ def batches(sizes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def assert_trains_like_pytorch(trainer: ORTTrainer, model: nn.Module, sizes: list[tuple[int, int]]) -> None:
-    """Compares losses and weights, masks of dropout included: both draw them from the same seed."""
+    """Compares losses and weights; both draw the same dropout masks from the same seed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(11)
     for x, label in batches(sizes):
@@ -191,7 +191,7 @@ def test_masks_have_the_shape_of_what_they_drop(tmp_path: Path) -> None:
 
 
 def test_random_numbers_of_other_operators(tmp_path: Path) -> None:
-    """Noise and Bernoulli masks of a size that is not known: a step of one sequence has noise of its own."""
+    """Noise and Bernoulli masks of unknown size: a step with one sequence draws its own noise."""
     import onnx
 
     class Noisy(Embeddings):
@@ -230,8 +230,8 @@ def test_bert_trains_batches_of_every_size(exporter: str, tmp_path: Path) -> Non
         num_labels=3,
         num_attention_heads=2,
         intermediate_size=32,
-        attn_implementation="eager",  # draws its masks in the order of the graph
-        pad_token_id=None,  # ONNX has no row that is not trained
+        attn_implementation="eager",  # draws masks in the order of the graph
+        pad_token_id=None,  # ONNX has no untrained rows
     )
 
     class Bert(nn.Module):
@@ -243,7 +243,7 @@ def test_bert_trains_batches_of_every_size(exporter: str, tmp_path: Path) -> Non
             return self.bert(x, attention_mask=(x != 11).long()).logits
 
     model = Bert().train()
-    with torch.no_grad():  # of equal weights the newer exporter keeps one
+    with torch.no_grad():  # the newer exporter merges equal weights
         for parameter in model.parameters():
             parameter.add_(torch.rand_like(parameter) * 0.02)
     path = tmp_path / "m.onnx"

@@ -1,4 +1,4 @@
-"""ONNX models under ORTTrainer: the numbers of PyTorch, step by step, and the errors."""
+"""ONNX models in ORTTrainer: PyTorch's numbers, step by step, and the errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 def spread(model: nn.Module) -> nn.Module:
-    """Makes all weights different: the exporter stores equal ones once."""
+    """Makes all weights different, because the exporter merges equal ones."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +71,7 @@ def spread(model: nn.Module) -> nn.Module:
 
 
 def exported(model: nn.Module, sample: torch.Tensor, path: Path, axis: int = 0, training: bool = False) -> Path:
-    """Writes a forward pass by PyTorch's older exporter, which keeps layers and the names of weights."""
+    """Exports a forward pass with PyTorch's older exporter, which keeps layers and the names of weights."""
     mode = torch.onnx.TrainingMode.TRAINING if training else torch.onnx.TrainingMode.EVAL
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,8 +146,8 @@ def test_exported_models_train_like_pytorch(name: str, tmp_path: Path) -> None:
     known = {key: value for key, value in model.state_dict().items() if "num_batches" not in key}
     assert set(known) == set(state)
     for key, value in known.items():
-        # ONNX has the population's variance as running variance, PyTorch the sample's; the bias of attention's keys has
-        # a true gradient of zero, of which Adam makes noise.
+        # The running variance is the population's in ONNX but the sample's in PyTorch. The true gradient of the bias of
+        # attention's keys is zero, and Adam amplifies its rounding noise.
         tolerance = {"norm.running_var": 5e-2, "layer.self_attn.in_proj_bias": 5e-2}.get(key, 1e-3)
         assert_close(state[key], value.detach(), tolerance, key)
 
@@ -230,9 +230,9 @@ def test_an_onnx_model_has_its_state_at_once(tmp_path: Path) -> None:
     assert torch.equal(other.train_step(x, y)[0], trainer.train_step(x, y)[0])
     other.load_checkpoint(tmp_path / "c")
     assert torch.equal(other.eval_step(x, y)[0], first.eval_step(x, y)[0])
-    with pytest.raises(RuntimeError, match="what the model takes is unknown before the first batch"):
+    with pytest.raises(RuntimeError, match="the model's inputs are unknown before the first batch"):
         mlp_trainer().prepare()
-    with pytest.raises(RuntimeError, match="what the model takes is unknown before the first batch"):
+    with pytest.raises(RuntimeError, match="the model's inputs are unknown before the first batch"):
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="mse").save_as_onnx(tmp_path / "x.onnx")
 
 
@@ -269,7 +269,7 @@ def test_dropout_is_drawn_by_the_trainer(tmp_path: Path) -> None:
 
     first = losses()
     assert losses() == first and len(set(first)) == 4
-    # The same masks as PyTorch draws.
+    # The masks that PyTorch draws.
     torch.manual_seed(7)
     model.train()
     generator = torch.Generator().manual_seed(7)
@@ -336,7 +336,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
             assert not trainer.train_step_info.all_finite
             assert torch.equal(before, trainer.get_parameter("fc1.weight"))
         ours.append(trainer.train_step(x, y)[0].item())
-    # Doubled after 3 finite steps, halved after the step that was not, doubled after 3 and 3 and 2.
+    # Doubled after 3 finite steps, halved after the non-finite step, doubled after 3 and 3 and 2.
     assert trainer.train_step_info.optimization_step == 12 and trainer.loss_scaler.loss_scale == 2.0**12
     assert ours == pytest.approx(theirs, rel=1e-2)
 
@@ -357,7 +357,7 @@ def test_a_registered_gradient(tmp_path: Path) -> None:
         return ORTTrainer(onnx.parser.parse_model(text), description, optim.SGDConfig(lr=0.1))
 
     x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 0.5]])
-    with pytest.raises(ExportError, match=r"no gradient for them: ReduceProd \(node '', output 'y'\)"):
+    with pytest.raises(ExportError, match=r"no gradient for these operators .*: ReduceProd \(node '', output 'y'\)"):
         make().train_step(x)
     register_gradient(
         "ReduceProd",
@@ -390,13 +390,13 @@ def straight_through(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("loss_fn", [detached, straight_through])
 def test_a_loss_whose_gradient_the_graph_can_not_have_is_refused(loss_fn: Any, tmp_path: Path) -> None:
     trainer = ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn=loss_fn)
-    with pytest.raises(ExportError, match="the gradient of loss_fn is not that of the numbers that it returns"):
+    with pytest.raises(ExportError, match="the gradient of loss_fn differs from the derivative of its value"):
         trainer.train_step(*mlp_batches(1)[0])
 
 
 @needs_builder
 def test_a_loss_without_a_label_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="loss_fn takes no label.*let the loss be an output of the ONNX model"):
+    with pytest.raises(ValueError, match="loss_fn takes no label.*make the loss an output of the ONNX model"):
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn=lambda out: out.mean())
 
 
@@ -493,34 +493,34 @@ def test_a_registered_gradient_comes_first() -> None:
         (
             {"model_desc": {**MLP_DESC, "outputs": [("loss", [], True), ("other", [1])]}},
             ValueError,
-            r"outputs \['other'\], which the ONNX model does not have: it has \['logits'\]",
+            r"unknown outputs \['other'\] in model_desc: the ONNX model has \['logits'\]",
         ),
         ({"loss_fn": None}, ValueError, "model_desc has the inputs .* but the ONNX model has"),
         ({"loss_fn": "hinge"}, TypeError, r"or one of \['bce_with_logits', .*but 'hinge' was given"),
-        ({"options": {"utils": {"frozen_weights": ["fc9"]}}}, ValueError, r"names \['fc9'\], which are no parameters"),
+        ({"options": {"utils": {"frozen_weights": ["fc9"]}}}, ValueError, r"unknown parameters \['fc9'\] in utils"),
         (
             {"options": {"debug": {"check_model_export": True}}},
             ValueError,
-            "check_model_export does nothing for an ONNX",
+            "check_model_export has no effect for an ONNX",
         ),
         (
             {"options": {"utils": {"memory_efficient_gradient": True}}},
             ValueError,
-            "memory_efficient_gradient does nothing",
+            "memory_efficient_gradient has no effect",
         ),
         (
             {"options": {"graph_transformer": {"gelu_recompute": True}}},
             ValueError,
-            "gelu_recompute does nothing for an ONNX",
+            "gelu_recompute has no effect for an ONNX",
         ),
         (
             {"options": {"mixed_precision": {"enabled": True, "dtype": "bfloat16"}}},
             ValueError,
-            "mixed_precision.dtype is refused for an ONNX model, .*float16 or fp32",
+            "mixed_precision.dtype must be 'float16' for an ONNX model",
         ),
         ({"model": "no.onnx"}, FileNotFoundError, "no.onnx"),
-        ({"model": Path(__file__)}, ExportError, "is no ONNX model"),
-        ({"model": onnx.ModelProto()}, ExportError, "the model is no ONNX model: it has no nodes"),
+        ({"model": Path(__file__)}, ExportError, "is not an ONNX model"),
+        ({"model": onnx.ModelProto()}, ExportError, "the model is not an ONNX model: it has no nodes"),
     ],
 )
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -594,7 +594,7 @@ NORMALIZED = """<ir_version: 7, opset_import: ["" : 12]> graph (float[n, 3, 4] x
 @needs_builder
 @pytest.mark.parametrize("size", ["n", 1])
 def test_symbolic_shape_inference_knows_reductions_of_older_models(size: int | str) -> None:
-    """Up to operator set 17 a mean's axes are an attribute; what a conversion makes of them is read as well."""
+    """Up to opset 17 a mean's axes are an attribute; the converted form is read as well."""
     proto = onnx.parser.parse_model(NORMALIZED)
     weight, scale = torch.randn(4, 4), torch.rand(4) + 0.5
     for name, value in (("w", weight), ("g", scale)):
@@ -619,7 +619,7 @@ def test_symbolic_shape_inference_knows_reductions_of_older_models(size: int | s
 
 @needs_builder
 def test_symbolic_shape_inference_of_a_file_with_its_loss(tmp_path: Path) -> None:
-    """A sum over all elements has a list of axes that is empty, which it takes for none."""
+    """A sum over all elements has an empty list of axes, which it takes for none."""
     model = MLP()
     source = mlp_trainer(model=model)
     source.prepare(mlp_batches(1)[0])

@@ -1,7 +1,7 @@
-"""Calls of functions as a model that is trained here and run by PyTorch: values and gradients must be the same.
+"""Compares values and gradients of function calls, as a model that is trained here, with PyTorch's.
 
-The tensors of the calls are the model's parameters and buffers, so other values, such as infinities, need no other
-graph.
+The tensors of the calls are the model's parameters and buffers, so that one graph serves all values, such as
+infinities.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
 __all__ = ["Call", "Comparison", "NotComparable", "assert_same", "difference"]
 
-# Relative to the element, and to the largest finite element of the tensor (or 1).
+# Tolerances relative to the element, and to the largest finite element of the tensor (or 1).
 FORWARD, BACKWARD = (2e-5, 2e-6), (1e-4, 1e-4)
 
 
@@ -28,11 +28,10 @@ class Call:
     """A function and its arguments.
 
     Attributes:
-        function: What is called.
-        args: Its arguments; trees of tensors and other things. A floating-point tensor gets a gradient if it asks for
-            one.
-        kwargs: Likewise.
-        select: Picks what is compared from what the function returns.
+        function: The function.
+        args: Its arguments; trees of tensors and other things. Floating-point tensors that require grad get a gradient.
+        kwargs: Likewise, by name.
+        select: Picks what is compared from the function's result.
     """
 
     function: Callable[..., Any]
@@ -46,7 +45,7 @@ class _Calls(nn.Module):
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
-        # Where no result has a gradient, there is still something to train.
+        # So that there is something to train even if no result has a gradient.
         self.anchor = nn.Parameter(torch.zeros(1))
         self.calls = calls
         self.leaves: list[list[Any]] = []
@@ -73,8 +72,8 @@ class _Calls(nn.Module):
         return loss, *(value for values in results for value in values)
 
     def run(self, number: int) -> list[torch.Tensor]:
-        """Returns the tensors that a call gives."""
-        # A clone, as PyTorch lets nobody change a parameter in place.
+        """Returns the tensors in the result of a call."""
+        # Clones, because PyTorch does not allow changing a parameter in place.
         leaves = [getattr(self, leaf.name).clone() if isinstance(leaf, _Name) else leaf for leaf in self.leaves[number]]
         args, kwargs = pytree.tree_unflatten(leaves, self.trees[number])
         call = self.calls[number]
@@ -102,11 +101,11 @@ def _total(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 Results = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
-"""What a call gives, and the gradient of each of its parameters."""
+"""The results of a call, and the gradient of each of its parameters."""
 
 
 class NotComparable(Exception):
-    """PyTorch itself raises an error."""
+    """Raised if PyTorch itself can't run a call."""
 
 
 class Comparison:
@@ -126,7 +125,7 @@ class Comparison:
             self.counts = [len(self.theirs(number)[0]) for number in range(len(calls))]
             shapes = [list(value.shape) for value in self.module(torch.ones(2))]
             if not all(self.counts):
-                raise ValueError("the result is no tensor, or has no elements")
+                raise ValueError("the result is not a tensor, or has no elements")
         except Exception as error:
             raise NotComparable(f"{type(error).__name__}: {error}") from error
         outputs = [("loss", [], True), *((f"y{i}", shape) for i, shape in enumerate(shapes[1:]))]
@@ -142,14 +141,14 @@ class Comparison:
         self.trainer.prepare(torch.ones(2))
 
     def set(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Gives parameters other values."""
+        """Sets parameters to other values."""
         with torch.no_grad():
             for name, value in values.items():
                 self.module.get_parameter(name).copy_(value)
                 self.trainer.set_parameter(name, value)
 
     def theirs(self, number: int) -> Results:
-        """Returns what PyTorch makes of a call."""
+        """Returns PyTorch's results of a call."""
         parameters = self.module.named(number)
         values = self.module.run(number)
         total = _total(values)
@@ -163,7 +162,7 @@ class Comparison:
         return [value.detach() for value in values], gradients
 
     def ours(self) -> list[Results]:
-        """Returns what a training step gives for every call."""
+        """Returns the results of every call in a training step."""
         session = self.trainer.session
         session.lazy_reset_grad()
         _, *values = session.train_step([torch.ones(2)])
@@ -179,12 +178,12 @@ class Comparison:
 
 
 def difference(ours: Results, theirs: Results, values_only: bool = False) -> str | None:
-    """Returns where the two differ, or None.
+    """Returns where two results differ, or None.
 
     Args:
-        ours: What is found here.
-        theirs: What PyTorch finds.
-        values_only: Whether only floating-point results are compared: no indices, and no gradients.
+        ours: The results here.
+        theirs: PyTorch's results.
+        values_only: Whether to compare only floating-point results: no indices, and no gradients.
     """
     if values_only:
         ours, theirs = (([value for value in r[0] if value.is_floating_point()], {}) for r in (ours, theirs))

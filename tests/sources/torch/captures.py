@@ -1,4 +1,4 @@
-"""A step, captured: the graph before its translation to ONNX."""
+"""Captures a step: the graph before its translation to ONNX."""
 
 from __future__ import annotations
 

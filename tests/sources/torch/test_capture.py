@@ -1,4 +1,4 @@
-"""The captured graph, run by PyTorch: what its placeholders and results are said to be, they are."""
+"""The captured graph, run by PyTorch: its placeholders and results are what the capture says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X, LABEL = torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])
 
 
 class Model(nn.Module):
-    """A weight that is used under two names, a buffer that changes, and a parameter that is frozen."""
+    """Has a weight with two names, a buffer that changes, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_training_graph() -> None:
     model = Model()
     tensors = {f"model.{name}": value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
     found = captured(model, SHAPES, X, LABEL)
-    # A tied weight is one placeholder, and has one gradient; the frozen bias has none.
+    # A tied weight has one placeholder and one gradient; the frozen bias has no gradient.
     assert set(found.state.values()) == set(tensors) - {"model.second.weight"}
     assert set(found.gradients) == {
         f"model.{name}" for name in ("first.weight", "first.bias", "second.bias", "norm.weight")

@@ -1,4 +1,4 @@
-"""What stands for an operator, against the operator: values, and gradients where there are any."""
+"""Composites against the operators that they replace: values, and gradients where there are any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def compare(ours: Callable[..., Any], theirs: Callable[..., Any], *args: Any, outputs: int | None = None) -> None:
-    """Compares the first outputs, all by default, and the gradients of all floating-point arguments."""
+    """Compares the first ``outputs`` (default: all), and the gradients of all floating-point arguments."""
     results = []
     for function in (ours, theirs):
         fresh = [
@@ -136,6 +136,24 @@ def test_ctc_loss(reduction: str) -> None:
 
         compare(ours, loss, torch.randn(8, 3, 5))
 
+    def translated(probabilities: torch.Tensor, *args: Any) -> torch.Tensor:
+        loss = composites()[torch.ops.ort_trainer.ctc_losses.default](probabilities, *args)[0]
+        return loss if reduction == "none" else loss.sum()
+
+    def whole(probabilities: torch.Tensor, labels: torch.Tensor, *args: Any) -> torch.Tensor:
+        return F.ctc_loss(probabilities, labels, *args[:3], reduction="none" if reduction == "none" else "sum")
+
+    for labels in (targets, flat):
+        compare(translated, whole, torch.randn(8, 3, 5).log_softmax(-1), labels, frames, lengths, 0, False)
+
+
+def test_ctc_loss_of_halves_is_computed_in_fp32_as_under_autocast() -> None:
+    probabilities = torch.randn(8, 2, 5).log_softmax(-1)
+    args = torch.tensor([[1, 2], [3, 1]]), torch.tensor([8, 6]), torch.tensor([2, 1])
+    with exportable_functions():
+        found = F.ctc_loss(probabilities.half(), *args)
+    torch.testing.assert_close(found, F.ctc_loss(probabilities.half().float(), *args))
+
 
 @pytest.mark.parametrize("zero_infinity", [False, True])
 def test_ctc_loss_of_what_can_not_be_aligned(zero_infinity: bool) -> None:
@@ -147,6 +165,16 @@ def test_ctc_loss_of_what_can_not_be_aligned(zero_infinity: bool) -> None:
     if zero_infinity:
         (gradient,) = torch.autograd.grad(loss, logits)
         assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_triplet_margin_loss(swap: bool, reduction: int) -> None:
+    ours = replacements()[torch, "triplet_margin_loss"]
+    triplet = [torch.randn(6, 3) for _ in range(3)]
+    compare(ours, torch.triplet_margin_loss, *triplet, 0.5, 2.0, 1e-6, swap, reduction)
+    expected = torch.triplet_margin_loss(*triplet, 0.5, 2.0, 1e-6, swap, reduction)
+    torch.testing.assert_close(ours(*triplet, torch.tensor(0.5), 2.0, 1e-6, swap, reduction), expected)
 
 
 @pytest.mark.parametrize("full", [False, True])

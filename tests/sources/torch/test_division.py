@@ -1,4 +1,4 @@
-"""Division that rounds: floats by the remainder, large and negative integers, zeros and infinities."""
+"""Rounding division: floats by the remainder, large and negative integers, zeros and infinities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEGER_DIVISORS = torch.tensor([3, -3, 2, -2, 1, -1, 7, 16777217])[:, None]
 
 
 def floor_divide(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
-    """PyTorch has no gradient of it."""
+    """Detaches the operands, because PyTorch has no gradient of floor_divide."""
     return torch.floor_divide(a.detach(), b.detach() if isinstance(b, torch.Tensor) else b)
 
 
@@ -57,7 +57,7 @@ def test_integers(name: str, dtype: torch.dtype) -> None:
     function = FUNCTIONS[name]
     a, b = INTEGERS.to(dtype), INTEGER_DIVISORS.to(dtype)
     if dtype == torch.int32:
-        b = b[b != -1][:, None]  # the lowest integer has no opposite
+        b = b[b != -1][:, None]  # the negative of the lowest integer overflows
     assert_same(lambda a, b: [function(a, b), function(a, -3), function(a, 0.1)], a, b)
 
 
@@ -75,14 +75,14 @@ def test_mixed_types() -> None:
 
 
 def test_the_example_of_the_documentation() -> None:
-    """37.0 where the quotient is rounded, 36.0 where it is corrected."""
+    """The result is 37.0 if the quotient is rounded, 36.0 if it is corrected."""
     x = torch.tensor([3.7])
     assert (x // 0.1).item() == 36.0
     assert_same(lambda x: x.detach() // 0.1, x)
 
 
 def test_numbers_in_double_precision() -> None:
-    """torch.onnx rounds them to single precision on the way."""
+    """torch.onnx would round them to single precision on the way."""
     x = torch.tensor([3.7, 1.0, 1e6], dtype=torch.float64)
     function = lambda x: [torch.full_like(x, 0.1), x * 0.1 - x / 10, 0.1 - x, torch.where(x > 1, 0.1, x)]  # noqa: E731
     comparison = Comparison([Call(function, [x])])

@@ -1,4 +1,4 @@
-"""Element types other than fp32 inside a model: PyTorch's numbers, or an error that names operator, type and line."""
+"""Dtypes other than fp32 inside a model: PyTorch's numbers, or an error that names operator, type and line."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CASES: dict[torch.dtype, dict[str, Operator]] = {
 
 
 class Operators(nn.Module):
-    """The results of operators, and a loss that depends on them."""
+    """Returns the results of operators, and a loss that depends on them."""
 
     def __init__(self, operators: Mapping[str, Operator]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_operators_compute_what_pytorch_computes(dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-9, torch.float16: 1e-2}.get(dtype, 1e-6)
     for name, ours, theirs in zip(operators, found[1:], expected, strict=True):
         assert ours.dtype == theirs.dtype, name
-        # fp16 is rounded after each operator here and there, and sums are made in another order.
+        # Both sides round fp16 after each operator, but sum in different orders.
         torch.testing.assert_close(ours, theirs.detach(), rtol=tolerance, atol=tolerance * 3, msg=f"{name}: {ours}")
     weight = trainer.state_dict(pytorch_format=True)["weight"]
     assert model.weight.grad is not None
@@ -140,7 +140,7 @@ def test_operators_compute_what_pytorch_computes(dtype: torch.dtype) -> None:
 
 
 class Head(nn.Module):
-    """A function of doubles or whole numbers in front of a float head."""
+    """A function of doubles or integers, followed by a float head."""
 
     def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor], features: int = 8) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Operators at NaN, infinities, zeros of either sign, ties, no elements and no dimensions, against PyTorch.
 
-Every case is one that was wrong once; benchmarks/operators.py found them.
+Every case was wrong once; benchmarks/operators.py found them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 INF, NAN = math.inf, math.nan
 EDGES = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.0, -1.0, 2.0, 2.0, -2.5])
-# Without NaN in the first row, and with all of a row lowest in the second.
+# The first row has no NaN; in the second, all elements are the lowest.
 ROWS = torch.tensor([[1.0, 3.0, 3.0, -INF, 2.0], [-INF] * 5, [1.0, NAN, INF, -1.0, NAN], [INF, 4.0, INF, 0.0, -0.0]])
 IMAGE = torch.tensor(
     [[[[1.0, -INF, -INF, 3.0], [NAN, -INF, -INF, 2.0], [5.0, 5.0, INF, 1.0], [0.0, -0.0, 7.0, INF]]]] * 2
@@ -208,7 +208,7 @@ def test_edges_of_other_types(dtype: torch.dtype) -> None:
 
 
 class Failing(torch.nn.Module):
-    """ONNX Runtime's CPU provider has no error function in double precision."""
+    """Needs the error function in double precision, which ONNX Runtime's CPU provider lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_what_can_not_be_loaded_is_named() -> None:
 
 @pytest.mark.options(kernels="onnxruntime")
 def test_nodes_are_named_by_their_operators() -> None:
-    """What ONNX Runtime can't load or run it calls by the name of the node, and by nothing else."""
+    """ONNX Runtime's errors identify a node only by its name."""
     comparison = Comparison([Call(lambda x: F.gelu(x).cos(), [torch.rand(3).requires_grad_()])])
     (graph,) = comparison.trainer.session.graphs(True)
     names = [node.name or "" for node in graph.model.graph]

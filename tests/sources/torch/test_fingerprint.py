@@ -1,4 +1,4 @@
-"""The key of an export: the same for the same program, another one for whatever changes the graph."""
+"""The key of an export: equal for the same program, different after any change that affects the graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DESC = {"inputs": [("x", ["n", 4]), ("label", ["n"])], "outputs": [("loss", [], 
 
 
 class Model(nn.Module):
-    """Has one of everything that can change."""
+    """Has one of each thing that can change."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ def test_sizes_of_the_sample_do_not_count_where_they_are_symbolic() -> None:
 
 
 def test_the_key_is_the_same_in_another_process() -> None:
-    # Both are new: other tests may have changed a configuration of PyTorch in this process, and that counts. An
-    # interpreter has an order of sets of its own.
+    # Both processes are new: other tests may have changed PyTorch's configuration in this one, which is part of the
+    # key. Every interpreter orders sets differently.
     program = "from tests.sources.torch.test_fingerprint import print_key; print_key()"
     command = [sys.executable, "-c", program]
     other = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
@@ -176,12 +176,12 @@ def test_what_works_on_the_program_counts(setting: str, monkeypatch: pytest.Monk
 
 def test_a_package_that_is_edited_while_it_runs_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "hash_of_sources", lambda: "other code")
-    with pytest.raises(NoFingerprint, match="the source of ort_trainer has been changed while it runs"):
+    with pytest.raises(NoFingerprint, match="the source of ort_trainer has been changed since it was imported"):
         key()
 
 
 def test_tensors_that_share_memory_count() -> None:
-    """A constant that is a parameter is refused, and so must not be taken for one with the same values."""
+    """A constant that is a parameter is refused, so it must not share a key with one of the same values."""
 
     def model(shared: bool) -> nn.Module:
         made = Model()
@@ -210,7 +210,7 @@ LIBRARY.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
     ("function", "reason"),
     [
         (Twice.apply, "custom autograd functions"),
-        (torch.ops.ort_trainer_fingerprint_tests.twice, "an operator of another library than PyTorch"),
+        (torch.ops.ort_trainer_fingerprint_tests.twice, "is not an operator of PyTorch"),
     ],
     ids=["autograd function", "operator"],
 )
@@ -225,7 +225,7 @@ def test_under_a_mode_there_is_no_key() -> None:
 
 
 def test_an_unknown_object_has_no_text() -> None:
-    with pytest.raises(NoFingerprint, match=r"the graph has a builtins\.object in it"):
+    with pytest.raises(NoFingerprint, match=r"the graph contains a builtins\.object"):
         fingerprint._value((1, [object()]))
 
 

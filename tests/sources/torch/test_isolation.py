@@ -61,4 +61,4 @@ def test_export_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("ort_trainer.sources.torch.builder.can_isolate", lambda: True)
         patch.setattr("ort_trainer.sources.torch.builder.run_in_child", lambda *_: None)
-        mlp_trainer().train_step(x, y)  # a child that failed: the export runs here
+        mlp_trainer().train_step(x, y)  # the child failed, so the export runs in this process

@@ -1,11 +1,15 @@
-"""Models that can't be exported: refused before anything runs, with what to do."""
+"""Models that can't be exported: refused before anything runs, with a way out."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import random
 import threading
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +41,7 @@ def made_in_inference_mode() -> nn.Module:
 
 
 class _FabricModule(MLP):
-    """Stands for what Fabric makes of a model, which is known by its name."""
+    """Stands in for Fabric's wrapper of a model, which is recognized by its name."""
 
 
 @pytest.mark.parametrize(
@@ -45,11 +49,11 @@ class _FabricModule(MLP):
     [
         (lambda: torch.compile(MLP()), TypeError, r"model is the result of torch.compile\(\).*model._orig_mod"),
         (lambda: nn.DataParallel(MLP()), TypeError, "model is a DataParallel.*use the module inside, model.module"),
-        (lambda: _FabricModule(), TypeError, r"Fabric.setup\(\) returned.*use the module inside, model.module"),
+        (lambda: _FabricModule(), TypeError, r"was returned by Fabric.setup\(\).*use the module inside, model.module"),
         (lambda: torch.jit.script(nn.Linear(8, 3)), TypeError, "model is a TorchScript module"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 3))), TypeError, "model.0 is a TorchScript module"),
         (lazy, ValueError, r"\['fc1.weight', 'fc1.bias'\] of MLP are lazy.*run the model once"),
-        (on_meta, ValueError, "are on the meta device, they have no values yet: initialize the model first"),
+        (on_meta, ValueError, "are on the meta device and have no values yet: initialize the model first"),
         (made_in_inference_mode, ValueError, r"were made under torch.inference_mode\(\)"),
     ],
 )
@@ -100,7 +104,7 @@ def test_steps_do_not_depend_on_the_mode_of_autograd(context, tmp_path) -> None:
 
 
 class Stateful(nn.Module):
-    """Keeps a tensor that is no buffer."""
+    """Keeps a tensor that is not a buffer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -165,7 +169,7 @@ def test_tensors_that_are_no_buffers_can_be_read_or_left(kind: str) -> None:
 
 
 class Buffers(nn.Module):
-    """Assigns buffers: from the input, from each other, from what needs grad."""
+    """Assigns buffers: from the input, from each other, from values that require grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +206,7 @@ def test_buffers_can_be_assigned_from_inputs_and_from_each_other() -> None:
     [
         (
             "cayley",
-            "_linalg_check_errors.default has no ONNX translation, as it does more than compute: module '0.param",
+            "_linalg_check_errors.default has no ONNX translation, because it has side effects: module '0.param",
         ),
         ("householder", "linalg_householder_product.default has no ONNX translation: module '0.parametrizations"),
     ],
@@ -282,3 +286,25 @@ def test_bfloat16_parameters_are_trained_as_float32() -> None:
     assert trainer.get_parameter("body.weight").dtype == torch.float32
     model.load_state_dict(trainer.state_dict(pytorch_format=True))
     trainer.load_state_dict(trainer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(random.random, "random"), (np.random.rand, r"numpy\.random"), (lambda: 1.0, "")]
+)
+def test_random_numbers_from_outside_torch_are_refused(draw: Callable[[], float], name: str) -> None:
+    class Drawing(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * draw()
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = draw()
+    random.seed(1)
+    np.random.seed(1)
+    trainer = ORTTrainer(Drawing(), "auto", optim.SGDConfig(), loss_fn=F.cross_entropy)
+    context = (
+        pytest.raises(ExportError, match=f"draws numbers from {name}, which") if name else contextlib.nullcontext()
+    )
+    with context:
+        trainer.train_step(torch.rand(5, 8), torch.tensor([0, 1, 2, 0, 1]))
+    assert draw() == expected, "the generators are as they were"

@@ -1,4 +1,4 @@
-"""Changes of a model after the start: modes and settings have their effect, another model is an error."""
+"""Changes of a model after the start: modes and settings take effect, another model is an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DESC = {"inputs": [("x", ["b", 8]), ("y", ["b"])], "outputs": [("loss", [], True
 
 
 class Net(nn.Module):
-    """A model with whatever can be changed."""
+    """A model with everything that can be changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Pair:
-    """A trainer's model and PyTorch's, which are changed and trained alike."""
+    """A trainer's model and a copy for PyTorch, which are changed and trained in the same way."""
 
     def __init__(self, model: nn.Module, share: bool = True) -> None:
         self.models = [model, copy.deepcopy(model)]
@@ -91,9 +91,29 @@ def test_modes_settings_and_frozen_parameters_have_their_effect_at_every_step() 
         pair.change(change)
         pair.step()
     exported = len(pair.trainer.session.graphs(True))
-    assert exported == 7, "the last change goes back to what was exported before"
+    assert exported == 7, "the last change restores what was exported before"
     pair.step(size=3)
     assert len(pair.trainer.session.graphs(True)) == exported
+
+
+class Averaged(Net):
+    """Has a second network that its forward pass never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(Net()).requires_grad_(False)
+
+
+def test_the_mode_of_a_module_that_no_graph_asks_for_does_not_count() -> None:
+    pair = Pair(Averaged())
+    pair.step()
+    for change in (lambda m: m.average.eval(), lambda m: m.train()):
+        pair.change(change)
+        pair.step()
+    assert len(pair.trainer.session.graphs(True)) == 1
+    pair.change(lambda m: m.dropout.eval())
+    pair.step()
+    assert len(pair.trainer.session.graphs(True)) == 2
 
 
 def test_a_setting_reaches_evaluation_and_a_mode_does_not() -> None:
@@ -111,9 +131,9 @@ def test_a_model_in_evaluation_mode_is_trained_as_it_was_before() -> None:
     pair = Pair(Net())
     pair.change(lambda m: m.norm.eval())
     pair.step()
-    pair.models[0].eval()  # for an evaluation of the user's own
+    pair.models[0].eval()  # for an evaluation by the user
     pair.step()
-    assert pair.models[0].training is False, "the trainer leaves modes as they are"
+    assert pair.models[0].training is False, "the trainer does not change modes"
     fresh = Pair(Net().eval())  # as from_pretrained() returns it
     fresh.reference.train()
     fresh.step()
@@ -138,7 +158,7 @@ def test_a_mixture_that_looks_like_a_mistake_is_warned_about(caplog: pytest.LogC
     model.head = nn.Linear(16, 3)
     with caplog.at_level(logging.WARNING, "ort_trainer"):
         Pair(model).step()
-    assert "the model is in evaluation mode but for 'head'" in caplog.text
+    assert "the model is in evaluation mode except for 'head'" in caplog.text
 
 
 class Varied(nn.Module):
@@ -180,12 +200,12 @@ def test_attributes_of_every_kind_have_their_effect() -> None:
         pair.change(change)
         pair.step()
         for model in pair.models:
-            model(torch.randn(2, 8))  # which counts, and so changes what forward() itself assigns
+            model(torch.randn(2, 8))  # forward() counts its calls, so this changes an attribute that it assigns itself
     assert len(pair.trainer.session.graphs(True)) == len(VARIED)
-    pair.change(lambda m: setattr(m, "notes", [1.0]))  # was None and is nothing that can be compared: not looked into
+    pair.change(lambda m: setattr(m, "notes", [1.0]))  # was None, and a list can't be compared: ignored
     pair.step()
     assert len(pair.trainer.session.graphs(True)) == len(VARIED)
-    assert pair.models[0].calls == len(VARIED), "the export leaves attributes as they were"
+    assert pair.models[0].calls == len(VARIED), "the export restores attributes"
 
 
 def test_what_is_noticed_is_noticed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,15 +247,15 @@ def test_trainers_of_one_model_in_several_threads() -> None:
 
 
 OTHER_MODELS: list[tuple[Callable[[Net], object], str]] = [
-    (lambda m: setattr(m, "head", nn.Linear(16, 3)), "module 'head' is another Linear"),
-    (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "module 'extra' is new"),
-    (lambda m: delattr(m, "dropout"), "module 'dropout' is gone"),
-    (lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(3))), "parameter 'bias' is new"),
-    (lambda m: setattr(m.head, "bias", None), "parameter 'head.bias' is gone"),
-    (lambda m: m.double(), r"parameter 'body.bias' had dtype torch.float32 and has torch.float64"),
-    (lambda m: setattr(m.head.weight, "data", torch.zeros(3, 4)), r"had shape \[3, 16\] and has \[3, 4\]"),
+    (lambda m: setattr(m, "head", nn.Linear(16, 3)), "module 'head' was replaced by another Linear"),
+    (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "module 'extra' was added"),
+    (lambda m: delattr(m, "dropout"), "module 'dropout' was removed"),
+    (lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(3))), "parameter 'bias' was added"),
+    (lambda m: setattr(m.head, "bias", None), "parameter 'head.bias' was removed"),
+    (lambda m: m.double(), r"parameter 'body.bias' had dtype torch.float32 and now has torch.float64"),
+    (lambda m: setattr(m.head.weight, "data", torch.zeros(3, 4)), r"had shape \[3, 16\] and now has \[3, 4\]"),
     (lambda m: delattr(m, "scale"), "lost its attribute 'scale'"),
-    (lambda m: setattr(m, "scale", [0.5]), r"nothing any more that can be compared: scale has become \[0.5\]"),
+    (lambda m: setattr(m, "scale", [0.5]), r"can no longer be compared: scale has become \[0.5\]"),
 ]
 
 
@@ -246,7 +266,7 @@ def test_another_model_is_refused(change: Callable[[Net], object], message: str)
     first = [watch.variant(mode) for mode in (True, False)]
     assert [watch.variant(mode) for mode in (True, False)] == first
     change(model)
-    for _ in range(2):  # and not only at first
+    for _ in range(2):  # not only the first time
         with pytest.raises(RuntimeError, match=message):
             watch.variant(True)
 
@@ -273,9 +293,9 @@ def test_a_trainer_refuses_it_and_goes_on_when_it_is_undone(share: bool) -> None
     if share:
         return
     model.to("meta")
-    pair.step()  # the graph is there, and the weights are the trainer's
+    pair.step()  # the graph exists, and the trainer has the weights
     model.scale = 0.5
-    with pytest.raises(RuntimeError, match="'body.weight'.* are on the meta device now, and an export"):
+    with pytest.raises(RuntimeError, match="'body.weight'.* are on the meta device now, but an export"):
         pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
 
 
@@ -307,7 +327,7 @@ def test_a_setting_that_changes_all_the_time_is_an_error(monkeypatch: pytest.Mon
         pair.change(lambda m, scale=scale: setattr(m, "scale", scale))
         pair.step()
     pair.models[0].scale = 0.25
-    with pytest.raises(RuntimeError, match="exported 2 times already. Make what changes all the time a tensor"):
+    with pytest.raises(RuntimeError, match="exported 2 times already. Pass values that change often as tensor"):
         pair.trainer.train_step(torch.randn(2, 8), torch.randint(0, 3, (2,)))
 
 

@@ -1,4 +1,4 @@
-"""Operators whose translation is ours or known to go wrong: the gradient of a few layers against PyTorch's."""
+"""Operators whose translation is ours or known to be wrong: gradients of a few layers against PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 class Functional(nn.Module):
-    """A learned scale before a function, so that its backward operator runs."""
+    """Puts a learned scale before a function, so that its backward operator runs."""
 
     def __init__(self, function, shape: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The line on a terminal: it shows the stages and goes away; elsewhere nothing is written."""
+"""The line on a terminal shows the stages and disappears; elsewhere nothing is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = "exporting MLP: capture, differentiate, translate, "
 
 
 def written(terminal: bool, **environment: str) -> str:
-    """What a process writes to its stderr."""
+    """Returns what a process writes to its stderr."""
     if not terminal:
         command = [sys.executable, "-c", SCRIPT]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -49,7 +49,7 @@ def test_on_a_terminal(in_process: str) -> None:
     lines = text.split("\r")
     assert any(line.startswith("exporting MLP: capture, ") for line in lines)
     assert STAGES in text and re.search(r"(translate|simplify), \d+\.\d s\x1b\[K", text)
-    assert lines[-1] == "\x1b[K", "the line is gone"
+    assert lines[-1] == "\x1b[K", "the line is erased"
     assert "\n" not in text[text.index("exporting") :]
 
 

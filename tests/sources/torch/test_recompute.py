@@ -77,7 +77,7 @@ def batches(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(options: dict[str, Any], model: nn.Module | None = None) -> tuple[ORTTrainer, list[torch.Tensor]]:
-    """Three steps; the trainer, the losses and the weights after them."""
+    """Trains three steps; returns the trainer, and the losses and the weights after them."""
     if model is None:
         torch.manual_seed(0)
         model = Encoder()
@@ -101,10 +101,10 @@ def operators(trainer: ORTTrainer) -> Counter[str]:
 
 
 def kept_bytes(trainer: ORTTrainer) -> int:
-    """The bytes of what the forward pass leaves to the backward pass, as ONNX Runtime computes it.
+    """Returns the bytes that the forward pass keeps for the backward pass, as ONNX Runtime computes it.
 
-    To the backward pass belongs whatever depends on the loss scale. Inputs of the graph and what is computed from
-    weights alone do not count, a reshaped value counts once.
+    The backward pass is everything that depends on the loss scale. Inputs of the graph, and values that are computed
+    from weights alone, do not count; a reshaped value counts once.
     """
     assert trainer.session is not None
     graph = trainer.session.graphs(training=True)[0]
@@ -148,9 +148,9 @@ def test_less_is_kept(name: str, trained: dict[str, tuple[ORTTrainer, list[torch
 
 
 def test_what_is_computed_twice(trained: dict[str, tuple[ORTTrainer, list[torch.Tensor]]]) -> None:
-    """One GELU and one softmax a layer; products of matrices are repeated for whole layers only."""
+    """There is one GELU and one softmax per layer; matrix products are repeated for whole layers only."""
     counts = {name: operators(trainer) for name, (trainer, _) in trained.items()}
-    del counts["memory efficient"]  # it may compute a value several times
+    del counts["memory efficient"]  # this may compute a value several times
     assert {name: count["Erf"] for name, count in counts.items()} == {
         "off": 2, "attention dropout": 2, "gelu": 4, "layers": 3, "all": 4, "checkpoint": 4,
     }  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_single_layer_is_none(layers: int, message: str | None) -> None:
 
 
 def test_with_mixed_precision() -> None:
-    """Casts of the weights are computed once; what is recomputed has the precision that it had."""
+    """Casts of the weights are computed once; recomputed values keep their precision."""
     mixed = {"mixed_precision": {"enabled": True}}
     plain, recomputed = (train({**mixed, **options})[1] for options in ({}, OPTIONS["all"]))
     for ours, theirs in zip(recomputed, plain, strict=True):

@@ -1,4 +1,4 @@
-"""Operators that a program registers from outside the package."""
+"""Operators that user code registers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Takes back what a test registers."""
+    """Undoes what a test registers."""
     for table in registry._TABLES:
         monkeypatch.setattr(table, "user", {})
     yield
@@ -37,7 +37,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """The sum of a function of a product with a weight."""
+    """Sums a function of a product with a weight."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 def compare(
     function: Callable[[torch.Tensor], torch.Tensor], theirs: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> None:
-    """Trains and compares with PyTorch, which has the operator, or something equal."""
+    """Trains and compares with PyTorch, which runs the operator itself or an equivalent."""
     model = Model(function)
     reference = copy.deepcopy(model)
     reference.function = theirs or function
@@ -103,7 +103,7 @@ def test_translation_of_an_operator_of_ones_own() -> None:
 
     register_operator(triple, translation=translated)
     compare(lambda x: x * triple(x.detach()))
-    # Any callable will do as a composite, and with one it is differentiated.
+    # Any callable is accepted as a composite, and a composite is differentiated.
     register_operator(triple, composite=functools.partial(torch.mul, other=3))
     compare(triple, lambda x: x * 3)
 
@@ -112,7 +112,7 @@ def test_it_comes_before_what_the_package_has() -> None:
     register_operator(aten.cdist.default, composite=lambda first, second, *_: first - second)
     with pytest.raises(AssertionError, match="loss"):
         compare(lambda x: torch.cdist(x, x.detach() + 1))
-    # A translation means that nothing takes the operator apart before it.
+    # With a translation, nothing may decompose the operator first.
     assert aten.cdist.default not in registry.decompositions()
     assert aten.amax.default in decomposition_table()
     register_operator(aten.amax.default, translation=lambda value, *_: value)

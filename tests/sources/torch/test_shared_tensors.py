@@ -1,4 +1,4 @@
-"""The trainer trains the model's own tensors: the model is current, and what is changed in it is trained on."""
+"""The trainer trains the model's own tensors: the model is always current, and changes to it take effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
 
 class Normed(nn.Module):
-    """With buffers that training changes."""
+    """Has buffers that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ CHANGES = [halve, other_memory, data_in_place]
 @pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
 def test_changes_of_weights_have_their_effect(change: Callable[[Normed], None], kernels: str) -> None:
     pair = Pair(Normed(), {"utils": {"kernels": kernels}})
-    if change is assigned_state:  # the reference's optimizer would go on with the former parameters
+    if change is assigned_state:  # the reference's optimizer would keep training the previous parameters
         pair.step(2)
         given = {name: value * 0.5 for name, value in pair.model.state_dict().items()}
         given["norm.num_batches_tracked"] = pair.model.norm.num_batches_tracked.clone()
@@ -120,7 +120,7 @@ def test_bfloat16_weights_are_rounded_from_float32() -> None:
     kept = trainer.get_parameter("fc2.bias")
     assert kept.dtype == torch.float32 and not torch.equal(kept, bias.float())
     assert not torch.equal(kept, kept.bfloat16().float())
-    # What is changed in the model replaces them, however it is changed.
+    # Any change of the model replaces them.
     model.fc2.bias.data.fill_(3.0)
     with torch.no_grad():
         model.fc1.weight.fill_(2.0)
@@ -152,7 +152,7 @@ def test_a_state_that_is_loaded_early_is_in_the_model_at_once(tmp_path: Path) ->
     trainer.load_checkpoint(tmp_path / "state")
     assert_same_state(model, trained.model)
     with torch.no_grad():
-        model.fc1.weight.zero_()  # what is changed afterwards counts
+        model.fc1.weight.zero_()  # later changes take effect
         trained.model.fc1.weight.zero_()
     for batch in mlp_batches(2):
         assert torch.equal(trainer.train_step(*batch)[0], trained.trainer.train_step(*batch)[0])
@@ -163,9 +163,9 @@ def test_a_state_that_is_loaded_early_is_in_the_model_at_once(tmp_path: Path) ->
     ("change", "message"),
     [
         (lambda model: model.to("meta"), "is on the meta device"),
-        (lambda model: setattr(model.norm, "running_mean", None), r"'norm.running_mean' of Normed is gone"),
-        (lambda model: setattr(model.norm, "running_mean", torch.zeros(3)), r"has become one of shape \[3\]"),
-        (lambda model: model.norm.double(), "has dtype torch.float64|had dtype torch.float32 and has torch.float64"),
+        (lambda model: setattr(model.norm, "running_mean", None), r"'norm.running_mean' of Normed was removed"),
+        (lambda model: setattr(model.norm, "running_mean", torch.zeros(3)), r"now has shape \[3\]"),
+        (lambda model: model.norm.double(), "dtype torch.float64|had dtype torch.float32 and now has torch.float64"),
     ],
     ids=["meta", "gone", "shape", "dtype"],
 )
@@ -181,7 +181,7 @@ def test_what_can_not_be_taken_over_is_an_error(change: Callable[[Normed], Any],
 
 
 def test_two_trainers_share_a_part() -> None:
-    """A body with two heads: each trainer moves the body with an optimizer of its own."""
+    """A body with two heads: each trainer updates the body with its own optimizer."""
 
     class Headed(nn.Module):
         def __init__(self, body: nn.Module) -> None:
@@ -207,7 +207,7 @@ def test_two_trainers_share_a_part() -> None:
         optimizers[turn].zero_grad()
         loss.backward()
         optimizers[turn].step()
-        if number == 10:  # by way of one model, for both trainers
+        if number == 10:  # through one model, for both trainers
             body.weight.data = body.weight.data * 0.5
             references[0].body.weight.data = references[0].body.weight.data * 0.5
     for model, reference in zip(models, references, strict=True):
@@ -240,7 +240,7 @@ def test_copies_leave_the_model_alone() -> None:
 
 @pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
 def test_other_memory_is_taken_over_and_the_former_left_alone(kernels: str) -> None:
-    """Averaged weights are put in for an evaluation, and the trained ones back: by reference, as many scripts do."""
+    """Averaged weights replace the trained ones during an evaluation, by reference, as in many scripts."""
 
     class Square(MLP):
         def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_other_memory_is_taken_over_and_the_former_left_alone(kernels: str) -> N
 
 
 def test_both_kinds_of_kernels_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of both write the gradients of one window."""
+    """Graphs of both kinds write the gradients of one window."""
     pair = Pair(Normed())
     source = pair.trainer.loop.source
     for number in range(6):

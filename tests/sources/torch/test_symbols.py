@@ -1,4 +1,4 @@
-"""Symbolic sizes in the names of the model description, and the conditions under which a graph is right."""
+"""Symbolic sizes in terms of the model description's names, and the conditions under which a graph is valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .captures import captured
 
 
 class Scaled(nn.Module):
-    """A function of one input, times a parameter."""
+    """Multiplies a function of one input by a parameter."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

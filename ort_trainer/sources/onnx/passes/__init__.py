@@ -1,1 +1,1 @@
-"""What an ONNX model goes through on its way to a training graph: one pass a file, chained in ``build.py``."""
+"""The passes that turn an ONNX model into a training graph: one per file, chained in ``build.py``."""

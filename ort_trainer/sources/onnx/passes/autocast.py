@@ -1,4 +1,4 @@
-"""Mixed precision."""
+"""Casts for mixed precision."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..rewrite import Rule, rewrite
 
 __all__ = ["AutocastPass"]
 
-# The operators that PyTorch's autocast runs in half precision, as far as ONNX has them.
+# The ONNX counterparts of operators that PyTorch's autocast runs in half precision.
 _HALF = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum")
 
 
 class AutocastPass(ir.passes.InPlacePass):
-    """Runs matrix products and convolutions in half precision; all else stays in fp32::
+    """Runs matrix products and convolutions in half precision; everything else stays in fp32::
 
         x, w -> MatMul -> y    =>    x, w -> Cast (fp16) -> MatMul -> Cast (fp32) -> y
 

@@ -19,12 +19,12 @@ class DifferentiatePass(ir.passes.FunctionalPass):
     """Adds the backward pass to a model, and makes the gradients its last outputs.
 
     Args:
-        trained: Inputs of the graph that want a gradient; those that the loss does not depend on get none.
+        trained: Inputs of the graph that need a gradient; those that the loss does not depend on get none.
         loss: Name of the loss.
-        found: Knows what is differentiated: the loss times its scale, which is no output any more. Gets the gradients.
+        found: Names the scaled loss to differentiate, which is no longer an output afterwards. Receives the gradients.
 
     Raises:
-        ExportError: If operators have no gradient. The message names them all.
+        ExportError: If operators have no gradient. The message names all of them.
     """
 
     def __init__(self, trained: Collection[str], loss: str, found: Found) -> None:
@@ -56,7 +56,7 @@ class DifferentiatePass(ir.passes.FunctionalPass):
         return ir.passes.PassResult(result, modified=True)
 
     def _reachable(self, graph: ir.Graph) -> set[str]:
-        """Returns the weights that the loss depends on, if everything between can be differentiated."""
+        """Returns the weights that the loss depends on, after checking that all operators between have gradients."""
         loss = next(value for value in graph.outputs if value.name == self._found.scaled_loss)
         path = list(gradient_path(graph, self._trained, loss))
         missing = [node for node, inputs in path if not has_gradient(node, inputs)]
@@ -66,19 +66,19 @@ class DifferentiatePass(ir.passes.FunctionalPass):
                 for n in reversed(missing)
             )
             raise ExportError(
-                f"these operators are between a trained weight and the loss {self._loss!r}, and ONNX Runtime has no "
-                f"gradient for them: {places}. Tell it with ort_trainer.sources.onnx.register_gradient, export the "
-                "model with other operators, or freeze what comes before them with utils.frozen_weights"
+                f"ONNX Runtime has no gradient for these operators between a trained weight and the loss "
+                f"{self._loss!r}: {places}. Register one with ort_trainer.sources.onnx.register_gradient, export the "
+                "model with other operators, or freeze the weights before them with utils.frozen_weights"
             )
         wanted = {value.name for node, inputs in path for i in inputs if i >= 0 and (value := node.inputs[i])}
         reachable = {name for name in self._trained if name in wanted}
         if not reachable:
-            raise ExportError(f"the loss {self._loss!r} depends on no trained weight; they are {sorted(self._trained)}")
+            raise ExportError(f"the loss {self._loss!r} depends on none of the trained weights {sorted(self._trained)}")
         return reachable
 
 
 def serialized(model: ir.Model) -> bytes:
-    """Returns a model for ONNX Runtime, which infers shapes itself, and takes other names for a contradiction."""
+    """Serializes a model for ONNX Runtime without inferred shapes: it infers its own and rejects other symbol names."""
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]
     return bytes(proto.SerializeToString())

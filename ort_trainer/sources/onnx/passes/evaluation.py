@@ -1,4 +1,4 @@
-"""Puts a forward pass into evaluation mode."""
+"""Switches a forward pass to evaluation mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ToEvaluationPass", "keep_all"]
 
 
 class ToEvaluationPass(ir.passes.InPlacePass):
-    """Switches dropout off and batch norm to its running statistics."""
+    """Disables dropout, and makes batch norms use their running statistics."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = rewrite(model, {"Dropout": keep_all})
@@ -26,7 +26,7 @@ class ToEvaluationPass(ir.passes.InPlacePass):
 
 
 def keep_all(node: ir.Node, e: Emitter) -> Sequence[ir.Value | None]:
-    """A dropout that drops nothing."""
+    """Replaces a dropout with one that drops nothing."""
     mask = len(node.outputs) > 1 and node.outputs[1].name
     x = operand(node)
     return [x, e("Expand", e.constant(True, bool), e("Shape", x)) if mask else None]

@@ -1,4 +1,4 @@
-"""What the passes over one model find out."""
+"""Results that the passes over one model share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Found"]
 
 @dataclass
 class Found:
-    """What the passes over one model find out, for those behind them and for the training graph.
+    """Results of the passes over one model, for later passes and for the training graph.
 
     Attributes:
         random: Random inputs, in the order in which PyTorch would draw them.
-        buffer_updates: Buffer -> output with its new content.
-        loss_scale: Name of the input by which the loss is multiplied.
-        scaled_loss: The output that is differentiated.
-        refused: Node that has no rewrite -> why.
+        buffer_updates: Buffer -> output with its new value.
+        loss_scale: Name of the input with the loss scale.
+        scaled_loss: Name of the output to differentiate.
+        refused: Node that can't be rewritten -> the reason.
         gradients: Weight -> output with its gradient.
-        index_ranges: What operators allow in the inputs that they index with.
+        index_ranges: The valid ranges of inputs used as indices.
     """
 
     random: list[RandomInput] = field(default_factory=list)

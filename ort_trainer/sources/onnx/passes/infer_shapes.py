@@ -1,4 +1,4 @@
-"""Shape inference of a whole model; new nodes get types and shapes when they are written."""
+"""Infers the shapes of a whole model; new nodes get types and shapes when they are emitted."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _REDUCTIONS = frozenset(
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Writes types and shapes into a model, as ONNX infers them."""
+    """Writes the types and shapes that ONNX infers into a model."""
     InferShapesPass()(model)
 
 
 class InferShapesPass(ir.passes.InPlacePass):
-    """Writes types and shapes into a model, as ONNX infers them.
+    """Writes the types and shapes that ONNX infers into a model.
 
-    onnx_ir's own pass makes tensors of sequences.
+    onnx_ir's own pass turns sequences into tensors.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -33,23 +33,23 @@ class InferShapesPass(ir.passes.InPlacePass):
 
 
 class SymbolicShapesPass(ir.passes.InPlacePass):
-    """Writes what ONNX Runtime's symbolic shape inference finds into a model.
+    """Writes the shapes from ONNX Runtime's symbolic shape inference into a model.
 
     Raises:
         ExportError: If it fails.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        # It knows no constants but initializers and tensors.
+        # It supports only initializers and tensors as constants.
         plain = common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
             model.clone()
         ).model
         for node in plain.graph.all_nodes():
-            # Axes have been an input since operator set 18, which it reads for a ReduceSum only: of the others it loses
-            # even the rank, and ends in a TypeError at the next node. The shapes are those of a ReduceSum.
+            # Since opset 18 axes are an input, which it reads only for ReduceSum. For other reductions it loses even
+            # the rank and fails with a TypeError at the next node. Their shapes are those of ReduceSum.
             if not node.domain and node.op_type in _REDUCTIONS:
                 node.op_type = "ReduceSum"
-            # No axes at all mean every one, which it takes for none.
+            # An empty list of axes means all of them, but it assumes none.
             if not node.domain and node.op_type == "ReduceSum" and _reduces_all(node):
                 node.resize_inputs(1)
         try:
@@ -57,13 +57,13 @@ class SymbolicShapesPass(ir.passes.InPlacePass):
         except Exception as error:  # its errors have no separate class
             raise ExportError(
                 "utils.run_symbolic_shape_infer: ONNX Runtime's symbolic shape inference fails for this ONNX model: "
-                f"{error}. Leave the option out: shapes are then inferred by ONNX, and measured where that ends"
+                f"{error}. Leave the option out: then ONNX infers shapes, and shapes that it can't infer are measured"
             ) from error
         return ir.passes.PassResult(model, modified=True)
 
 
 def _reduces_all(node: ir.Node) -> bool:
-    """Returns whether a reduction has a list of axes that is empty, and reduces all of them therefore."""
+    """Returns whether a reduction has an empty list of axes, which means that it reduces all of them."""
     axes = ir.convenience.get_const_tensor(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
     noop = node.attributes.get_int("noop_with_empty_axes", 0)
     return axes is not None and axes.size == 0 and not noop

@@ -1,4 +1,4 @@
-"""Replaces operators by what ONNX defines them as."""
+"""Replaces operators by their definitions in ONNX."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["InlineDefinitionsPass", "has_definition"]
 
 
 class InlineDefinitionsPass(ir.passes.InPlacePass):
-    """Replaces nodes by the functions that ONNX defines their operators as.
+    """Replaces nodes by the ONNX functions that define their operators.
 
     Args:
-        nodes: The nodes, of operators that have a definition.
+        nodes: The nodes, whose operators must have a definition.
     """
 
     def __init__(self, nodes: Collection[ir.Node]) -> None:
         self._nodes = nodes
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        # Inlining would leave out the attributes that nodes leave at their defaults.
+        # Inlining would drop attributes left at their defaults.
         common_passes.AddDefaultAttributesPass()(model)
         for number, node in enumerate(self._nodes):
             node.overload = str(number)  # a definition may depend on the node
@@ -38,7 +38,7 @@ class InlineDefinitionsPass(ir.passes.InPlacePass):
 
 
 def has_definition(node: ir.Node, opset: int) -> bool:
-    """Returns whether ONNX defines the operator of a node by others."""
+    """Returns whether ONNX defines the operator of a node in terms of others."""
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
     except onnx.defs.SchemaError:
@@ -52,7 +52,7 @@ def _versions(schema: Any, opset: int) -> list[int]:
 
 
 def _definition(node: ir.Node, opset: int) -> onnx.FunctionProto:
-    schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)  # whose types lack what it has
+    schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)  # its type stubs are incomplete
     version = max(_versions(schema, opset))
     if schema.has_context_dependent_function:
         types = [b"" if value is None else ir.to_proto(value).type.SerializeToString() for value in node.inputs]
@@ -63,7 +63,7 @@ def _definition(node: ir.Node, opset: int) -> onnx.FunctionProto:
         data = schema.get_function_with_opset_version(version)
     function: onnx.FunctionProto = onnx.FunctionProto.FromString(data)
     function.domain, function.name, function.overload = node.domain, node.op_type, node.overload
-    # Of the operators in it, none has changed its meaning since.
+    # None of the operators in it has changed its meaning since.
     del function.opset_import[:]
     function.opset_import.add(domain="", version=opset)
     return function

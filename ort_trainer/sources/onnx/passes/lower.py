@@ -20,23 +20,23 @@ __all__ = ["LowerPass"]
 
 # Definitions are nested a few levels deep.
 _MAXIMUM_ROUNDS = 16
-# Outputs that may be left out, and that the gradient asks for.
+# Number of outputs that the gradient requires, though a model may omit some.
 _ALL_OUTPUTS = {"LayerNormalization": 3, "SimplifiedLayerNormalization": 2, "SoftmaxCrossEntropyLoss": 2}
 
 
 class LowerPass(ir.passes.InPlacePass):
-    """Rewrites operators that the gradient builder can't take into ones that it can, on the way of the gradient only.
+    """Rewrites operators that the gradient builder can't differentiate, where gradient flows, into ones that it can.
 
-    1. Operators for which there is a rule in :mod:`..rewrites` are replaced by what it says, again and again.
-    2. Other operators that have no gradient are replaced by ONNX's definition of them, where there is one.
-    3. Outputs that a gradient asks for get a name.
+    1. Operators with a rule in :mod:`..rewrites` are replaced, repeatedly.
+    2. Other operators without a gradient are replaced by ONNX's definition, if there is one.
+    3. Outputs that a gradient requires get a name.
 
     Args:
-        trained: Inputs that want a gradient.
-        found: Knows what is differentiated; gets the nodes that have no rewrite.
+        trained: Inputs that need a gradient.
+        found: Names the scaled loss to differentiate. Receives the nodes that can't be rewritten.
 
     Raises:
-        SizeNeededError: If a rewrite needs a size that the shapes leave open.
+        SizeNeededError: If a rewrite needs a size that is unknown.
     """
 
     def __init__(self, trained: Collection[str], found: Found) -> None:
@@ -64,7 +64,7 @@ class LowerPass(ir.passes.InPlacePass):
 
 
 def _asks_for_definition(node: ir.Node, wanted: Collection[ir.Value | None]) -> bool:
-    """Returns whether a node is to be replaced by its definition: it, or one of its outputs, has no gradient."""
+    """Returns whether a node needs its definition, because it or one of its wanted outputs has no gradient."""
     if has_user_gradient(node):
         return False
     more = node.op_type in _ALL_OUTPUTS and any(value in wanted for value in node.outputs[1:])
@@ -72,7 +72,7 @@ def _asks_for_definition(node: ir.Node, wanted: Collection[ir.Value | None]) -> 
 
 
 def _complete(model: ir.Model) -> bool:
-    """Names outputs that were left out and that a gradient needs."""
+    """Names omitted outputs that a gradient requires."""
     names = Names(ir.convenience.create_value_mapping(model.graph))
     modified = False
     for node in model.graph:

@@ -1,7 +1,7 @@
-"""Measures the shapes that shape inference leaves open: the forward pass is run for batches of several sizes.
+"""Measures the shapes that inference leaves unknown, by running the forward pass on batches of several sizes.
 
-Shape inference ends where a size meets one that it does not know: what an unknown size and 1 broadcast to may be
-anything, and so may what a symbol and an unknown size do. An engine that has run the model knows.
+Shape inference stops at unknown sizes: an unknown size broadcast with 1 or with a symbol can be anything. Running the
+model shows the actual sizes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Run = tuple[Sizes, Mapping[str, tuple[int, ...]]]
 
 
 class MeasureShapesPass(ir.passes.InPlacePass):
-    """Writes the shapes that inference leaves open into a model.
+    """Writes the shapes that inference leaves unknown into a model.
 
-    A size is a number, a symbol, or an expression over symbols (see :func:`ort_trainer.dims.evaluate`), if it is that
-    in all runs: at the sizes of the batch, at two or three general ones, and with each symbol at 1. What depends on the
-    values of a batch is left open.
+    A size becomes a number, a symbol, or an expression over symbols (see :func:`ort_trainer.dims.evaluate`) that fits
+    all runs: with the sizes of the batch, with two or three general ones, and with each symbol at 1. Sizes that depend
+    on the values of a batch stay unknown.
 
     Args:
-        description: Says which dimensions of the inputs are symbols.
+        description: Determines which dimensions of the inputs are symbols.
         batch: A sample of every input.
         state: The weights and buffers.
-        fixed: Symbols that the model has as numbers.
+        fixed: Symbols with a fixed size in the model.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def _is_known(shape: Sequence[int | str | None] | None, symbols: set[str]) -> bo
 
 
 class _Probe:
-    """A session that tells the shapes of values of a model, which is used up."""
+    """A session that returns the shapes of a model's values; it modifies the model."""
 
     def __init__(
         self,
@@ -118,20 +118,20 @@ class _Probe:
         probe.graph.extend(e.nodes)
         probe.graph.outputs.clear()
         probe.graph.outputs.extend(shapes)
-        for value in probe.graph.inputs:  # other sizes than those of the symbols that are fixed are never asked for
+        for value in probe.graph.inputs:  # runs use fixed sizes for fixed symbols, so no shapes are needed
             if value.name in inputs:
                 value.shape = None
         options = session_options(None, False)
-        options.log_severity_level = 4  # sizes that the model does not take are no news
+        options.log_severity_level = 4  # failures for unsupported sizes are expected
         self._session = InferenceSession(serialized(probe), options, providers=["CPUExecutionProvider"])
         taken = {value.name for value in self._session.get_inputs()}
         self._taken = taken & set(inputs)
         self._state = {name: value.detach().cpu().numpy() for name, value in state.items() if name in taken}
 
     def runs(self, own: Sizes) -> tuple[list[Run], Mapping[str, tuple[int, ...]]]:
-        """Returns sizes with the shapes for them, first for the batch's own, and the latter for other values."""
+        """Returns the sizes and shapes of all runs, the batch's own first, and the shapes for a batch of zeros."""
         first = self._shapes(own)
-        # What the values of a batch decide is no matter of its sizes.
+        # A batch of zeros reveals the shapes that depend on values.
         again = self._try(own, blank=True)
         runs: list[Run] = [(own, first)]
         for family in _families(own) if own else ():
@@ -141,7 +141,7 @@ class _Probe:
                 break
         else:
             if own:
-                raise RuntimeError(f"the model runs with no other sizes than {dict(own)}")
+                raise RuntimeError(f"the model only runs with the sizes {dict(own)}")
         ones = [{**own, symbol: 1} for symbol in own] + [dict.fromkeys(own, 1)]
         runs += [(sizes, shapes) for sizes in ones if (shapes := self._try(sizes)) is not None]
         return runs, first if again is None else again
@@ -149,7 +149,7 @@ class _Probe:
     def _try(self, sizes: Sizes, blank: bool = False) -> Mapping[str, tuple[int, ...]] | None:
         try:
             return self._shapes(sizes, blank)
-        except Exception:  # a size may be one that the model does not take
+        except Exception:  # the model may not support these sizes
             return None
 
     def _shapes(self, sizes: Sizes, blank: bool = False) -> Mapping[str, tuple[int, ...]]:
@@ -165,7 +165,7 @@ class _Probe:
 
 
 def _families(own: Sizes) -> Iterator[list[Sizes]]:
-    """Yields sizes that tell the symbols apart, each time for models that ask for more."""
+    """Yields sets of sizes that distinguish the symbols, each for models with more constraints than the last."""
     symbols = sorted(own)
     count = len(symbols)
 
@@ -176,8 +176,8 @@ def _families(own: Sizes) -> Iterator[list[Sizes]]:
     if count + 2 > len(_PRIMES):
         return
     yield family(dict.fromkeys(own, 1))
-    yield family(own)  # sizes that must be multiples of something
-    # Sizes that must be equal, such as those of one dimension that has two names.
+    yield family(own)  # for sizes that must be multiples of a number
+    # For sizes that must be equal, such as one dimension with two names.
     leaders = {symbol: next(other for other in symbols if own[other] == own[symbol]) for symbol in symbols}
     if len(set(leaders.values())) < count:
         for factors in (dict.fromkeys(own, 1), own):
@@ -185,7 +185,7 @@ def _families(own: Sizes) -> Iterator[list[Sizes]]:
 
 
 def _explain(runs: Sequence[Sizes], found: Sequence[int]) -> int | str | None:
-    """Returns what a size is in all runs: a number, a symbol, or an expression; None if it is nothing simple."""
+    """Returns the number, symbol or expression that equals a size in all runs; None if there is no simple one."""
     if len(set(found)) == 1:
         return found[0]
     plain = {f"dim({symbol!r})": symbol for symbol in runs[0]}
@@ -196,7 +196,7 @@ def _explain(runs: Sequence[Sizes], found: Sequence[int]) -> int | str | None:
 
 
 def _candidates(runs: Sequence[Sizes], found: Sequence[int]) -> Iterator[str]:
-    """Yields expressions that may fit two runs with sizes of primes."""
+    """Yields expressions that may fit two runs with prime sizes."""
     (one, other), (size, size_of_other) = runs, found
     for symbol in one:
         factor, rest = divmod(size_of_other - size, other[symbol] - one[symbol])

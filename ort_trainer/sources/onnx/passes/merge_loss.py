@@ -1,4 +1,4 @@
-"""Puts the graph of a loss function behind an output of a model."""
+"""Appends the graph of a loss function to an output of a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class MergeLossPass(ir.passes.InPlacePass):
     """Appends the graph of a loss function to a model; its label becomes an input, and its loss an output.
 
     Args:
-        export: Returns the graph of the loss of a prediction, for an operator set; it is used up. Its inputs are called
-            ``prediction`` and as the label is, and it may lack one that it does not look at.
+        export: Returns the graph of the loss of a prediction, for an opset; the pass consumes it. Its inputs are named
+            ``prediction`` and like the label; unused ones may be missing.
         prediction: The output of the model that the loss takes.
         label: The label.
     """

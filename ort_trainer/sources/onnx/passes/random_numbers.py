@@ -1,4 +1,4 @@
-"""Has the trainer draw the random numbers of a forward pass."""
+"""Makes the trainer draw the random numbers of a forward pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FLOAT = ir.DataType.FLOAT
 class RandomNumbersPass(ir.passes.InPlacePass):
     """Makes random numbers inputs of the graph.
 
-    The modes of the nodes stay as they are: a dropout that was exported for inference stays in inference.
+    The modes of the nodes stay: a dropout exported for inference stays in inference mode.
 
     Args:
-        symbols: Dimensions whose size a batch tells.
-        found: Gets the random inputs.
-        check_shapes: Whether to have the engine check at every step that there are as many random numbers as elements
-            that they belong to: where shapes were not inferred by ONNX's own rules, too few might be broadcast.
+        symbols: Dimensions whose size a batch determines.
+        found: Receives the random inputs.
+        check_shapes: Whether the engine checks in every step that the number of random numbers matches the number of
+            elements. Shapes not inferred by ONNX's own rules could be wrong, and too few numbers would be broadcast.
 
     Raises:
         SizeNeededError: If the shape of random numbers depends on more than the symbols.
@@ -80,7 +80,7 @@ class RandomNumbersPass(ir.passes.InPlacePass):
     def _random(self, node: ir.Node, e: Emitter) -> ir.Value:
         attributes = attributes_of(node)
         if "seed" in attributes:
-            raise refuse(node, "a random operator with its own seed gives the same numbers at every step")
+            raise refuse(node, "a random operator with its own seed would draw the same numbers in every step")
         like = node.op_type.endswith("Like")
         normal = node.op_type.startswith("RandomNormal")
         shape = shape_of(operand(node)) if like else attributes["shape"]

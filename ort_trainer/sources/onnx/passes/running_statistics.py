@@ -1,4 +1,4 @@
-"""Makes the new running statistics of batch norms outputs of a model."""
+"""Makes the updated running statistics of batch norms outputs of a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["RunningStatisticsPass"]
 
 
 class RunningStatisticsPass(ir.passes.InPlacePass):
-    """Makes what batch norms in training mode make of their running statistics outputs of the graph.
+    """Makes the updated running statistics of batch norms in training mode outputs of the graph.
 
     Args:
         buffers: Names of the running statistics.
-        found: Gets the outputs.
+        found: Receives the outputs.
     """
 
     def __init__(self, buffers: Collection[str], found: Found) -> None:

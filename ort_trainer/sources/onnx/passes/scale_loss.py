@@ -1,4 +1,4 @@
-"""The scale that the loss gets before the backward pass."""
+"""Adds the loss scale."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ScaleLossPass(ir.passes.InPlacePass):
 
     Args:
         loss: Name of the loss, an output.
-        found: Gets the names of the input and of the product.
+        found: Receives the names of the input and the product.
 
     Raises:
-        ExportError: If the loss is no floating-point number.
+        ExportError: If the loss is not a floating-point scalar.
     """
 
     def __init__(self, loss: str, found: Found) -> None:
@@ -32,7 +32,7 @@ class ScaleLossPass(ir.passes.InPlacePass):
         loss = next(value for value in graph.outputs if value.name == self._loss)
         if not dtype_of(loss).is_floating_point():
             kind = ir.tensor_adapters.to_torch_dtype(dtype_of(loss))
-            raise ExportError(f"the loss {self._loss!r} must be a floating-point number, but its type is {kind}")
+            raise ExportError(f"the loss {self._loss!r} must be a floating-point number, but its dtype is {kind}")
         shape = shape_of(loss)
         if shape not in (None, (), (1,)):
             raise ExportError(
@@ -42,7 +42,7 @@ class ScaleLossPass(ir.passes.InPlacePass):
         scale = ir.val(names.unique("loss_scale"), ir.DataType.FLOAT, [])
         graph.inputs.append(scale)
         e = Emitter(model.opset_imports, names, "scaled_loss")
-        # The gradient builder begins with a gradient of fp32.
+        # The gradient builder starts from an fp32 gradient.
         scaled = e("Mul", e("Cast", loss, to=ir.DataType.FLOAT), scale)
         graph.extend(e.nodes)
         graph.outputs.append(scaled)

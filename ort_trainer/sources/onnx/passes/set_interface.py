@@ -1,4 +1,4 @@
-"""Gives the interface of a model the shapes of the model description."""
+"""Sets the shapes of a model's inputs and outputs from the model description."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["SetInterfacePass"]
 
 
 class SetInterfacePass(ir.passes.InPlacePass):
-    """Writes shapes into inputs and outputs, and drops all shapes in between.
+    """Sets the shapes of inputs and outputs, and drops all shapes in between.
 
-    What a file says of other shapes may contradict the description's names, and what was measured is no promise to an
-    engine, which infers the shapes itself.
+    Other shapes in a file may contradict the description's symbols, and measured shapes are not guaranteed. The engine
+    infers shapes itself.
 
     Args:
-        shapes: Name of an input or output -> its sizes. Outputs that are not in here get none.
+        shapes: Name of an input or output -> its sizes. Other outputs get none.
 
     Raises:
-        ExportError: If an input has another number of dimensions.
+        ExportError: If an input has a different number of dimensions.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int | str, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""Leaves ONNX's own operators only, so that every runtime of ONNX models can compute a graph."""
+"""Replaces ONNX Runtime's own operators with standard ones, so any ONNX runtime can run the graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["StandardOperatorsPass"]
 
 
 class StandardOperatorsPass(ir.passes.InPlacePass):
-    """Replaces the operators of ONNX Runtime by what :mod:`..rewrites.contrib` makes of them.
+    """Replaces the operators of ONNX Runtime by the rules of :mod:`..rewrites.contrib`.
 
-    It goes through the graph once, in order, as rules look at types and ranks, and what the gradient builder has
-    written has none. An operator without a rule stays.
+    It visits the graph once, in order, and infers types and ranks on the way: the rules need them, and the nodes of the
+    gradient builder lack them. An operator without a rule stays.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -12,7 +12,7 @@ __all__ = ["RULES"]
 
 
 def _elu(node: ir.Node, e: Emitter) -> ir.Value:
-    """Elu, Selu and Celu. The exponential is taken of negative numbers only: an infinite one has no gradient."""
+    """Rewrites Elu, Selu and Celu, with the exponential of negative numbers only: an infinite one has no gradient."""
     attributes = attributes_of(node)
     alpha = attributes.get("alpha", 1.6732632 if node.op_type == "Selu" else 1.0)
     value, zero = node.inputs[0], e.scalar(0.0)
@@ -34,7 +34,7 @@ def _gelu(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _softplus(node: ir.Node, e: Emitter) -> ir.Value:
-    """log(1 + exp(x)) = -log(sigmoid(-x)) overflows; so: max(x, 0) - log(sigmoid(abs(x)))."""
+    """Uses max(x, 0) - log(sigmoid(abs(x))), because log(1 + exp(x)) = -log(sigmoid(-x)) overflows."""
     value, zero = node.inputs[0], e.scalar(0.0)
     positive = e("Where", e("Less", value, zero), zero, value)
     size = e("Where", e("Less", value, zero), e("Neg", value), value)

@@ -1,4 +1,4 @@
-"""Rewrites of arithmetic element by element, of sums and of matrix products."""
+"""Rewrites of elementwise arithmetic, sums and matrix products."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["RULES"]
 
 
 def _expanded(node: ir.Node, e: Emitter, positions: tuple[int, ...]) -> ir.Value:
-    """Gives inputs the shape of the output before: the gradient builder forgets to sum over what is broadcast."""
-    shape = e("Shape", e(node.op_type, *node.inputs))  # a shape ends the gradient
+    """Expands inputs to the output's shape first, because the gradient builder fails to sum over broadcast axes."""
+    shape = e("Shape", e(node.op_type, *node.inputs))  # no gradient flows through a shape
     inputs = [e("Expand", value, shape) if index in positions else value for index, value in enumerate(node.inputs)]
     return e.final(node.op_type, *inputs)
 
@@ -46,7 +46,7 @@ def _mean(node: ir.Node, e: Emitter) -> ir.Value:
 
 
 def _cumulative_sum(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """Without attributes, as the registered gradient has it."""
+    """Removes the attributes, which the registered gradient does not support."""
     attributes = attributes_of(node)
     value, axis = operand(node), operand(node, 1)
     if not attributes.get("exclusive") and not attributes.get("reverse"):
@@ -59,7 +59,7 @@ def _cumulative_sum(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _matrix_product(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """Vectors become matrices."""
+    """Turns vectors into matrices."""
     a, b = operand(node), operand(node, 1)
     flat = [value.shape is not None and rank_of(value) == 1 for value in (a, b)]
     if not any(flat):

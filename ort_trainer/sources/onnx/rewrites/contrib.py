@@ -1,6 +1,6 @@
-"""Operators of ONNX Runtime, those of its gradient builder among them, in terms of ONNX's: for other runtimes.
+"""Rewrites ONNX Runtime's own operators, including its gradient builder's, to standard ones, for other runtimes.
 
-Gradients are named as in the gradient builder: dy is that of an operator's result.
+Names follow the gradient builder: dy is the gradient of an operator's result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _axes_to_sum(e: Emitter, shape: ir.Value, other: ir.Value) -> ir.Value:
 
 
 def _sum_to(e: Emitter, value: ir.Value, like: ir.Value) -> ir.Value:
-    """Returns the gradient of an operand from that of the broadcast one."""
+    """Returns the gradient of an operand from the gradient of its broadcast."""
     wanted = e("Shape", like)
     axes = _axes_to_sum(e, wanted, e("Shape", value))
     return e("Reshape", e("ReduceSum", value, axes, keepdims=1, noop_with_empty_axes=1), wanted)
@@ -160,7 +160,7 @@ def _div_grad(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
 def _fused_matmul(node: ir.Node, e: Emitter) -> ir.Value:
     for name in ("transBatchA", "transBatchB"):
         if attributes_of(node).get(name, 0):
-            raise ExportError(f"FusedMatMul with {name} has no form of ONNX's own operators here")
+            raise ExportError(f"FusedMatMul with {name} can't be written with standard ONNX operators")
     operands = [
         _transposed(e, operand(node, position)) if attributes_of(node).get(name, 0) else operand(node, position)
         for position, name in enumerate(("transA", "transB"))
@@ -186,7 +186,7 @@ def _gather_grad(node: ir.Node, e: Emitter) -> ir.Value:
     if axis == 0:
         column = e("Reshape", indices, e("Concat", e("Shape", indices), e.constant([1]), axis=0))
         return e("ScatterND", zeros, column, dy, reduction="add")
-    # The dimensions of the indices become one, and the indices are repeated along all others.
+    # Flatten the dimensions of the indices into one, and repeat the indices along all others.
     limit = np.iinfo(np.int64).max
     behind = e("Slice", shape, e.constant([axis + 1]), e.constant([limit])) if axis != -1 else None
     before = e("Slice", shape, e.constant([0]), e.constant([axis]))
@@ -208,7 +208,7 @@ def _gather_elements_grad(node: ir.Node, e: Emitter) -> ir.Value:
 
 def _gather_nd_grad(node: ir.Node, e: Emitter) -> ir.Value:
     if attributes_of(node).get("batch_dims", 0):
-        raise ExportError("the gradient of GatherND with batch_dims has no form of ONNX's own operators here")
+        raise ExportError("the gradient of GatherND with batch_dims can't be written with standard ONNX operators")
     return e("ScatterND", _zeros(e, operand(node)), operand(node, 1), operand(node, 2), reduction="add")
 
 
@@ -246,7 +246,7 @@ def _normalized_axes(node: ir.Node, x: ir.Value) -> list[int]:
     axis = attributes_of(node).get("axis", -1)
     if axis >= 0:
         if x.shape is None:
-            raise ExportError(f"the rank of the input of {node.op_type} {node.name!r} is not known")
+            raise ExportError(f"the rank of the input of {node.op_type} {node.name!r} is unknown")
         axis -= len(x.shape)
     return list(range(axis, 0))
 
@@ -280,9 +280,9 @@ def _conv_grad(node: ir.Node, e: Emitter) -> Sequence[ir.Value | None]:
     dy, x, weight = operand(node), operand(node, 1), operand(node, 2)
     sizes = [size for size in weight.shape or () if isinstance(size, int)]
     if weight.shape is None or len(sizes) < len(weight.shape):
-        raise ExportError(f"the size of the weight of the convolution {node.name!r} is not known")
+        raise ExportError(f"the size of the weight of the convolution {node.name!r} is unknown")
     if attributes_of(node).get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise ExportError(f"auto_pad of the convolution {node.name!r} has no form here: export it with pads")
+        raise ExportError(f"auto_pad of the convolution {node.name!r} is not supported: export it with pads")
     kernel = sizes[2:]
     rank, group = len(kernel), attributes_of(node).get("group", 1)
     settings = {
@@ -301,7 +301,7 @@ def _conv_grad(node: ir.Node, e: Emitter) -> Sequence[ir.Value | None]:
 def _input_gradient(
     e: Emitter, dy: ir.Value, x: ir.Value, weight: ir.Value, settings: Mapping[str, Sequence[int]], group: int
 ) -> ir.Value:
-    """A transposed convolution; what the strides have left out at the end has no gradient."""
+    """Returns a transposed convolution; elements at the end that the strides skip have no gradient."""
     strides, dilations, pads = settings["strides"], settings["dilations"], settings["pads"]
     if all(stride == 1 for stride in strides):
         return e("ConvTranspose", dy, weight, strides=strides, dilations=dilations, pads=pads, group=group)
@@ -323,12 +323,12 @@ def _kernel_gradient(
     settings: Mapping[str, Sequence[int]],
     group: int,
 ) -> ir.Value:
-    """A convolution of input and gradient, in which batch and channels, strides and dilations are exchanged."""
+    """Returns a convolution of input and gradient, with batch and channels, strides and dilations swapped."""
     rank = len(kernel)
     spatial = list(range(3, 3 + rank))
 
     def apart(value: ir.Value, order: Sequence[int], first: Sequence[int]) -> ir.Value:
-        """Takes the groups of channels apart, and puts the dimensions into another order."""
+        """Splits the channels into groups, and permutes the dimensions."""
         shape = e("Shape", value)
         batch, sizes = e.slice(shape, 0, 1, 0), e.slice(shape, 2, 2 + rank, 0)
         value = e("Reshape", value, e("Concat", batch, e.constant([group, -1]), sizes, axis=0))
@@ -338,7 +338,7 @@ def _kernel_gradient(
         parts = [kept, e.constant([-1]), sizes] if first[0] == 0 else [e.constant([-1]), kept, sizes]
         return e("Reshape", value, e("Concat", *parts, axis=0))
 
-    # [batch, group, channel] -> [channel, group * batch], and -> [group * channel, batch].
+    # [batch, group, channel] -> [channel, group * batch] for images, and -> [group * channel, batch] for kernels.
     images = apart(x, [2, 1, 0], [0])
     kernels = apart(dy, [1, 2, 0], [2])
     found = e(
@@ -389,6 +389,6 @@ RULES: Mapping[str, Rule] = {
     "TanhGrad": _tanh_grad,
     "Trilu": _trilu,
 }
-"""Operator that is not ONNX's -> what replaces it."""
+"""Non-standard operator -> its rewrite."""
 NOT_ONNX = ("SimplifiedLayerNormalization",)
-"""Operators that ONNX Runtime has in ONNX's own domain."""
+"""Operators that ONNX Runtime adds to ONNX's own domain."""

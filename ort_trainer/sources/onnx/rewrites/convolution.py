@@ -1,4 +1,4 @@
-"""Rewrites of convolutions and of pooling by a window."""
+"""Rewrites of convolutions and windowed pooling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 
 def _convolution(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """Padding as numbers: the gradient builder does not know ``auto_pad``."""
+    """Computes the padding, because the gradient builder does not support ``auto_pad``."""
     attributes = attributes_of(node)
     if attributes.get("auto_pad", "NOTSET") in ("NOTSET", "VALID"):
         return None
@@ -25,7 +25,7 @@ def _convolution(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _padded(node: ir.Node, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a window with ``pads`` in the place of ``auto_pad``."""
+    """Returns the attributes of a window with ``pads`` instead of ``auto_pad``."""
     mode = attributes.pop("auto_pad", "NOTSET")
     if mode in ("NOTSET", "VALID"):
         return attributes
@@ -47,7 +47,7 @@ def _padded(node: ir.Node, attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
-    """A convolution of the input with zeros between its elements, by the mirrored kernel."""
+    """Convolves the input, with zeros between its elements, with the mirrored kernel."""
     attributes = attributes_of(node)
     x, w = operand(node), operand(node, 1)
     rank = rank_of(x)
@@ -68,7 +68,7 @@ def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
     before = [r - p for r, p in zip(reach, begins, strict=True)]
     after = [r - p + o for r, p, o in zip(reach, ends, extra, strict=True)]
     if min(*before, *after) < 0:
-        raise refuse(node, f"pads {begins}, {ends} are larger than the kernel reaches, {reach}: it has no rewrite")
+        raise refuse(node, f"pads {begins}, {ends} must not exceed the reach of the kernel, {reach}")
     # (in, out / group, ...) -> (out, in / group, ...)
     w = e("Reshape", w, e.constant([group, into // group, out, *kernel]))
     w = e("Transpose", w, perm=[0, 2, 1, *range(3, rank + 1)])
@@ -79,7 +79,7 @@ def _conv_transpose(node: ir.Node, e: Emitter) -> ir.Value:
 
 
 def _spread(e: Emitter, x: ir.Value, sizes: list[int], strides: list[int]) -> ir.Value:
-    """Puts ``stride - 1`` zeros between the elements along each spatial axis."""
+    """Inserts ``stride - 1`` zeros between the elements along each spatial axis."""
     count = len(sizes)
     apart = e("Unsqueeze", x, e.constant([2 * axis + 3 for axis in range(count)]))
     after = [number for stride in strides for number in (0, stride - 1)]
@@ -112,14 +112,14 @@ def _transposed_pads(
 
 
 def _max_pool(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
-    """A choice of elements: the gradient builder's own kernel knows no symbolic sizes."""
+    """Gathers the maxima by index, because the gradient builder's own kernel does not support symbolic sizes."""
     attributes = {**attributes_of(node), "storage_order": 0}
     _, indices = e.several("MaxPool", node.inputs[0], outputs=2, **attributes)
     return [e("Gather", e("Reshape", node.inputs[0], e.constant([-1])), indices, axis=0), indices]
 
 
 def _average_pool(node: ir.Node, e: Emitter) -> ir.Value:
-    """A convolution by ones, of each channel by itself, over the number of elements that were there."""
+    """Convolves each channel with ones, and divides by the number of elements in the window."""
     attributes = attributes_of(node)
     x = operand(node)
     channels = size_of(x, 1)
@@ -136,13 +136,13 @@ def _average_pool(node: ir.Node, e: Emitter) -> ir.Value:
     if not padded or (whole and attributes.get("count_include_pad", 0)):
         return e("Div", total, e.scalar(float(np.prod(kernel))))
     if attributes.get("count_include_pad", 0):
-        raise refuse(node, "ceil_mode with count_include_pad has no rewrite")
+        raise refuse(node, "ceil_mode with count_include_pad is not supported")
     there = e("Expand", e.scalar(1.0), e("Shape", x))
     return e("Div", total, e("Conv", there, ones, group=channels, **window))
 
 
 def _ceiling_pads(window: dict[str, Any], sizes: list[int]) -> list[int]:
-    """Returns pads with which a window that may start but not end inside the input fits."""
+    """Returns pads for ceil_mode, where a window must start but need not end inside the input."""
     kernel = window["kernel_shape"]
     count = len(kernel)
     pads = list(window.get("pads", [0] * (2 * count)))

@@ -11,7 +11,7 @@ __all__ = ["RULES"]
 
 
 def _einsum(node: ir.Node, e: Emitter) -> ir.Value:
-    """One operand: a transposed sum. Two: a batched matrix product, or a sum of products where it is none."""
+    """Rewrites one operand to a transposed sum, and two to a batched matrix product or a sum of products."""
     equation = attributes_of(node)["equation"].replace(" ", "")
     left, arrow, out = equation.partition("->")
     terms = left.split(",")
@@ -19,7 +19,7 @@ def _einsum(node: ir.Node, e: Emitter) -> ir.Value:
         letters = left.replace(",", "")
         out = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     if "." in equation or len(terms) > 2 or any(len(set(term)) < len(term) for term in (*terms, out)):
-        raise refuse(node, f"{equation!r} has an ellipsis, a repeated index or more than two operands: write it apart")
+        raise refuse(node, f"{equation!r} has an ellipsis, a repeated index or more than two operands: split it up")
     operands = []
     for index, (value, term) in enumerate(zip(node.inputs, terms, strict=True)):
         assert value is not None
@@ -57,7 +57,7 @@ def _transposed(e: Emitter, value: ir.Value, term: str, order: str) -> ir.Value:
 
 
 def _aligned(e: Emitter, value: ir.Value, term: str, order: list[str]) -> ir.Value:
-    """Brings dimensions into an order, with a size of 1 for those that are not there."""
+    """Transposes dimensions into an order, and adds missing ones with size 1."""
     value = _transposed(e, value, term, "".join(c for c in order if c in term))
     absent = [axis for axis, c in enumerate(order) if c not in term]
     return e("Unsqueeze", value, e.constant(absent)) if absent else value

@@ -1,4 +1,4 @@
-"""Rewrites of what moves elements: slices, parts, padding, scattering, blocks of space."""
+"""Rewrites of operators that move elements: slices, splits, padding, scattering, depth to space."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["RULES", "split"]
 
 
 def split(node: ir.Node, e: Emitter, wanted: Collection[ir.Value]) -> Sequence[ir.Value] | None:
-    """Slices, for a Split without sizes, or with outputs that get no gradient: the gradient builder leaves those out.
+    """Rewrites a Split without sizes, or with outputs without gradient, to slices: the gradient builder omits those.
 
     Args:
         node: The node.
-        e: Takes the new nodes.
+        e: Receives the new nodes.
         wanted: Values that get a gradient.
     """
     if all(value in wanted for value in node.outputs) and input_of(node, 1) is not None:
@@ -36,7 +36,7 @@ def split(node: ir.Node, e: Emitter, wanted: Collection[ir.Value]) -> Sequence[i
 
 
 def _slice(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """Backwards, as a choice of indices."""
+    """Rewrites a slice with a negative step to a Gather."""
     given = input_of(node, 4)
     steps = None if given is None else ir.convenience.get_const_tensor(given)
     if steps is None or min(steps.numpy()) > 0:
@@ -54,7 +54,7 @@ def _slice(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _pad(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """Padding by elements of the tensor: a choice of indices along each axis."""
+    """Rewrites padding with elements of the tensor to a Gather along each axis."""
     mode = attributes_of(node).get("mode", "constant")
     x = operand(node)
     if mode == "constant" and input_of(node, 3) is None:
@@ -80,7 +80,7 @@ def _pad(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _scatter(node: ir.Node, e: Emitter) -> ir.Value | None:
-    """What is added goes onto zeros: the gradient builder takes all scattered elements for replaced ones."""
+    """Adds onto zeros first, because the gradient builder assumes that scattered elements replace the others."""
     attributes = attributes_of(node)
     if attributes.get("reduction", "none") != "add":
         return None

@@ -27,7 +27,7 @@ def _scaled(
 
 
 def _batch_normalization(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
-    """With the batch's statistics (``training_mode``) or the running ones."""
+    """Uses the batch's statistics (``training_mode``) or the running ones."""
     attributes = attributes_of(node)
     x = operand(node)
     rank = rank_of(x)
@@ -58,7 +58,7 @@ def _instance_normalization(node: ir.Node, e: Emitter) -> ir.Value:
 
 
 def _layer_normalization(node: ir.Node, e: Emitter) -> Sequence[ir.Value] | None:
-    """With a bias, and one that is not the scale too: the gradient builder asks for both."""
+    """Adds a bias, separate from the scale, because the gradient builder requires one."""
     value, scale, given = operand(node), operand(node, 1), input_of(node, 2)
     if given is not None and given is not scale:
         return None

@@ -1,4 +1,4 @@
-"""Recurrent layers of ONNX, unrolled: one set of matrix products for every time step."""
+"""Rewrites of recurrent layers: unrolled, with one set of matrix products per time step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Cell = Callable[[ir.Value, list[ir.Value | None]], list[ir.Value]]
 
 
 def _lstm(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
-    """Gates in the order input, output, forget, cell."""
+    """Unrolls an LSTM; its gates are in the order input, output, forget, cell."""
     hidden = _checked(node, ["Sigmoid", "Tanh", "Tanh"])
     if input_of(node, 7) is not None:
-        raise refuse(node, "peepholes (input P) have no rewrite: leave them out")
+        raise refuse(node, "peepholes (input P) are not supported: leave them out")
 
     def cell(recurrent: ir.Value, bias: ir.Value | None) -> Cell:
         def step(gates: ir.Value, state: list[ir.Value | None]) -> list[ir.Value]:
@@ -38,7 +38,7 @@ def _lstm(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
 
 
 def _gru(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
-    """Gates in the order update, reset, hidden."""
+    """Unrolls a GRU; its gates are in the order update, reset, hidden."""
     hidden = _checked(node, ["Sigmoid", "Tanh"])
     before_reset = bool(attributes_of(node).get("linear_before_reset", 0))
 
@@ -74,11 +74,11 @@ def _gru(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
 
 
 def _rnn(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
-    """One gate, by the node's own activation."""
+    """Unrolls an RNN; it has one gate, with the node's own activation."""
     activations = attributes_of(node).get("activations", ["Tanh"])
     hidden = _checked(node, [activations[0]])
     if activations[0] not in ("Tanh", "Relu", "Sigmoid"):
-        raise refuse(node, f"activation {activations[0]!r} has no rewrite: there are Tanh, Relu and Sigmoid")
+        raise refuse(node, f"activation {activations[0]!r} is not supported: use Tanh, Relu or Sigmoid")
 
     def cell(recurrent: ir.Value, bias: ir.Value | None) -> Cell:
         def step(gates: ir.Value, state: list[ir.Value | None]) -> list[ir.Value]:
@@ -91,14 +91,14 @@ def _rnn(node: ir.Node, e: Emitter) -> Sequence[ir.Value]:
 
 
 def _checked(node: ir.Node, default: list[str]) -> int:
-    """Returns the hidden size, after a look at attributes that have no rewrite."""
+    """Returns the hidden size, after checking for unsupported attributes."""
     attributes = attributes_of(node)
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
     if attributes.get("activations", default * directions) != default * directions:
-        raise refuse(node, f"activations {attributes['activations']} have no rewrite: they must be {default}")
+        raise refuse(node, f"activations must be {default}, but are {attributes['activations']}")
     for name in ("clip", "input_forget", "layout"):
         if attributes.get(name):
-            raise refuse(node, f"attribute {name}={attributes[name]!r} has no rewrite: leave it at its default")
+            raise refuse(node, f"attribute {name}={attributes[name]!r} is not supported: leave it at its default")
     return int(attributes["hidden_size"])
 
 
@@ -141,7 +141,7 @@ def _unroll(
             new = step(e("Gather", projected, e.constant(time), axis=0), state)
             output = new[0]
             if lengths is not None:
-                # A sequence that is over keeps its state, and its output is zero.
+                # After its end, a sequence keeps its state and its output is zero.
                 inside = e("Less", e.constant(time, "int32"), lengths)
                 inside = e("Unsqueeze", inside, e.constant([1]))
                 zero = e.scalar(0.0)

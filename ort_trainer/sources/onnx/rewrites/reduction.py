@@ -1,4 +1,4 @@
-"""Rewrites of reductions and of pooling over everything."""
+"""Rewrites of reductions and global pooling."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _reduction(node: ir.Node, e: Emitter) -> ir.Value | None:
 
 
 def _extremum(node: ir.Node, e: Emitter) -> ir.Value:
-    """The mean of the elements that are equal to the extremum: its gradient is spread over them, as in PyTorch."""
+    """Averages the elements equal to the extremum, which spreads the gradient over them, as in PyTorch."""
     attributes, value = attributes_of(node), operand(node)
     axes = constant_of(node, 1)
     if axes is None or not len(axes):
         if attributes.get("noop_with_empty_axes"):
             return value
         axes = range(rank_of(value))
-    # This one stays as it is: only a comparison looks at it, which ends the gradient.
+    # This node needs no rewrite: only a comparison reads it, and no gradient flows through that.
     extremum = e(node.op_type, value, e.constant(list(axes)), keepdims=1)
     return _at_extremum(e, value, extremum, list(axes), bool(attributes.get("keepdims", 1)))
 

@@ -1,4 +1,4 @@
-"""The rewrite of Resize, for sizes that are known."""
+"""The rewrite of Resize, for known sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["RULES"]
 
 
 def _resize(node: ir.Node, e: Emitter) -> ir.Value:
-    """A product with a matrix along every axis whose size changes: what ONNX Runtime makes of the unit matrix."""
+    """Multiplies by a matrix along each axis whose size changes; the matrix is ONNX Runtime's resized unit matrix."""
     attributes = attributes_of(node)
     if attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        raise refuse(node, "coordinate_transformation_mode 'tf_crop_and_resize' has no rewrite")
+        raise refuse(node, "coordinate_transformation_mode 'tf_crop_and_resize' is not supported")
     if attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        raise refuse(node, f"keep_aspect_ratio_policy {attributes['keep_aspect_ratio_policy']!r} has no rewrite")
+        raise refuse(node, f"keep_aspect_ratio_policy {attributes['keep_aspect_ratio_policy']!r} is not supported")
     x = operand(node)
     rank = rank_of(x)
     axes = [axis % rank for axis in attributes.pop("axes", range(rank))]
@@ -45,7 +45,7 @@ def _resize(node: ir.Node, e: Emitter) -> ir.Value:
 
 
 def _resized_unit(op_type: str, attributes: dict[str, Any], size: int, target: Any, by_size: bool) -> Any:
-    """Returns what the operator makes of a unit matrix along its second axis: (size, new size)."""
+    """Returns a unit matrix resized by the operator along its second axis: (size, new size)."""
     x = ir.val("x", ir.DataType.FLOAT, [size, size])
     sizes = ir.val("target", const_value=ir.tensor(target))
     node = ir.node(op_type, [x, None, None, sizes] if by_size else [x, None, sizes], attributes)

@@ -1,4 +1,4 @@
-"""Graphs whose nodes are programs of PyTorch's operators, for an engine that can call PyTorch."""
+"""Graphs whose nodes are programs of PyTorch operators, for an engine that can call PyTorch."""
 
 from .rewrites import rewrite_forward
 

@@ -1,4 +1,4 @@
-"""Makes the ONNX model of a captured graph whose nodes are programs."""
+"""Builds the ONNX model of a captured graph; its nodes are programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KernelModel:
 
     Attributes:
         model: The model.
-        programs: Its programs by the keys in its nodes.
+        programs: Key, as in the nodes -> program.
         operators: Name of a node -> the operator that each step of its program computes.
     """
 
@@ -46,18 +46,18 @@ def kernel_model(
     """Returns a model that computes a captured graph with PyTorch's kernels.
 
     Args:
-        found: The captured step; it is used up.
+        found: The captured step, which is modified.
         inputs: Placeholders with the names of the model's inputs, in order.
         results: Nodes with the names of the model's outputs, in order.
-        batch: Those of the batch, with their descriptions: where symbolic sizes can be read.
+        batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
 
     Raises:
-        ExportError: If there is something that no program can do.
+        ExportError: If a program can't run an operator of the graph.
     """
     graph = found.module.graph
     for node, name in inputs:
         if node in found.state and node.meta["val"].dtype == torch.bfloat16:
-            raise ExportError(f"{name!r} is of bfloat16, which is not handed to PyTorch's kernels")
+            raise ExportError(f"{name!r} is bfloat16, which PyTorch's kernels can't receive from ONNX Runtime")
     _widen_interface(graph, [node for node, _ in inputs])
     (end,) = graph.find_nodes(op="output")
     end.args = (tuple(_widened(node, end) for node, _ in results),)
@@ -68,7 +68,7 @@ def kernel_model(
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
-    """Makes bfloat16 inputs fp32, with a cast behind them: NumPy, which names types to ONNX Runtime, has none."""
+    """Makes bfloat16 inputs fp32 and casts them back: ONNX Runtime takes NumPy dtypes, which lack bfloat16."""
     (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
     for node in inputs:
         if node.meta["val"].dtype == torch.bfloat16:
@@ -81,7 +81,7 @@ def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
 
 
 def _widened(result: Node, end: Node) -> Node:
-    """Returns a result, or its fp32 copy if it is of bfloat16."""
+    """Returns a result, or its fp32 copy if it is bfloat16."""
     if result.meta["val"].dtype != torch.bfloat16:
         return result
     with end.graph.inserting_before(end):
@@ -128,7 +128,7 @@ class _Builder:
         for program, out in zip(self._programs, self._coming_out(results), strict=True):
             self._add(program, out, results)
         for node, name in self._results:
-            if name not in self._outputs:  # it is no program's own: an input, a view of one, or there twice
+            if name not in self._outputs:  # no program returns it: it is an input, a view of one, or a duplicate
                 self._outputs[name] = self._add([], [node], {node: name})[0]
         outputs = [self._outputs[name] for _, name in self._results]
         graph = ir.Graph(
@@ -137,7 +137,7 @@ class _Builder:
         return ir.Model(graph, ir_version=9, producer_name="ort_trainer")
 
     def _assign_results(self) -> dict[Node, str]:
-        """Returns the nodes that come out of a program as an output of the model, each under one name."""
+        """Returns the nodes that a program returns as an output of the model, each under one name."""
         produced = {node for program in self._programs for node in program}
         found: dict[Node, str] = {}
         for node, name in self._results:
@@ -146,8 +146,8 @@ class _Builder:
         return found
 
     def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
-        """Returns what each program gives to later ones or to the outside, which may be views of what it computes."""
-        # What has a second name is copied behind all programs: the gradient of two biases that are added is one.
+        """Returns what each program returns to later ones or to the caller, which may be views of what it computes."""
+        # A result with a second name (the gradient of two biases that are added) is copied after all programs.
         later = {base_of(node) for node, name in self._results if results.get(node) != name}
         found: list[list[Node]] = []
         for program in reversed(self._programs):
@@ -182,7 +182,7 @@ _OPSETS = {"": 18, DOMAIN: 1}
 
 
 def _call(key: str, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
-    # Equal programs share a key. A profile must tell their nodes apart, and gets to see the second attribute.
+    # Equal programs share a key. A profile must tell their nodes apart, and it sees the second attribute.
     attributes = {"operator": key, "overload_name": name}
     return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=name)
 

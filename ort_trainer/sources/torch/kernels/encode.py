@@ -1,4 +1,4 @@
-"""Writes operators of a captured graph down as a program."""
+"""Writes operators of a captured graph as a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import Node, base_of, is_view, refuse, tensors_of
 
 __all__ = ["Encoder"]
 
-# Where a view is possible of a captured tensor, it need not be of one that came from another program.
+# A view that was possible at capture may be impossible for a tensor that comes from another program.
 _TARGETS = {
     "aten.view.default": "aten.reshape.default",
     "aten._unsafe_view.default": "aten.reshape.default",
@@ -31,11 +31,11 @@ class Encoder:
     Args:
         symbols: The symbolic sizes.
         sizes: Symbolic size -> batch input and axis where it can be read.
-        orders: Value that lies between programs -> its order of memory.
+        orders: Value that is passed between programs -> its memory order.
 
     Attributes:
-        inputs: What the program takes.
-        operators: What each of its steps computes.
+        inputs: The nodes that the program takes.
+        operators: The node that each of its steps computes.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Encoder:
         self._done: set[Node] = set()
 
     def write(self, nodes: Sequence[Node], results: Collection[Node], unread: Node) -> Program:
-        """Returns the program of operators.
+        """Returns the program of some operators.
 
         Args:
             nodes: The operators, in order.
-            results: Of them, or views of them or of inputs, what comes out.
-            unread: An input of a program that reads none, as ONNX Runtime refuses a node without inputs.
+            results: What the program returns: some of the operators, or views of them or of inputs.
+            unread: Becomes the input of a program that reads none: ONNX Runtime refuses a node without inputs.
         """
         for node in nodes:
             self._step(node)
         for node in results:
             place = self._place(node)
             if "x" in self._places[base_of(node)] or (is_view(node) and base_of(node) in results):
-                # Memory that ONNX Runtime lent, or that is another result, must not come out under another name.
+                # Memory that ONNX Runtime owns, or that is another result, must not be returned as a second value.
                 place = self._add(node, "aten.clone.default", [place], {})
             self._program.results.append((place["v"], self._orders.get(node)))
         if not self.inputs:
@@ -69,7 +69,7 @@ class Encoder:
         return self._program
 
     def _place(self, node: Node) -> dict[str, int]:
-        """Returns where in the program the value of a node is; views and inputs come in when they are asked for."""
+        """Returns where in the program the value of a node is; adds views and inputs on first use."""
         if node not in self._places:
             if is_view(node):
                 self._step(node)
@@ -99,7 +99,7 @@ class Encoder:
         )
         args = [self._argument(node, value) for value in node.args]
         kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
-        # Everything is on one device, and pinned memory is the caller's affair.
+        # Everything is on one device, and pinning memory is up to the caller.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         if reuse is not None:
             target = reuse.target
@@ -109,7 +109,7 @@ class Encoder:
         self._done.add(node)
 
     def _is_free(self, node: Node, base: Node) -> bool:
-        """Returns whether the program allocated a value, and only an operator will still read it or a view of it."""
+        """Returns whether the program allocated a value, and nothing but ``node`` will still read it or its views."""
         if base not in self._done:
             return False
         pending = [base]
@@ -128,13 +128,13 @@ class Encoder:
 
     def _argument(self, node: Node, value: Any) -> Any:
         if isinstance(value, Node):
-            if isinstance(value.meta.get("val"), (torch.SymInt, int)):
-                return self._size(node, value.meta["val"])
-            if not isinstance(value.meta.get("val"), (torch.Tensor, tuple, list)):
-                raise refuse(node, f"takes {value.name}, a number that is computed")
-            return self._place(value)
+            if isinstance(value.meta.get("val"), (torch.Tensor, tuple, list)):
+                return self._place(value)
+            value = value.meta.get("val", value)
         if isinstance(value, torch.SymInt):
-            return self._size(node, value)
+            return self._computed(node, "dim", self._symbols.expression(value))
+        if isinstance(value, torch.SymFloat):
+            return self._computed(node, "number", self._symbols.number(value))
         if isinstance(value, (list, tuple)):
             return [self._argument(node, entry) for entry in value]
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -145,14 +145,13 @@ class Encoder:
             return value
         raise refuse(node, f"takes {value!r}")
 
-    def _size(self, node: Node, size: int | torch.SymInt) -> Any:
-        expression = self._symbols.expression(size)
+    def _computed(self, node: Node, kind: str, expression: float | str | None) -> Any:
         if expression is None:
             raise refuse(node, "takes a size that depends on the values of the batch")
-        if isinstance(expression, int):
+        if not isinstance(expression, str):
             return expression
         for symbol in symbols_of(expression):
             if symbol not in self._program.symbols:
                 source, axis = self._sizes[symbol]
                 self._program.symbols[symbol] = (self._take(source), axis)
-        return {"dim": expression}
+        return {kind: expression}

@@ -1,11 +1,11 @@
 """Divides a captured graph into the programs that become its nodes.
 
-A call from ONNX Runtime into PyTorch costs some ten microseconds, and what lies between two programs keeps its memory,
-which a program would reuse. So a program takes operators in the order of the graph until what they do takes long::
+A call from ONNX Runtime into PyTorch costs about ten microseconds, and values passed between programs hold memory that
+a single program would reuse. So a program collects operators in graph order until they add up to enough work::
 
     layer_norm -> addmm -> gelu -> addmm -> ...    =>    [layer_norm, addmm] -> [gelu, addmm] -> ...
 
-A view is no work, and is repeated in every program that looks through it; what lies between programs is a whole tensor.
+A view costs nothing and is repeated in every program that uses it; programs pass whole tensors to each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["partition"]
 
 aten = torch.ops.aten
 
-# Seconds of work from which on a program is long enough, on a processor that does so much in one.
+# A program is long enough at this many seconds of work, on a processor with this throughput per second.
 _ENOUGH = 10e-3
 _FLOPS, _BYTES = 100e9, 10e9
 _OPERATOR = 2e-6
@@ -35,7 +35,7 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
     """Returns the operators of each program, in the order of the graph.
 
     Raises:
-        ExportError: If there is something that no program can do.
+        ExportError: If a program can't run an operator of the graph.
     """
     programs: list[list[Node]] = [[]]
     places: dict[Node, list[Node]] = {}
@@ -49,10 +49,10 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
             places[node.all_input_nodes[0]].append(node)
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise refuse(node, "is no plain operator")
+            raise refuse(node, "is not a plain operator")
         name = node.target.overloadpacket.__name__
         if not may_call(node.target.namespace, name) or is_registered_by_user(node.target):
-            raise refuse(node, "is none of PyTorch's operators on tensors, or is registered for ONNX")
+            raise refuse(node, "is not one of PyTorch's operators on tensors, or is registered for ONNX")
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
         if work >= _ENOUGH:
@@ -65,7 +65,7 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
 
 
 def _seconds(node: Node) -> float:
-    """Returns about how long an operator takes."""
+    """Estimates how long an operator takes."""
     count = _COUNTS.get(node.target)
     flops = 0.0 if count is None else count(*node.args)
     moved = sum(size_in_bytes(value) for part in (node, *node.all_input_nodes) for value in tensors_of(part))
@@ -77,7 +77,7 @@ def _linear(value: Node, weight: Node, *_: Any) -> float:
 
 
 def _convolution(value: Node, weight: Node, *_: Any) -> float:
-    # Every element of the input meets every weight of its channel, about.
+    # Approximately: every element of the input meets every weight of its channel.
     elements, weights = (number_of_elements(node.meta["val"]) for node in (value, weight))
     return 2.0 * elements / hint(value.meta["val"].shape[1]) * weights
 
@@ -100,7 +100,7 @@ _COUNTS: dict[Any, Callable[..., float]] = {
 
 
 def used_by(nodes: Iterable[Node]) -> set[Node]:
-    """Returns what nodes take, with views looked through and views among it."""
+    """Returns what nodes take; for views, also what they are views of."""
     found: set[Node] = set()
     pending = [argument for node in nodes for argument in node.all_input_nodes]
     while pending:

@@ -1,14 +1,14 @@
-"""Finds operators that can write their result over an operand which nothing reads afterwards.
+"""Finds operators that can overwrite an operand with their result, because nothing reads the operand afterwards.
 
-A result in the memory of an operand needs no memory of its own::
+The result then needs no memory of its own::
 
     v5 = gelu_backward(v4, v2)       =>    v5 = gelu_backward.grad_input(v4, v2, grad_input=v4)
     v6 = mul.Scalar(v5, 0.125)             v6 = mul_.Scalar(v5, 0.125)
 
-1. Every element of the result depends on the same element of the operand alone, or on its row where the kernel is known
-   to be done with the row by then.
-2. The operand's memory was allocated in the same program, and all readers of it are before the operator.
-3. Operand and result have the same type, sizes and strides, and no other operand is a view of that memory.
+1. Every element of the result depends only on the same element of the operand, or on its row if the kernel is known to
+   have read the whole row before writing.
+2. The operand's memory was allocated in the same program, and all its other readers precede the operator.
+3. Operand and result have the same dtype, sizes and strides, and no other operand is a view of that memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Reuse", "find_reuse"]
 aten = torch.ops.aten
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
-# Where fewer bytes are in the cache anyway, and allocating them takes no time.
+# Fewer bytes are in the cache anyway, and allocating them takes no time.
 _WORTH_IT = 1 << 16
-# They compute row by row, and write to a row what they have read of it.
+# These compute row by row, and read a row before they write to it.
 _ROW_BY_ROW = frozenset({aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default})
 
 
@@ -37,8 +37,8 @@ class Reuse(NamedTuple):
     """How an operator writes over an operand.
 
     Attributes:
-        target: Overload that does.
-        argument: Name of its argument for the result; None where it is the first one, which it changes.
+        target: The overload that does so.
+        argument: Name of its argument for the result; None if it changes its first argument.
         operand: The operand.
     """
 
@@ -82,16 +82,16 @@ def _is_alike(operand: Node, result: torch.Tensor) -> bool:
         and value.dtype == result.dtype
         and same_sizes(value.shape, result.shape)
         and same_sizes(value.stride(), result.stride())
-        # Of a part of a larger tensor, all of it would stay.
+        # A part of a larger tensor would keep all of it in memory.
         and size_in_bytes(base_of(operand).meta["val"]) == size_in_bytes(value)
     )
 
 
 @functools.cache
 def _overloads(operator: torch._ops.OpOverload) -> tuple[tuple[str, str] | None, str | None]:
-    """Returns the overload that takes the result's memory, with the argument's name; and the one that changes `self`.
+    """Returns the overload that takes the result's memory, with the argument's name; and the one that changes ``self``.
 
-    Without a kernel of its own, the former computes a new tensor and copies it.
+    The former only counts if it has a kernel of its own: otherwise it would compute a new tensor and copy it.
     """
     given = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     packet = operator.overloadpacket

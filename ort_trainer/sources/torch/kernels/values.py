@@ -1,4 +1,4 @@
-"""What the values of a captured graph are to a graph of programs: which tensors are views, how they lie in memory."""
+"""Properties of the values of a captured graph: which tensors are views, and their order in memory."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ Node = torch.fx.Node
 
 
 def refuse(node: Node, why: str) -> ExportError:
-    """Returns the error for what no program can do."""
-    return ExportError(f"{node.target} {why}, which PyTorch's kernels are not called for: {source_line(node)}")
+    """Returns the error for an operator that no program can run."""
+    return ExportError(f"{node.target} {why}, so PyTorch's kernels can't run it: {source_line(node)}")
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """Returns the fake tensors that a node gives."""
+    """Returns the fake tensors that a node produces."""
     value = node.meta.get("val")
     return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
 
 
 def is_view(node: Node) -> bool:
-    """Returns whether a node only looks at the memory of its first argument: it costs nothing, wherever it is done."""
+    """Returns whether a node is a view of its first argument, which costs nothing wherever it is computed."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_view(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
         return False
-    if node.target is torch.ops.aten._unsafe_view.default:  # a view of what nothing else reads, its signature hides it
+    if node.target is torch.ops.aten._unsafe_view.default:  # a view, although its signature does not say so
         return True
     aliases = [result.alias_info for result in node.target._schema.returns]
     return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
 
 
 def base_of(node: Node) -> Node:
-    """Returns what a node is computed from when all views are looked through: itself if it is no view."""
+    """Returns what a node is a view of, through any number of views; the node itself if it is not a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions in the order of their strides, where that is not their own order.
+    """Returns the dimensions from the largest to the smallest stride, or None if the tensor should be contiguous.
 
-    A tensor that has gaps, or elements that share memory, is made contiguous in its own order.
+    That is so if it is already, or if it has gaps or elements that share memory.
     """
     sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
     order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis))
@@ -71,7 +71,7 @@ def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
-    """Returns whether two shapes are the same, as expressions: comparing would bind the graph to the sample."""
+    """Returns whether two shapes are equal as expressions: comparing sizes would bind the graph to the sample."""
     sides = ([size if isinstance(size, int) else size.node.expr for size in sizes] for sizes in (mine, others))
     return next(sides) == next(sides)
 

@@ -1,4 +1,4 @@
-"""Operators of PyTorch that need more than PyTorch's own way to ONNX: a file a family, and the table of them all."""
+"""PyTorch operators that need more than PyTorch's own ONNX export: one file per family, and the table of all."""
 
 from .registry import register_operator
 

@@ -13,13 +13,13 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-# The same erf as in its backward pass, so that it is computed once.
+# Has the same erf as its backward pass, so that it is computed once.
 decomposition(aten.gelu.default)(decomposition_table[aten.gelu.default])
 
 
 @decomposition(aten._softmax.default)
 def _softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-    """Likewise."""
+    """Computes doubles by the formula: ONNX Runtime's operator is wrong for NaN and infinities."""
     if input.dtype != torch.float64:
         return NotImplemented
     growth = (input - input.amax(dim, keepdim=True)).exp()
@@ -28,7 +28,7 @@ def _softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
 
 @decomposition(aten._log_softmax.default)
 def _log_softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-    """ONNX Runtime's is wrong for NaN and infinities in double precision."""
+    """Computes doubles by the formula, for the same reason."""
     if input.dtype != torch.float64:
         return NotImplemented
     less = input - input.amax(dim, keepdim=True)
@@ -37,9 +37,9 @@ def _log_softmax(input: torch.Tensor, dim: int, half_to_float: bool) -> Any:
 
 @decomposition(aten._safe_softmax.default)
 def _safe_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax that is 0 where a whole row is masked by -inf: the row's maximum tells, cheaper than all its elements."""
+    """Computes softmax with 0 in rows that are all -inf; a row's maximum is cheaper to test than all its elements."""
     input = input if dtype is None else input.to(dtype)
-    # Of the maximum ONNX Runtime leaves NaN out, of the sum it does not.
+    # ONNX Runtime ignores NaN in the maximum, but not in the sum.
     masked = prims.amax.default(input, [dim % input.dim()]).unsqueeze(dim) == float("-inf")
     masked = masked & (input.sum(dim, keepdim=True) == float("-inf"))
     return torch.where(masked, 0.0, torch.softmax(input, dim))

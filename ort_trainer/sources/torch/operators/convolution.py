@@ -15,7 +15,7 @@ __all__ = ["windows"]
 aten = torch.ops.aten
 
 
-# Measured on two cores: a larger kernel is faster as a convolution (7 x 7 by a factor of 3), 3 x 3 as a product.
+# Measured on two cores: larger kernels are faster as a convolution (7 x 7 by a factor of 3), 3 x 3 as a product.
 _MANY_PLACES = 9
 
 
@@ -26,7 +26,7 @@ def windows(
     dilation: Sequence[int],
     positions: Sequence[Size],
 ) -> list[torch.Tensor]:
-    """Returns, for every place in the kernel, the elements that it meets as it slides: im2col by strided slices."""
+    """Returns the elements that each place in the kernel meets as the kernel slides: im2col by strided slices."""
     windows = []
     for offsets in itertools.product(*(range(int(size)) for size in kernel)):
         window = padded
@@ -61,7 +61,7 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``aten.convolution`` with respect to input, weight and bias, in any number of dimensions."""
+    """Returns the gradients of ``aten.convolution`` with respect to input, weight and bias, in any dimension."""
     dims = grad_output.dim() - 2
     stride, padding, dilation = _each_dimension(dims, stride, padding, dilation)
     grad_input = grad_weight = grad_bias = None
@@ -71,7 +71,7 @@ def _convolution_backward(
                 grad_output, weight, None, stride, padding, dilation, False, [0] * dims, groups
             )
             for axis in range(dims):
-                if output_padding[axis] >= stride[axis]:  # so much of it holds a whole step more
+                if output_padding[axis] >= stride[axis]:  # it holds at least one more step
                     grad_input = aten.slice.Tensor(grad_input, 2 + axis, 0, input.shape[2 + axis], 1)
         else:
             grad_input = _convolution_input_gradient(grad_output, input, weight, stride, padding, dilation, groups)
@@ -84,7 +84,7 @@ def _convolution_backward(
 
 
 def _each_dimension(dims: int, *settings: Sequence[int]) -> list[list[int]]:
-    """Returns settings with one number for each dimension, where one may stand for all."""
+    """Returns settings with one number per dimension; a single number applies to all of them."""
     return [[*values] * dims if len(values) == 1 else [*values] for values in settings]
 
 
@@ -99,8 +99,8 @@ def _convolution_input_gradient(
 ) -> torch.Tensor:
     """Returns the transposed convolution of the gradient, cut or padded to the input's size.
 
-    A strided kernel may miss the last rows of its input: their gradient is zero. How many there are is an output
-    padding of the transposed convolution, which must be a number; with symbolic sizes it is padding after it.
+    A strided kernel may miss the last rows of its input: their gradient is zero. ONNX's output padding could add them,
+    but it must be a number, and sizes may be symbolic: so the result is padded afterwards.
     """
     dims = len(stride)
     full: torch.Tensor = aten.convolution.default(
@@ -127,15 +127,15 @@ def _convolution_weight_gradient(
     dilation: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """Returns the sum over batch and positions of image window times response, of the weight's shape.
+    """Returns the sum over batch and positions of image window times response, in the weight's shape.
 
     Args:
         image: The larger tensor, (batch, channels of the image, spatial...).
-        response: What the kernel gives at each position, (batch, channels of the response, spatial...).
+        response: The kernel's result at each position, (batch, channels of the response, spatial...).
         weight: (channels of the response, channels of the image / groups, kernel...).
-        stride: Of the kernel.
-        padding: Of the image.
-        dilation: Of the kernel.
+        stride: Stride of the kernel.
+        padding: Padding of the image.
+        dilation: Dilation of the kernel.
         groups: Number of channel groups.
     """
     kernel = weight.shape[2:]
@@ -149,7 +149,7 @@ def _convolution_weight_gradient(
     for size in positions:
         count = count * size
     spatial = range(2, response.dim())
-    # Both as matrices with one row a channel and one column a (batch, position), split into groups.
+    # Both become matrices with a row per channel and a column per (batch, position), split into groups.
     columns = torch.stack(windows(_pad(image, padding), kernel, stride, dilation, positions), dim=2)
     columns = columns.permute(1, 2, 0, *(axis + 1 for axis in spatial))
     columns = columns.reshape(groups, image.shape[1] // groups * places, count)
@@ -166,7 +166,7 @@ def _weight_gradient_by_convolution(
     dilation: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """Returns the same as one convolution: batch and channels change places, and so do stride and dilation."""
+    """Returns the same by one convolution, with batch and channels swapped, and stride and dilation swapped."""
     dims = len(stride)
     per_group = image.shape[1] // groups
     # (channels of a group, groups x batch, spatial...), and as a kernel (channels of the response, batch, spatial...)
@@ -176,7 +176,7 @@ def _weight_gradient_by_convolution(
         swapped, response.transpose(0, 1), None, dilation, padding, stride, False, [0] * dims, groups
     )
     for axis in range(dims):
-        # A stride may leave rows at the far edge that no window meets.
+        # A stride may leave rows at the far edge that no window covers.
         full = aten.slice.Tensor(full, 2 + axis, 0, weight.shape[2 + axis], 1)
     return full.transpose(0, 1).reshape(weight.shape)
 
@@ -193,10 +193,10 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """A transposed convolution whose output padding is a stride or more, which ONNX Runtime computes wrong.
+    """Computes a transposed convolution with an output padding of a stride or more, which ONNX Runtime gets wrong.
 
-    Without any padding the result is whole; the padding is cut off its near edge, and what is asked for beyond its far
-    edge is zero.
+    It convolves without any padding, cuts the padding off the near edge, and appends zeros for output beyond the far
+    edge.
     """
     dims = input.dim() - 2
     stride, padding, output_padding = _each_dimension(dims, stride, padding, output_padding)

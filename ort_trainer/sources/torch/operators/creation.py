@@ -1,4 +1,4 @@
-"""New tensors: of one number, or of memory that nobody has written."""
+"""New tensors: filled with one number, or uninitialized."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ aten = torch.ops.aten
 
 
 @translation(aten.scalar_tensor.default)
-def _number(s: Any, dtype: int = -1, **placement: Any) -> Value:
-    """A number in the precision that it is asked for: torch.onnx rounds it to fp32 on the way to double precision."""
+def number(s: Any, dtype: int = -1, **placement: Any) -> Value:
+    """Returns a number in the requested precision: torch.onnx rounds it to fp32 on the way to double precision."""
     if isinstance(s, (bool, int, float)):
         return op.Constant(value=ir.tensor(s, dtype=ir.DataType.FLOAT if dtype == -1 else ir.DataType(dtype)))
     return s if dtype == -1 else op.Cast(s, to=dtype)
@@ -24,29 +24,29 @@ def _number(s: Any, dtype: int = -1, **placement: Any) -> Value:
 
 @translation(aten.full.default)
 def _full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
-    """The same number in every element."""
+    """Returns a tensor with the same number in every element."""
     if dtype == -1 and isinstance(fill_value, (bool, int)):
         dtype = ir.DataType.BOOL if isinstance(fill_value, bool) else ir.DataType.INT64
-    value = _number(fill_value, dtype)
+    value = number(fill_value, dtype)
     sizes = [op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [-1]) for n in size]
     return op.Expand(value, op.Concat(*sizes, axis=0) if sizes else op.Constant(value_ints=[]))
 
 
 @translation(aten.full_like.default)
 def _full_like(value: Value, fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
-    """A number in the shape and, where no other is given, the type of a tensor."""
-    return op.Expand(_number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))
+    """Returns a tensor of one number, in the shape of another and, by default, in its dtype."""
+    return op.Expand(number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))
 
 
 @decomposition(aten.empty_permuted.default, aten._efficientzerotensor.default)
 def _zeros(size: Sequence[Size], *ignored: Any, **options: Any) -> torch.Tensor:
-    """Zeros for what is zero by definition, and for memory whose values nobody reads: ONNX has neither."""
+    """Returns zeros, for zero tensors as well as for uninitialized memory: ONNX has neither."""
     return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
 
 
 @decomposition(aten.empty_like.default)
 def _empty_like(input: torch.Tensor, **settings: Any) -> Any:
-    """Keeps the order of the dimensions in memory, in which a random operator fills what is still empty."""
+    """Keeps the memory order of the dimensions, in which a random operator will fill the tensor."""
     order = memory_order(input)
     if not order or settings.get("memory_format") not in (None, torch.preserve_format):
         return NotImplemented

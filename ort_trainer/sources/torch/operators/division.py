@@ -1,8 +1,8 @@
-"""Division that rounds, and its remainders: torch.onnx rounds the quotient, which PyTorch does not.
+"""Rounding division and remainders: torch.onnx rounds the quotient, PyTorch does not.
 
-``1.0 // 0.1`` is 9 and not 10, because 0.1 is a little more than a tenth, but its quotient rounds to 10 before it can
-be rounded down. Less its remainder, it divides without a rest. And torch.onnx divides integers as floats, which is
-wrong for large ones.
+``1.0 // 0.1`` is 9 and not 10, because 0.1 is slightly more than a tenth; but the quotient rounds to 10 before it can
+be rounded down. Subtracting the remainder first makes the division exact. torch.onnx also divides integers as floats,
+which is wrong for large ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ prims = torch.ops.prims
 Operand = torch.Tensor | float
 
 
-# What ONNX Runtime divides, compares and subtracts on all providers.
+# Integer types that ONNX Runtime divides, compares and subtracts on all providers.
 _DIVISIBLE = (torch.int32, torch.int64)
 
 
 def _operands(first: Operand, second: Operand, rounded: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-    """Returns both as tensors of the type in which PyTorch computes, and the type of the result.
+    """Returns both operands as tensors of the dtype in which PyTorch computes, and the dtype of the result.
 
-    It computes 16-bit floats in fp32, where a number is ``rounded`` to 16 bits before, or not: that depends on the
+    PyTorch computes 16-bit floats in fp32. Whether a Python number is ``rounded`` to 16 bits first depends on the
     operator.
     """
     dtype = torch.result_type(first, second)
@@ -56,7 +56,7 @@ def _truncated(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _floored(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Returns the quotient rounded down, as ``c10::div_floor_floating`` and ``c10::div_floor_integer`` have it."""
+    """Returns the quotient rounded down, as ``c10::div_floor_floating`` and ``c10::div_floor_integer`` compute it."""
     rest = aten.fmod.Tensor(first, second)
     below = (rest != 0) & ((rest < 0) != (second < 0))
     if not first.is_floating_point():
@@ -85,7 +85,7 @@ def _floor_divide(first: Operand, second: Operand) -> torch.Tensor:
 
 @decomposition(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def _remainder(first: Operand, second: Operand) -> torch.Tensor:
-    """The remainder with the sign of the divisor."""
+    """Returns the remainder, with the sign of the divisor."""
     a, b, dtype = _operands(first, second, rounded=True)
     rest = aten.fmod.Tensor(a, b)
     rest = torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
@@ -95,7 +95,7 @@ def _remainder(first: Operand, second: Operand) -> torch.Tensor:
 
 @decomposition(aten.fmod.Tensor, aten.fmod.Scalar)
 def _fmod(first: Operand, second: Operand) -> Any:
-    """ONNX has it, but for 16-bit floats and numbers."""
+    """Leaves the operator to ONNX, except for 16-bit floats and Python numbers."""
     a, b, dtype = _operands(first, second, rounded=True)
     same = isinstance(first, torch.Tensor) and first.dtype == a.dtype == dtype
     if same and isinstance(second, torch.Tensor) and second.dtype == dtype:
@@ -105,11 +105,11 @@ def _fmod(first: Operand, second: Operand) -> Any:
 
 @translation(prims.div.default)
 def _divide(first: Value, second: Value) -> Value:
-    """Division of floats, or of integers towards zero."""
+    """Divides floats, or integers with rounding towards zero."""
     return op.Div(first, second)
 
 
 @translation(operator.floordiv)
 def _floordiv(first: Value, second: Value) -> Value:
-    """Integer division that rounds down, as Python's does; ONNX's rounds towards zero."""
+    """Divides integers and rounds down, as Python does; ONNX rounds towards zero."""
     return op.Div(op.Sub(first, op.Mod(first, second)), second)

@@ -1,4 +1,4 @@
-"""Operators that torch.onnx translates wrongly for some element types, or that ONNX does not have for them."""
+"""Operators that torch.onnx translates wrongly for some dtypes, or that ONNX lacks for them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["is_whole"]
 aten = torch.ops.aten
 
 
-# A result that is real of a complex input: torch.onnx translates it into what no ONNX Runtime loads.
+# The input is complex, the result real: no ONNX Runtime loads torch.onnx's translation.
 untranslated(aten._fft_c2r.default)
 
 
 def is_whole(value: torch.Tensor) -> bool:
-    """Returns whether a tensor has whole numbers or truth values."""
+    """Returns whether a tensor is of integers or bools."""
     return not value.is_floating_point() and not value.is_complex()
 
 
 @decomposition(aten.ceil.default, aten.floor.default, aten.round.default, aten.trunc.default)
 def _rounding(input: torch.Tensor) -> Any:
-    """Whole numbers are round already."""
+    """Copies integers, which need no rounding."""
     return input.clone() if is_whole(input) else NotImplemented
 
 
@@ -37,7 +37,7 @@ def _is_not_finite(input: torch.Tensor) -> Any:
 
 def _shift(operator: Any, alias: bool = False) -> Callable[..., Any]:
     def shift(input: torch.Tensor, other: torch.Tensor | int) -> Any:
-        """torch.onnx takes unsigned numbers for signed ones behind a shift; short ones have no kernel."""
+        """Shifts as int32: torch.onnx treats unsigned numbers as signed after a shift, and int16 has no kernel."""
         if input.dtype not in (torch.uint8, torch.int16):
             return operator(input, other) if alias else NotImplemented
         return operator(input.int(), other).to(input.dtype)
@@ -56,7 +56,7 @@ for _packet, _alias in (
 
 
 def _of_doubles(operator: Any) -> Callable[..., Any]:
-    """Returns PyTorch's own decomposition, for doubles: attributes of ONNX's operators are of fp32."""
+    """Returns PyTorch's own decomposition, for doubles only: attributes of ONNX operators are fp32."""
     decomposition = decomposition_table[operator]
 
     def of_doubles(input: torch.Tensor, *args: Any, **settings: Any) -> Any:
@@ -77,7 +77,7 @@ for _operator in (
 
 def _scaled(operator: Any) -> Callable[..., Any]:
     def scaled(input: torch.Tensor, other: torch.Tensor, *, alpha: float = 1) -> Any:
-        """The factor, likewise."""
+        """Multiplies by the factor separately for doubles: an attribute would be fp32."""
         if alpha == 1 or torch.result_type(input, other) != torch.float64:
             return NotImplemented
         return operator(input, other * alpha)
@@ -91,7 +91,7 @@ decomposition(aten.sub.Tensor)(_scaled(aten.sub.Tensor))
 
 @decomposition(aten.pow.Tensor_Scalar)
 def _power(input: torch.Tensor, exponent: float) -> Any:
-    """The exponent, likewise."""
+    """Makes the exponent a tensor for doubles: torch.onnx would round it to fp32."""
     if input.dtype != torch.float64 or exponent == int(exponent):
         return NotImplemented
     return aten.pow.Tensor_Tensor(input, aten.scalar_tensor.default(exponent, dtype=torch.float64))

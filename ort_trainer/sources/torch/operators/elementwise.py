@@ -1,4 +1,4 @@
-"""Functions of single elements, where torch.onnx lacks them or differs at infinities, NaN and zeros."""
+"""Elementwise functions that torch.onnx lacks, or that differ at infinities, NaN and zeros."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ prims = torch.ops.prims
 
 
 def with_zero_gradient(value: torch.Tensor, constant_in: torch.Tensor) -> torch.Tensor:
-    """Returns the value with a gradient of zero for what it is constant in: weight decay asks whether there is one."""
+    """Returns the value with a zero gradient for ``constant_in``: weight decay applies only where a gradient exists."""
     never = torch.zeros((), dtype=torch.bool, device=value.device)
     return torch.where(never, constant_in.sum().to(value.dtype), value)
 
 
 @translation(aten.sqrt.default)
 def _square_root(value: Value) -> Value:
-    """The square root; ONNX Runtime has NaN for infinity, and loses the sign of a zero."""
+    """Returns the square root; ONNX Runtime's is NaN for infinity, and loses the sign of zero."""
     special = op.Or(op.Equal(value, op.CastLike(0.0, value)), op.Equal(value, op.CastLike(float("inf"), value)))
     return op.Div(value, op.Sqrt(op.Where(special, op.CastLike(1.0, value), value)))
 
 
 @translation(aten.rsqrt.default)
 def _reciprocal_square_root(value: Value) -> Value:
-    """One by the square root."""
+    """Returns one over the square root."""
     return op.Reciprocal(_square_root(value))
 
 
 @translation(prims.hypot.default)
 def _hypot(first: Value, second: Value) -> Value:
-    """The hypotenuse, scaled so that squares of large numbers do not overflow."""
+    """Returns the hypotenuse, scaled so that squares of large numbers do not overflow."""
     first, second = op.Abs(first), op.Abs(second)
     larger = op.Max(first, second)
     scale = op.Where(op.Greater(larger, op.CastLike(0.0, larger)), larger, op.CastLike(1.0, larger))
@@ -50,7 +50,7 @@ def _hypot(first: Value, second: Value) -> Value:
 
 @translation(aten.clamp.default)
 def _clamp(value: Value, low: Any = None, high: Any = None) -> Value:
-    """A value within two limits; if they contradict each other, the upper one counts."""
+    """Clamps a value to two limits; if they contradict each other, the upper one wins."""
     if isinstance(low, (int, float)) and isinstance(high, (int, float)):
         return op.Clip(value, _like(low, value), _like(high, value))
     value = value if low is None else _clamp_min(value, low)
@@ -59,13 +59,13 @@ def _clamp(value: Value, low: Any = None, high: Any = None) -> Value:
 
 @translation(aten.clamp_min.default)
 def _clamp_min(value: Value, low: Any) -> Value:
-    """The larger one: a Clip without an upper limit makes the largest finite number of infinity."""
+    """Takes the maximum: a Clip without an upper limit turns infinity into the largest finite number."""
     return op.Max(value, _like(low, value))
 
 
 @translation(aten.clamp_max.default)
 def _clamp_max(value: Value, high: Any) -> Value:
-    """The smaller one, likewise."""
+    """Takes the minimum, for the same reason."""
     return op.Min(value, _like(high, value))
 
 
@@ -75,7 +75,7 @@ def _like(number: Any, value: Value) -> Value:
 
 @translation(aten.sign.default, aten.sgn.default)
 def _sign(value: Value) -> Value:
-    """The sign; NaN has none in PyTorch."""
+    """Returns the sign; PyTorch's is 0 for NaN."""
     if not value.dtype.is_floating_point():
         return op.Sign(value)
     return op.Where(op.IsNaN(value), op.CastLike(0.0, value), op.Sign(value))
@@ -83,7 +83,7 @@ def _sign(value: Value) -> Value:
 
 @decomposition(aten.signbit.default)
 def _signbit(input: torch.Tensor) -> torch.Tensor:
-    """One by a negative zero is negative: ONNX has no other way to tell."""
+    """Finds the sign of a zero by 1 / zero: ONNX has no other way."""
     if not input.is_floating_point():
         return input < 0
     return torch.where(input == 0, 1 / input, input) < 0
@@ -99,14 +99,14 @@ def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
 
 @decomposition(aten.angle.default)
 def _angle(input: torch.Tensor) -> torch.Tensor:
-    """Of a real number; NaN has none."""
+    """Returns the angle of a real number, or NaN for NaN."""
     angle = torch.where(input < 0, math.pi, 0.0)
     return torch.where(input.isnan(), math.nan, angle) if input.is_floating_point() else angle
 
 
 @decomposition(aten.atan2.default)
 def _atan2(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The angle of a point, by the arc tangent of a number up to 1; zeros have signs, and infinities are equal."""
+    """Returns the angle of a point by the arc tangent of a ratio up to 1; zeros have signs, infinities are equal."""
     dtype = torch.result_type(input, other)
     y, x = (value.to(dtype if dtype.is_floating_point else torch.float32) for value in (input, other))
     height, width = y.abs(), x.abs()

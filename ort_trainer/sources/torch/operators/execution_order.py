@@ -1,8 +1,8 @@
-"""``after``, an operator of our own: it hands a tensor on unchanged, but only when others have been computed.
+"""``after``, an operator of our own: it returns a tensor unchanged, but only after others have been computed.
 
-ONNX has none, so it becomes a Reshape to the tensor's own shape, where the shape has empty slices of the other tensors
-in it. Nothing is copied. Optimizers that know shapes would see through that, so the operator is written as one of a
-domain of ours, and lowered when the graph has been simplified; what ONNX Runtime itself does leaves it in place.
+ONNX has no such operator. It becomes a Reshape to the tensor's own shape, where the shape includes empty slices of the
+other tensors. Nothing is copied. Optimizers that know shapes would remove such a Reshape, so the operator first belongs
+to a domain of our own and is lowered after the graph is simplified. ONNX Runtime's optimizers leave the Reshape alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _translate_after(value: Value, others: Sequence[Value]) -> Value:
 
 
 def lower_after(model: ir.Model) -> None:
-    """Replaces the operator by operators of ONNX, in place."""
+    """Replaces the operator with ONNX operators, in place."""
     graph = model.graph
     lowering = _Lowering(graph)
     for node in [node for node in graph if node.domain == _DOMAIN]:
@@ -77,7 +77,7 @@ class _Lowering:
         key = (rank, *others)
         if key not in self._shapes:
             empty = [self._empty_slice(other, node) for other in others if other is not None]
-            # A 0 takes over the size that the value has there.
+            # A 0 keeps the value's size.
             kept = [self._constant(*[0] * rank)] if rank else []
             self._shapes[key] = self._insert(node, "Concat", [*kept, *empty], {"axis": 0})
         reshaped = self._insert(node, "Reshape", [value, self._shapes[key]])

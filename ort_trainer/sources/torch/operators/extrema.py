@@ -1,4 +1,4 @@
-"""Maxima and minima, and where they are. In PyTorch NaN is both; ONNX Runtime leaves it out."""
+"""Maxima, minima and their indices. In PyTorch NaN is both the maximum and the minimum; ONNX Runtime ignores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ prims = torch.ops.prims
 
 def _in_fp32(operator: Any) -> Callable[..., torch.Tensor]:
     def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
-        """The gradient asks which elements equal the extremum; in fp16 ONNX Runtime may round only one of the two."""
+        """Computes in fp32: the gradient compares elements with the extremum, and fp16 may round only one of them."""
         if input.dtype in (torch.float16, torch.bfloat16):
             return operator(input.float(), dim, keepdim).to(input.dtype)  # type: ignore[no-any-return]
         return operator(input, dim, keepdim)  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torc
         else:
             worst = torch.iinfo(input.dtype).min if sign > 0 else torch.iinfo(input.dtype).max
         upto = torch.where(place <= place[:, None], row, torch.full_like(row[..., :1], worst))
-        # Of equal elements the last one counts, so they are looked through backwards; what comes later does not count.
+        # Among equal elements the last one wins, so the search runs backwards; elements after the place are excluded.
         indices = torch.minimum(size - 1 - best(upto.flip(-1), dim=-1).indices, place).movedim(-1, dim)
         return input.gather(dim, indices), indices
 
@@ -64,7 +64,7 @@ composite(aten.cummin.default)(_cumulative(torch.min, -1))
 
 def _extremum(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-        """No dimensions mean all; and ONNX Runtime leaves NaN out."""
+        """Reduces all dimensions if none are given, and propagates NaN, which ONNX Runtime ignores."""
         if input.dim() == 0:
             return input.clone()
         dims = sorted({axis % input.dim() for axis in dim}) or list(range(input.dim()))
@@ -97,7 +97,7 @@ decomposition(aten.min.default)(_whole_extremum(aten.amin.default))
 
 def _pairwise(operator: Any) -> Callable[..., Any]:
     def extremum(input: torch.Tensor, other: torch.Tensor) -> Any:
-        """In 16 bits ONNX Runtime may lose a NaN."""
+        """Computes in fp32: in 16 bits ONNX Runtime may lose a NaN."""
         if input.dtype not in (torch.float16, torch.bfloat16) or other.dtype != input.dtype:
             return NotImplemented
         return operator(input.float(), other.float()).to(input.dtype)
@@ -111,7 +111,7 @@ decomposition(aten.minimum.default)(_pairwise(aten.minimum.default))
 
 def _index_of_extremum(largest: bool) -> Callable[..., Any]:
     def index(input: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-        """ONNX Runtime looks for the extremum of 32-bit numbers only; the first of a sorted list is the same."""
+        """Finds the index in int64 numbers with topk: ONNX Runtime's ArgMax and ArgMin take 32-bit numbers only."""
         if input.dtype != torch.int64 or input.dim() == 0:
             return NotImplemented
         if dim is None:
@@ -129,13 +129,13 @@ decomposition(aten.argmin.default)(_index_of_extremum(largest=False))
 
 def _place_of_best(largest: bool) -> Callable[..., Any]:
     def place(value: Value, dim: int | None = None, keepdim: bool = False) -> Value:
-        """The place of the first maximum or minimum; NaN is either."""
+        """Returns the index of the first maximum or minimum; NaN is either."""
         best = op.ArgMax if largest else op.ArgMin
         rank = len(value.shape)
         if rank == 0:
             return op.Constant(value_int=0)
         ordered = keys(value, largest)
-        if value.dtype == ir.DataType.INT64:  # ONNX Runtime has a TopK of these, and no ArgMax
+        if value.dtype == ir.DataType.INT64:  # ONNX Runtime has TopK for these, but no ArgMax
             row = ordered if dim is not None else op.Reshape(ordered, [-1])
             _, first = op.TopK(row, [1], axis=dim or 0, largest=largest)
             return _shaped(first, rank, dim, keepdim)
@@ -164,7 +164,7 @@ def _best(largest: bool) -> Callable[..., Any]:
     place = _argmax if largest else _argmin
 
     def best(value: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
-        """The maximum or minimum along a dimension, and its place."""
+        """Returns the maximum or minimum along a dimension, and its index."""
         if len(value.shape) == 0:
             return op.Identity(value), op.Constant(value_int=0)
         indices = place(value, dim, True)
@@ -180,23 +180,23 @@ translation(aten.min.dim)(_best(False))
 
 @translation(prims.amax.default)
 def _largest(value: Value, dims: Sequence[int] | None = None, **options: Any) -> Value:
-    """The maximum of numbers, NaN left out."""
+    """Returns the maximum, ignoring NaN."""
     return op.ReduceMax(value, keepdims=0) if dims is None else op.ReduceMax(value, list(dims), keepdims=0)
 
 
 @translation(prims.amin.default)
 def _smallest(value: Value, dims: Sequence[int] | None = None, **options: Any) -> Value:
-    """The minimum of numbers, NaN left out."""
+    """Returns the minimum, ignoring NaN."""
     return op.ReduceMin(value, keepdims=0) if dims is None else op.ReduceMin(value, list(dims), keepdims=0)
 
 
 @translation(prims.fmax.default)
 def _fmax(first: Value, second: Value) -> Value:
-    """The maximum, where a number beats NaN."""
+    """Returns the larger operand; a number beats NaN."""
     return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Max(first, second)))
 
 
 @translation(prims.fmin.default)
 def _fmin(first: Value, second: Value) -> Value:
-    """The minimum, where a number beats NaN."""
+    """Returns the smaller operand; a number beats NaN."""
     return op.Where(op.IsNaN(first), second, op.Where(op.IsNaN(second), first, op.Min(first, second)))

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align_corners: bool) -> Any:
     if input.dim() != 4:
         return aten.grid_sampler.default(input, grid, mode, padding, align_corners)
-    # A place that is NaN or infinite would become an index somewhere in memory.
+    # A NaN or infinite position would become an arbitrary index into memory.
     finite = grid.isfinite()
     grid = torch.where(finite, grid, 0.0)
     sampled = decompositions._grid_sampler_2d(input, grid, mode, padding, align_corners)  # type: ignore[no-untyped-call]

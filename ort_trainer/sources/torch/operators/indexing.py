@@ -25,7 +25,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Sums (mode 0), means (1) or maxima (2) of bags of rows; the bags are runs of ``indices``."""
+    """Computes sums (mode 0), means (1) or maxima (2) of bags of rows; the bags are runs of ``indices``."""
     if scale_grad_by_freq:
         return aten.embedding_bag.padding_idx(  # type: ignore[no-any-return]
             weight, indices, offsets, True, mode, sparse, per_sample_weights, include_last_offset, padding_idx
@@ -45,7 +45,7 @@ def _embedding_bag(
         into = bag[:, None].expand(rows.shape)
         considered = torch.where(kept[:, None], rows, -math.inf).detach()
         best = rows.new_full(shape, -math.inf).scatter_reduce(0, into, considered, "amax")
-        # Of equal rows the first one has the gradient.
+        # Among equal rows, the first gets the gradient.
         last = torch.full_like(best, rows.shape[0] - 1)
         candidates = torch.where(kept[:, None] & (considered == best[bag]), place[:, None].to(rows.dtype), last[0])
         first = last.scatter_reduce(0, into, candidates, "amin").long()
@@ -90,7 +90,7 @@ def _index_reduce(
 def _reduce_by_index(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
-    """ONNX has no mean, which torch.onnx takes for an assignment; and fp16 sums are better sums in fp32."""
+    """Computes the mean, which ONNX lacks and torch.onnx mistakes for an assignment, and reduces halves in fp32."""
     if input.dtype in (torch.float16, torch.bfloat16):
         wide = _reduce_by_index(input.float(), dim, index, src.float(), reduce, include_self=include_self)
         return wide.to(input.dtype)
@@ -106,7 +106,7 @@ def _reduce_by_index(
 def _scatter_extremum(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, include_self: bool
 ) -> torch.Tensor:
-    """ONNX Runtime leaves NaN out of a maximum."""
+    """Propagates NaN, which ONNX Runtime ignores in a maximum or minimum."""
     best: torch.Tensor = aten.scatter_reduce.two(input, dim, index, src, reduce, include_self=include_self)
     unknown = input.isnan().to(input.dtype)
     unknown = unknown.scatter_reduce(dim, index, src.isnan().to(input.dtype), "sum", include_self=include_self)
@@ -117,9 +117,9 @@ def _scatter_extremum(
 def _scatter_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """ONNX has no mean, and torch.onnx takes it for an assignment; and it begins a maximum with a finite number.
+    """Computes the mean, which torch.onnx mistakes for an assignment, and maxima, which it starts at a finite number.
 
-    (Before differentiation the mean is a composite; this is for a model that is differentiated as it stands.)
+    (Before differentiation, a composite computes the mean; this is for models that are differentiated as they are.)
     """
     if reduce in ("amax", "amin") and not include_self and input.is_floating_point():
         start = aten.scatter.value(input, dim, index, float("-inf" if reduce == "amax" else "inf"))
@@ -133,7 +133,7 @@ def _scatter_reduce(
 
 @decomposition(aten.scatter_add.default)
 def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Any:
-    """ONNX Runtime's CPU provider has no scatter that adds fp16 values; fp32 is also the better sum."""
+    """Adds fp16 values in fp32: ONNX Runtime's CPU provider has no kernel for them, and fp32 is more accurate."""
     if input.dtype != torch.float16:
         return NotImplemented
     return aten.scatter_add.default(input.float(), dim, index, src.float()).to(input.dtype)
@@ -141,7 +141,7 @@ def _scatter_add(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.
 
 @decomposition(aten.index.Tensor)
 def _index(input: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
-    """ONNX wants 64-bit indices."""
+    """Casts indices to 64 bits, which ONNX requires."""
     return aten.index.Tensor(input, _lengthened(indices)) if _has_short(indices) else NotImplemented
 
 
@@ -149,7 +149,7 @@ def _index(input: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
 def _index_put(
     input: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
-    """The same for an indexed assignment that adds; and ONNX wants 64-bit indices."""
+    """Casts indices to 64 bits, which ONNX requires, and accumulates fp16 values in fp32."""
     if _has_short(indices):
         return aten.index_put.default(input, _lengthened(indices), values, accumulate)
     if input.dtype != torch.float16 or not accumulate:
@@ -167,9 +167,16 @@ def _lengthened(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | N
 
 @decomposition(aten.select_backward.default)
 def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, index: int) -> torch.Tensor:
-    """Puts a slice into zeros by padding: PyTorch's own way compares every index and then chooses, which is slow."""
+    """Pads a slice with zeros: PyTorch's own way compares every index and then selects, which is slow."""
     dim = dim % len(input_sizes)
     index = index + input_sizes[dim] if index < 0 else index
     pads = [0, 0] * (len(input_sizes) - 1 - dim) + [index, input_sizes[dim] - 1 - index]
     padded: torch.Tensor = aten.constant_pad_nd.default(grad.unsqueeze(dim), pads, 0.0)
     return padded
+
+
+@composite(aten.masked_select.default, for_onnx=True)
+def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Indexes with the mask."""
+    input, mask = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
+    return input[mask]

@@ -8,20 +8,22 @@ from typing import Any
 
 import torch
 
+from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from .dtypes import is_whole
 from .elementwise import with_zero_gradient
-from .registry import composite, decomposition, untranslated
+from .registry import composite, decomposition, replacement, untranslated
 
 aten = torch.ops.aten
+own = torch.ops.ort_trainer
 
 
-# torch.onnx translates it into what no ONNX Runtime loads.
+# No ONNX Runtime loads torch.onnx's translation.
 untranslated(aten._linalg_det.default)
 
 
 @decomposition(aten.mm.default, aten.bmm.default)
 def _product(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """A sum over no elements is zero; ONNX Runtime leaves the memory as it finds it."""
+    """Returns zeros for a sum over no elements, where ONNX Runtime leaves the memory uninitialized."""
     if not isinstance(first.shape[-1], int) or first.shape[-1] != 0:
         return NotImplemented
     return first.new_zeros([*first.shape[:-1], *second.shape[-1:]])
@@ -31,7 +33,7 @@ def _product_and_sum(operator: Any) -> Callable[..., Any]:
     def product(
         input: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Any:
-        """ONNX has a product with a sum for fractions only, with factors of fp32, and of no empty matrices."""
+        """Decomposes what ONNX's product with a sum lacks: integers, factors of doubles, and empty matrices."""
         is_empty = isinstance(first.shape[-1], int) and first.shape[-1] == 0
         if not is_empty and not is_whole(input) and (input.dtype != torch.float64 or alpha == beta == 1):
             return NotImplemented
@@ -42,6 +44,56 @@ def _product_and_sum(operator: Any) -> Callable[..., Any]:
 
 decomposition(aten.addmm.default)(_product_and_sum(aten.mm.default))
 decomposition(aten.baddbmm.default)(_product_and_sum(aten.bmm.default))
+
+
+_of_groups = torch._grouped_mm
+
+
+@replacement(torch, "_grouped_mm")
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Computes the layers of all experts of a mixture by an operator of our own."""
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None or out_dtype not in (None, mat_a.dtype):
+        return _of_groups(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    result: torch.Tensor = own.grouped_mm(mat_a, mat_b, offs)
+    return result
+
+
+def _keep_groups(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    first, second, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    return own.grouped_mm(gradient, second.mT, ends), own.grouped_mm(first.mT, gradient, ends), None
+
+
+torch.library.register_autograd("ort_trainer::grouped_mm", _grouped_mm_backward, setup_context=_keep_groups)
+
+
+@composite("transformers.grouped_mm_fallback.default")
+def _grouped_mm_of_transformers(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Replaces the fallback that transformers uses while a model is compiled or exported."""
+    result: torch.Tensor = own.grouped_mm(input, weight, offs)
+    return result
+
+
+@decomposition(own.grouped_mm.default)
+def _grouped_mm_of_all(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiplies all rows with all groups, and zeroes the rows of other groups: ONNX has no product of groups."""
+    of_rows = second.dim() == 3
+    groups, rows = ends.shape[0], torch.arange(first.shape[0 if of_rows else 1], device=first.device)
+    group = (rows[:, None] >= ends).sum(1)  # number of groups that end before the row
+    chosen = (group[:, None] == torch.arange(groups, device=first.device)).to(first.dtype)
+    if of_rows:
+        return (chosen[:, :, None] * first[:, None, :]).flatten(1) @ second.flatten(0, 1)
+    return (chosen.mT[:, None, :] * first) @ second
 
 
 @composite(aten.bilinear.default)
@@ -59,7 +111,7 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Norms by their formulas: ONNX Runtime's are wrong at infinities and NaN. 16-bit floats are summed in fp32."""
+    """Computes norms by their formulas, in fp32 for 16-bit floats: ONNX Runtime's are wrong at infinities and NaN."""
     dims = list(range(input.dim())) if dim is None else list(dim)
     dtype = dtype or input.dtype
     size = input.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype).abs()
@@ -81,7 +133,7 @@ def _vector_norm(
 @composite(aten.cdist.default)
 def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
     difference = (first.unsqueeze(-2) - second.unsqueeze(-3)).abs()
-    # The absolute value of NaN has a gradient of zero, its distance has none.
+    # The gradient of abs(NaN) is zero, but that of its distance is NaN.
     difference = difference * torch.where(difference.isnan(), math.nan, 1.0)
     if p == 0:
         return with_zero_gradient(
@@ -91,14 +143,14 @@ def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mo
         return difference.sum(-1)
     if p == math.inf:
         return _chebyshev(difference)
-    apart = difference != 0  # NaN is
+    apart = difference != 0  # true for NaN
     total = torch.where(apart, torch.where(apart, difference, 1.0).pow(p), 0.0).sum(-1)
-    # The gradient of equal points is zero, and a power below 1 has none at zero.
+    # The gradient of equal points is zero, but a power below 1 has no finite gradient at zero.
     return torch.where(total != 0, torch.where(total != 0, total, 1.0).pow(1 / p), 0.0)
 
 
 def _chebyshev(difference: torch.Tensor) -> torch.Tensor:
-    """Returns the largest along the last dimension; each that equals it has the whole gradient."""
+    """Returns the maximum along the last dimension; every element that equals it gets the whole gradient."""
     largest = difference.amax(-1)
     value = largest.detach()
     total = torch.where(difference == value.unsqueeze(-1), difference, 0.0).sum(-1)

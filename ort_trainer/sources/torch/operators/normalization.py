@@ -1,4 +1,4 @@
-"""Normalization layers, where torch.onnx translates them wrongly or not for all types."""
+"""Normalization layers that torch.onnx translates wrongly, or not for all dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import composite, decomposition
 aten = torch.ops.aten
 
 
-# torch.onnx translates these into batch norm for inference: a wrong loss, and no error.
+# torch.onnx translates these into inference batch norm: the loss is wrong, without an error.
 for _operator in (
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit.default,
@@ -26,9 +26,9 @@ for _operator in (
 def _layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> Any:
-    """Layer norm of fp16 values with fp32 weights, which autocast makes and ONNX does not have: computed in fp32.
+    """Computes layer norm of fp16 values with fp32 weights in fp32: autocast produces it and ONNX does not have it.
 
-    And of doubles, of which ONNX computes the statistics in fp32.
+    Doubles are computed by the formula, because ONNX computes their statistics in fp32.
     """
     if input.dtype == torch.float64:
         axes = list(range(input.dim() - len(normalized_shape), input.dim()))

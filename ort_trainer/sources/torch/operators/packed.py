@@ -1,13 +1,13 @@
 """``pack_padded_sequence`` and ``pad_packed_sequence``: in a graph, a packed batch stays padded.
 
-PyTorch cuts the padding out, so that the number of rows depends on the values of the lengths, which a graph does not
-know. Here the steps of padding are computed too, where nothing reads them::
+PyTorch removes the padding, so the number of rows depends on the values of the lengths, which a graph does not know.
+Here the steps of padding are computed too, but nothing reads them::
 
     pack -> LSTM -> pad    =>    LSTM -> where(step < length, output, padding_value)
 
-A state at the end of a sequence is what the output has at its last step; for the backward direction each sequence is
-turned round within its length. Of an LSTM only the cell at the end has no output to be taken from: it is kept through
-the padding by one more feature of the input, which closes the input gate there and opens the forget gate.
+The final state of a sequence is the output at its last step. For the backward direction, each sequence is reversed
+within its length. Only the final cell of an LSTM is not part of the output. To keep it unchanged through the padding,
+an extra input feature closes the input gate there and opens the forget gate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .registry import Size, Value, op, replacement, translation
 aten = torch.ops.aten
 _VF: Any = torch._VF
 
-# Closes or opens a gate for good, also in halves: sigmoid(-1e4) is 0 and sigmoid(1e4) is 1.
+# Closes or opens a gate completely, even in halves: sigmoid(-1e4) is 0 and sigmoid(1e4) is 1.
 _SHUT = 1e4
 
 
 class _Rows:
-    """Stands for the data of a packed batch; what it has is a padded one, (steps, batch, features)."""
+    """Stands in for the data of a packed batch, and holds the padded batch, (steps, batch, features)."""
 
     def __init__(self, padded: torch.Tensor) -> None:
         self.padded = padded
@@ -40,22 +40,22 @@ class _Rows:
 
     def __getattr__(self, name: str) -> Any:
         raise ExportError(
-            f"forward() uses .data of a PackedSequence (its {name!r}), whose size depends on the lengths, which a "
-            "graph does not know: compute on the padded batch, before it is packed or behind pad_packed_sequence"
+            f"forward() uses .data of a PackedSequence (attribute {name!r}). Its size depends on the lengths, which a "
+            "graph does not know: compute on the padded batch, before packing it or after pad_packed_sequence"
         )
 
 
 class _Unasked(int):
-    """A number that is no other object."""
+    """A number that can be told apart from equal ones by identity."""
 
 
 class _Lengths:
-    """Stands for the batch sizes of a packed batch.
+    """Stands in for the batch sizes of a packed batch.
 
     Attributes:
-        each: (batch), the lengths.
-        steps: Of the padded batch.
-        unasked: The same number, which ``pad_packed_sequence`` asks for where it is given no length.
+        each: The lengths, (batch,).
+        steps: Number of steps of the padded batch.
+        unasked: The same number, as the object that ``pad_packed_sequence`` passes on if it gets no total length.
     """
 
     device = torch.device("cpu")
@@ -65,25 +65,25 @@ class _Lengths:
         self.unasked = _Unasked(steps) if isinstance(steps, int) else steps
 
     def size(self, dim: int) -> Size:
-        """Returns the number of steps, as an object that tells whether somebody else has asked for as many."""
+        """Returns the number of steps, as an object that differs from any total length that a user gives."""
         return self.unasked
 
     def __getitem__(self, step: int) -> Size:
-        """Returns how many sequences have a first step, the only one that the layers of PyTorch ask for."""
+        """Returns the batch size of the first step, the only one that PyTorch's layers read."""
         return self.each.shape[0]
 
     def inside(self) -> torch.Tensor:
-        """Returns where a step is one of its sequence, (steps, batch, 1)."""
+        """Returns a mask of the steps that are not padding, (steps, batch, 1)."""
         return (torch.arange(self.steps).unsqueeze(1) < self.each).unsqueeze(-1)
 
     def reversed(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a padded batch with each sequence turned round, and the padding where it is."""
+        """Returns a padded batch with each sequence reversed and the padding in place."""
         step = torch.arange(self.steps).unsqueeze(1)
         source = torch.where(step < self.each, self.each - 1 - step, step)
         return value.gather(0, source.unsqueeze(-1).expand_as(value))
 
     def last(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns what a padded batch has at the last step of each sequence, (batch, features)."""
+        """Returns the last step of each sequence of a padded batch, (batch, features)."""
         return value.gather(0, (self.each - 1).view(1, -1, 1).expand(1, -1, value.shape[2])).squeeze(0)
 
 
@@ -118,7 +118,7 @@ def _pad(
 
 def _check(original: Callable[..., None]) -> Callable[..., None]:
     def check_forward_args(self: nn.RNNBase, input: Any, hidden: Any, batch_sizes: Any) -> None:
-        if not isinstance(batch_sizes, _Lengths):  # of which the original would make a number
+        if not isinstance(batch_sizes, _Lengths):  # the original would turn their symbolic sizes into numbers
             original(self, input, hidden, batch_sizes)
 
     return check_forward_args
@@ -129,7 +129,7 @@ replacement(nn.LSTM, "check_forward_args")(_check(nn.LSTM.check_forward_args))
 
 
 def _packed(name: str) -> None:
-    """Replaces what runs all layers of a kind, for a packed batch."""
+    """Replaces the function that runs all layers of a kind, for packed batches."""
     original = getattr(_VF, name)
 
     def layers(*args: Any) -> Any:
@@ -188,7 +188,7 @@ def _layer(
 
 @translation(torch.ops.ort_trainer.checked_lengths.default)
 def _translate_checked_lengths(lengths: Value, steps: Any, exact: bool) -> Value:
-    """An index that is out of bounds where a length is wrong: ONNX has no assertions, and the node tells its name."""
+    """Reads an index out of bounds if a length is wrong: ONNX has no assertions, and the error names the node."""
     steps = op.Constant(value_int=steps) if isinstance(steps, int) else op.Reshape(steps, op.Constant(value_ints=[]))
     longest, shortest = op.ReduceMax(lengths, keepdims=0), op.ReduceMin(lengths, keepdims=0)
     right = op.Equal(longest, steps) if exact else op.LessOrEqual(longest, steps)

@@ -1,4 +1,4 @@
-"""Pooling and its backward pass, where torch.onnx or ONNX Runtime lacks them or differs."""
+"""Pooling and its backward pass, where torch.onnx or ONNX Runtime lacks it or differs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _adaptive_avg_pool1d(input: torch.Tensor, output_size: Sequence[Size]) -> to
 
 @composite(aten.adaptive_avg_pool2d.default, for_onnx=True)
 def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
-    """PyTorch's own makes views of one pixel by their strides, for the layout with channels last."""
+    """Computes a single pixel as a mean; PyTorch's own version takes a strided view of it, for channels last."""
     if list(output_size) in ([1], [1, 1]):
         return input.mean((-2, -1), keepdim=True)
     return aten.adaptive_avg_pool2d.default(input, output_size)  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> to
 
 @composite(aten.adaptive_avg_pool3d.default, for_onnx=True)
 def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
-    """The mean of a box is a mean of means, axis by axis; a product with a matrix would spread infinities."""
+    """Averages axis by axis, since the mean of a box is a mean of means; a matrix product would spread infinities."""
     counts = [*output_size] * 3 if len(output_size) == 1 else output_size
     for axis, count in zip((-3, -2, -1), counts, strict=True):
         size, means = input.shape[axis], []
@@ -77,7 +77,7 @@ def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> to
 
 @decomposition(aten._adaptive_avg_pool2d_backward.default)
 def _adaptive_avg_pool2d_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Gradient of adaptive average pooling, a product with a matrix of averages along each axis."""
+    """Returns the gradient of adaptive average pooling: a product with an averaging matrix along each axis."""
     rows, columns = (_averages(input.shape[axis], grad_output.shape[axis], grad_output) for axis in (-2, -1))
     result: torch.Tensor = rows.transpose(0, 1) @ grad_output @ columns
     return result
@@ -103,12 +103,12 @@ def _avg_pool(dims: int) -> Callable[..., Any]:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Any:
-        """Average pooling where ONNX or its runtime differs: a last window cut off by the edge, or an own divisor."""
+        """Computes average pooling in ceil mode or with a custom divisor, where ONNX or its runtime differs."""
         if not ceil_mode and divisor_override is None:
             return NotImplemented
         kernel, step, pad = _pool_arguments(dims, kernel_size, stride, padding)
         size = input.shape[-dims:]
-        # A window beyond the far edge must start inside the input or its padding before it.
+        # A window that reaches past the far edge must start inside the input or the near padding.
         positions = []
         for axis in range(dims):
             reach = size[axis] + 2 * pad[axis] - kernel[axis]
@@ -139,7 +139,7 @@ def _avg_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
         count_include_pad: bool,
         divisor_override: int | None,
     ) -> torch.Tensor:
-        """Gradient of average pooling: each output's, divided by what it averaged over, goes to all of them."""
+        """Returns the gradient of average pooling: each output's, over its divisor, goes to its whole window."""
         kernel, step, pad = _pool_arguments(dims, kernel_size, stride, padding)
         size, positions = input.shape[-dims:], grad_output.shape[-dims:]
         share = grad_output / _divisor(
@@ -149,7 +149,7 @@ def _avg_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
         ones = torch.ones([1, 1, *kernel], dtype=flat.dtype, device=flat.device)
         none, one = [0] * dims, [1] * dims
         full: torch.Tensor = aten.convolution.default(flat, ones, None, step, none, one, True, none, 1)
-        # What the windows miss at the far edge is zero; one stride and kernel more suffices for any rounding mode.
+        # Elements at the far edge that no window covers get zero; one stride plus one kernel suffices in either mode.
         edges = [edge for axis in reversed(range(dims)) for edge in (0, step[axis] + kernel[axis])]
         full = aten.constant_pad_nd.default(full, edges, 0.0)
         for axis in range(dims):
@@ -178,7 +178,7 @@ def _divisor(
     override: int | None,
     like: torch.Tensor,
 ) -> Any:
-    """Returns what each window of an average pooling is divided by: a number, or one for each."""
+    """Returns the divisor of average pooling: a number, or a tensor with one for each window."""
     if override is not None:
         return override
     dims = len(kernel)
@@ -192,7 +192,7 @@ def _divisor(
 def _counts(
     size: Size, positions: Size, kernel: int, stride: int, padding: int, include_padding: bool, like: torch.Tensor
 ) -> torch.Tensor:
-    """Returns over how many elements each window averages along one axis, as a tensor of ``positions`` numbers."""
+    """Returns how many elements each window averages along one axis, a tensor of shape (positions,)."""
     start = torch.arange(positions, device=like.device) * stride - padding
     stop = (start + kernel).clamp(max=size + padding)
     if not include_padding:
@@ -215,10 +215,10 @@ def _max_pool_with_indices(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> tuple[Value, Value]:
-    """Max pooling with indices into each channel's plane, as PyTorch counts them.
+    """Returns max pooling with indices into each channel's plane, as PyTorch counts them.
 
-    ONNX counts through the whole tensor. What torch.onnx does to find the difference, a second pooling of the whole
-    input, costs as much as the pooling itself; the rest of a division by the plane's size does not.
+    ONNX counts through the whole tensor. torch.onnx finds the difference by pooling the whole input a second time,
+    which doubles the cost; the remainder of a division by the plane's size is cheap.
     """
     dims = len(kernel_size)
 
@@ -252,10 +252,10 @@ def _max_pool_with_indices(
 def _far_padding(
     sizes: Sequence[Any], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[int] | None:
-    """Returns the padding behind the input that makes windows of those that the edge cuts off, as ceil mode has them.
+    """Returns the padding at the far edge that completes the windows which ceil mode adds.
 
-    ONNX Runtime's own ceil mode has windows that begin behind the input, and contradicts itself about their number.
-    None where only the batch tells the sizes, or where ONNX allows no such padding.
+    ONNX Runtime's own ceil mode has windows that start past the input, and contradicts itself about their number.
+    Returns None if a size is symbolic, or if ONNX does not allow that much padding.
     """
     far = []
     for size, width, step, near, spread in zip(sizes, kernel, stride, padding, dilation, strict=True):
@@ -282,7 +282,7 @@ def _max_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
         ceil_mode: bool,
         indices: torch.Tensor,
     ) -> torch.Tensor:
-        """Gradient of max pooling: each output's gradient goes to the input that was the maximum."""
+        """Returns the gradient of max pooling: each output's goes to the input element that was the maximum."""
         return _scatter_to_maxima(grad_output, input, indices, dims)
 
     return max_pool_backward

@@ -1,4 +1,4 @@
-"""Operators that draw random numbers, each with what stands for it when the numbers are inputs of the graph."""
+"""Operators that draw random numbers, and what replaces them once the numbers are inputs of the graph."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ....errors import ExportError
 from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from ..random_inputs import Lifter
 from ..source_lines import source_line
-from .creation import _number
+from .creation import number
 from .registry import Value, keep, op, random_operator, replacement, translation
 
 aten = torch.ops.aten
 
-# By default a distribution looks at the values of its parameters, to refuse wrong ones.
+# By default a distribution reads the values of its parameters to validate them.
 replacement(torch.distributions.Distribution, "_validate_args")(False)
 
-# It goes with the dropout.
+# Replaced together with its dropout.
 keep(aten.native_dropout_backward.default)
 
 
 @random_operator(aten.native_dropout.default)
 def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
-    """``native_dropout`` becomes a product with noise that is 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
+    """Replaces ``native_dropout`` with a product with noise, 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
     value, probability, *train = cast("tuple[Any, ...]", node.args)
     active = probability and (train[0] is not False if train else True)
     gets = {user.args[1]: user for user in node.users}
@@ -51,7 +51,7 @@ def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
 
 @dataclass(frozen=True)
 class _Noise:
-    """The noise of one dropout: how a tensor is multiplied by it (in the backward pass or not), and its mask."""
+    """The noise of one dropout: multiplies a tensor by it (in the backward pass or not), and gives its mask."""
 
     apply: Callable[[Any, bool], torch.fx.Node]
     mask: Callable[[], torch.fx.Node]
@@ -83,10 +83,10 @@ def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: floa
 
 @translation(torch.ops.ort_trainer.noise.default)
 def _translate_noise(mask: Value, factor: float, dtype: int, backward: bool) -> Value:
-    """A byte an element becomes 0 or the factor: one pass over the memory.
+    """Turns one byte per element into 0 or the factor, in one pass over the memory.
 
-    In the backward pass it is done again, and named differently (by a zero point, which is 0 anyway), lest it is taken
-    for the same value as in the forward pass and kept until then, with four bytes an element.
+    The backward pass repeats this with an explicit zero point of 0. Without that difference, it would be merged with
+    the forward pass's noise, which would be kept until then at four bytes per element.
     """
     scale = op.Constant(value_float=factor)
     if backward:
@@ -111,7 +111,7 @@ random_operator(aten.randperm.default)(_replace("permutation"))
 @random_operator(aten.bernoulli.p)
 def _bernoulli_p(lifter: Lifter, node: torch.fx.Node) -> None:
     probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    # It stands for bernoulli_(), which fills the tensor that is there, and has lost the order of that one's dimensions.
+    # This was bernoulli_(), which fills an existing tensor; the node's own value has lost that tensor's memory order.
     (filled,) = cast("tuple[torch.fx.Node]", node.args[:1])
     noise = lifter.draw(node, filled.meta["val"], "bernoulli", (float(probability), 1.0))  # type: ignore[arg-type]
     node.replace_all_uses_with(noise)
@@ -119,7 +119,7 @@ def _bernoulli_p(lifter: Lifter, node: torch.fx.Node) -> None:
 
 @random_operator(aten.bernoulli.default)
 def _bernoulli(lifter: Lifter, node: torch.fx.Node) -> None:
-    """Probabilities that are themselves computed: 1 where a uniform number is below them."""
+    """Handles computed probabilities: 1 where a uniform number is below the probability."""
     (probability,) = node.args[:1]
     uniform = lifter.draw(node, node.meta["val"], "uniform")
     with lifter.graph.inserting_before(node):
@@ -128,15 +128,13 @@ def _bernoulli(lifter: Lifter, node: torch.fx.Node) -> None:
 
 
 def _integers(first: int) -> Callable[[Lifter, torch.fx.Node], None]:
-    """``first`` is the position of the first bound; a lone bound is the upper one."""
+    """Returns a handler. ``first`` is the position of the first bound; a single bound is the upper one."""
 
     def handler(lifter: Lifter, node: torch.fx.Node) -> None:
         given = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
         low, high = given if len(given) == 2 else (0, given[0])
         if not isinstance(low, int) or not isinstance(high, int):
-            raise ExportError(
-                f"{node.target} with bounds that are not plain numbers is not supported: {source_line(node)}"
-            )
+            raise ExportError(f"{node.target} supports only bounds that are plain numbers: {source_line(node)}")
         node.replace_all_uses_with(lifter.draw(node, node.meta["val"], "integers", (float(low), float(high))))
 
     return handler
@@ -176,28 +174,28 @@ def _normal_numbers(lifter: Lifter, node: torch.fx.Node) -> None:
 
 @translation(aten.uniform.default)
 def _translate_uniform(value: Value, low: float = 0.0, high: float = 1.0, generator: None = None) -> Value:
-    """Of evaluation, where ONNX Runtime draws; so are the following."""
+    """Serves evaluation, where ONNX Runtime draws the numbers; so do the translations below."""
     return op.RandomUniformLike(value, low=low, high=high)
 
 
 @translation(aten.bernoulli.default)
 def _translate_bernoulli(probability: Value, generator: None = None) -> Value:
-    """1 where a uniform number is below the probability; ONNX's Bernoulli gives 1 where it is greater."""
+    """Returns 1 where a uniform number is below the probability; ONNX's Bernoulli does where it is greater."""
     return op.CastLike(op.Less(op.RandomUniformLike(probability), probability), probability)
 
 
 @translation(aten.exponential.default)
 def _translate_exponential(value: Value, rate: float = 1.0, generator: None = None) -> Value:
-    """-log(1 - u) / rate; like PyTorch's it is never 0, whose logarithm a Gumbel distribution takes."""
+    """Returns -log(1 - u) / rate; as in PyTorch it is never 0, because a Gumbel distribution takes its logarithm."""
     least = 2.0**-24
     return op.Mul(
-        op.Neg(op.Log(op.RandomUniformLike(value, low=least, high=1.0 - least))), _number(1.0 / rate, value.dtype)
+        op.Neg(op.Log(op.RandomUniformLike(value, low=least, high=1.0 - least))), number(1.0 / rate, value.dtype)
     )
 
 
 @translation(aten.randperm.default)
 def _translate_randperm(n: Any, dtype: int = ir.DataType.INT64, **placement: Any) -> Value:
-    """The order of uniform numbers."""
+    """Returns the sort order of uniform numbers."""
     size = op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [1])
     _, order = op.TopK(op.RandomUniformLike(op.ConstantOfShape(size), dtype=ir.DataType.DOUBLE), size)
     return order if dtype in (-1, ir.DataType.INT64) else op.Cast(order, to=dtype)

@@ -1,13 +1,15 @@
 """LSTM, GRU and RNN: one operator for each layer and direction, for sequences of any length.
 
-torch 2.13 would take them apart step by step, which fixes the length. Here a layer is a loop over its steps
-(``ort_trainer::steps``) which PyTorch's kernels run in Python and ONNX as a ``Scan``; its backward pass is another one.
-Where PyTorch's kernels compute, an LSTM of fp32 is oneDNN's, forward and backward.
+torch 2.13 unrolls them, which fixes the length. Here a layer is a loop over its steps (``ort_trainer::steps``), and so
+is its backward pass: a loop in Python on PyTorch's kernels, a ``Scan`` in ONNX. On PyTorch's kernels, oneDNN computes
+an LSTM in fp32, forward and backward. The linear recurrence of state-space models (Mamba) is such a loop, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +21,7 @@ from torch._decomp import decompositions
 
 from ....runtime.aten import operators  # noqa: F401 - which defines the package's own
 from ....runtime.aten.recurrent import CELLS
-from .registry import Value, op, replacement, translation
+from .registry import Value, decomposition, op, replacement, translation
 
 _for_onnx: ContextVar[bool] = ContextVar("for_onnx", default=False)
 _gru_cell = decompositions.gru_cell
@@ -27,7 +29,7 @@ _gru_cell = decompositions.gru_cell
 
 @contextlib.contextmanager
 def layers_for_onnx() -> Iterator[None]:
-    """Under which oneDNN's layer is never picked: its backward operator has no translation."""
+    """Disables oneDNN's layer within the context: its backward operator has no translation."""
     before = _for_onnx.set(True)
     try:
         yield
@@ -40,7 +42,7 @@ def _layers(
     value: torch.Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool,
     bidirectional: bool, batch_first: bool, layer: Any,
 ) -> tuple[torch.Tensor, list[Any]]:  # fmt: skip
-    """Runs the layers. (PyTorch compares their number with the wrong thing, and has no dropout between them.)"""
+    """Runs the layers. (PyTorch's own function checks their number wrongly, and omits the dropout between them.)"""
     value = value.transpose(0, 1) if batch_first else value
     final: list[Any] = []
     directions = (False, True) if bidirectional else (False,)
@@ -58,7 +60,7 @@ def _layers(
 
 @replacement(decompositions, "select_one_layer_lstm_function")
 def _select_one_layer_lstm(input: torch.Tensor, hx: Any, params: Any) -> Any:
-    """Picks oneDNN's layer for what it computes, halves in fp32; PyTorch itself does so without gradients only."""
+    """Picks oneDNN's layer where it applies, with halves in fp32; PyTorch itself does so only without gradients."""
     tensors = [input, *hx, *(weight for layer in params for weight in layer)]
     fit = all(tensor.dtype in _BY_ONEDNN and tensor.device.type == "cpu" for tensor in tensors)
     fit = fit and hx[0].size(2) == hx[1].size(2)  # no projection
@@ -66,16 +68,16 @@ def _select_one_layer_lstm(input: torch.Tensor, hx: Any, params: Any) -> Any:
 
 
 _BY_ONEDNN = (torch.float32, torch.float16, torch.bfloat16)
-_LSTM = 2  # oneDNN's number for the kind of layer
+_LSTM = 2  # oneDNN's code for this kind of layer
 
 
 def _onednn_lstm(
     input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """One layer in one direction, in training: the backward operator needs the workspace that it keeps."""
+    """Runs one layer in one direction, in training mode: the backward operator needs the workspace that this keeps."""
     weights = list(params) if has_biases else [*params, *(torch.zeros(params[0].shape[:1]) for _ in range(2))]
     first, cell = (state.unsqueeze(0).contiguous().float() for state in hidden)
-    # Autocast would give it halves again, for which oneDNN lacks the backward kernel on most processors.
+    # Autocast would cast to halves again, for which oneDNN has no backward kernel on most processors.
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
         output, last, last_cell, _ = torch.ops.aten.mkldnn_rnn_layer.default(
             input.contiguous().float(),
@@ -134,9 +136,9 @@ _Cast = Callable[[torch.Tensor], torch.Tensor]
 def _prepared(
     input: torch.Tensor, hidden: Sequence[torch.Tensor], params: Any, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, _Cast, _Cast]:
-    """Returns what the inputs add to the gates of all steps, and casts to the type of the loop and back.
+    """Returns the inputs' contribution to the gates of all steps, and casts to the loop's dtype and back.
 
-    The loop computes in fp32 at least: sums over many steps would lose what is small in halves.
+    The loop computes in fp32 or wider: in halves, sums over many steps would lose small terms.
     """
     gates = F.linear(input, params[0], bias)
     narrow = torch.promote_types(gates.dtype, hidden[0].dtype)
@@ -148,7 +150,7 @@ class _Layer(torch.autograd.Function):
     """A layer in one direction, whose gradient is another loop."""
 
     made_of_operators = True
-    """Its backward pass is found again whenever the layer is differentiated: none of the user's, who has to say so."""
+    """Exempts the layer from the check for the user's custom backward passes: this one is found again when needed."""
 
 
 def _run(layer: type[_Layer], *args: Any) -> Any:
@@ -163,9 +165,9 @@ def _loop(
 
 
 def _before(first: torch.Tensor, sequence: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """Returns what every step found, of what the steps left: the first one found the initial state."""
+    """Returns the states before all steps, from the initial state and the states after the steps."""
     first = first.unsqueeze(0)
-    # No size in between may be one less than the length: PyTorch would look whether it is 1.
+    # No intermediate size may be length - 1: PyTorch would check whether that is 1.
     return torch.cat([sequence, first])[1:] if reverse else torch.cat([first, sequence])[:-1]
 
 
@@ -192,7 +194,7 @@ class _LSTMLayer(_Layer):
         states = [torch.zeros_like(h), torch.zeros_like(c)]
         d_h, d_c, d_gates, *d_hidden = _loop("lstm_backward", not ctx.reverse, states, sequences, weights)
         d_weights = [_product(d_gates, _before(h, output, ctx.reverse))]
-        for gradient in d_hidden:  # of a projection, whose operand o * tanh(c) is not kept
+        for gradient in d_hidden:  # for a projection, whose operand o * tanh(c) is not kept
             d_weights.append(_product(gradient, activated.chunk(4, -1)[3] * cells.tanh()))
         return None, d_gates, d_h, d_c, *d_weights
 
@@ -230,11 +232,66 @@ class _RNNLayer(_Layer):
         return None, None, d_gates, d_h, _product(d_gates, _before(h, output, ctx.reverse))
 
 
+_scans = importlib.import_module("torch._higher_order_ops.associative_scan")  # a function there has the same name
+_associative_scan, _is_exporting = _scans.associative_scan, torch.compiler.is_exporting
+
+
+@replacement(_scans, "associative_scan")
+def _scan_of_pairs(
+    combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+) -> Any:
+    """Runs a linear recurrence step by step, for any length; PyTorch's own function would fix the length."""
+    if not isinstance(xs, (tuple, list)) or len(xs) != 2 or not _is_linear(combine_fn):
+        return _associative_scan(combine_fn, xs, dim, reverse, combine_mode)
+    factors, terms = (x.movedim(dim, 0) for x in xs)
+    if reverse:
+        factors, terms = factors.flip(0), terms.flip(0)
+    found = factors.cumprod(0), torch.ops.ort_trainer.linear_recurrence(factors, terms)
+    found = tuple((value.flip(0) if reverse else value).movedim(0, dim) for value in found)
+    return list(found) if isinstance(xs, list) else found
+
+
+def _is_linear(combine: Callable[..., Any]) -> bool:
+    """Returns whether a function composes two steps ``a * h + b``, each given as a pair (a, b)."""
+    try:
+        return all(tuple(combine((a, b), (c, d))) == (a * c, c * b + d) for a, b, c, d in ((2, 3, 5, 7), (-1, 4, 9, 6)))
+    except (TypeError, AttributeError, ValueError):  # it needs tensors
+        return False
+
+
+@replacement(torch.compiler, "is_exporting")
+def _is_exporting_without_scan() -> bool:
+    """Returns False to transformers' Mamba, which avoids the scan in exports because it had no ONNX translation."""
+    chooses_scan = "associative_scan" in sys._getframe(2).f_code.co_varnames
+    return not chooses_scan and _is_exporting()
+
+
+def _keep_states(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _linear_recurrence_backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    factors, states = ctx.saved_tensors
+    first = torch.zeros_like(states[0])
+    d_states = _loop("linear_backward", True, [first], [d_output, factors], [])[-1]
+    return d_states * _before(first, states, reverse=False), d_states
+
+
+torch.library.register_autograd(
+    "ort_trainer::linear_recurrence", _linear_recurrence_backward, setup_context=_keep_states
+)
+
+
+@decomposition(torch.ops.ort_trainer.linear_recurrence.default)
+def _linear_recurrence(factors: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    return _loop("linear", False, [torch.zeros_like(terms[0])], [factors, terms], [])[-1]
+
+
 @translation(torch.ops.ort_trainer.steps.default)
 def _scan(
     cell: str, reverse: bool, states: Sequence[Value], sequences: Sequence[Value], weights: Sequence[Value]
 ) -> Sequence[Value]:
-    """A ``Scan`` whose body is one step; the weights are values of the graph around it."""
+    """Writes a ``Scan`` whose body is one step; the weights are values of the outer graph."""
     maths = _Values(op.Constant(value=ir.tensor(1.0, dtype=states[0].dtype)))
     at_start = [_inner(value, f"state_{index}", value.shape) for index, value in enumerate(states)]
     at_step = [_inner(value, f"given_{index}", value.shape[1:]) for index, value in enumerate(sequences)]
@@ -260,7 +317,7 @@ def _inner(value: ir.Value, name: str, shape: Any) -> ir.Value:
 
 
 class _Symbol:
-    """A value of the body, with operators."""
+    """A value of the body, with arithmetic operators."""
 
     def __init__(self, value: ir.Value, maths: _Values) -> None:
         self.value, self.maths = value, maths
@@ -276,7 +333,7 @@ class _Symbol:
 
 
 class _Values:
-    """The maths of a step as nodes of ONNX."""
+    """Writes the maths of a step as ONNX nodes."""
 
     def __init__(self, one: ir.Value) -> None:
         self.nodes: list[ir.Node] = []

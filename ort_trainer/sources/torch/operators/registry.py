@@ -1,20 +1,20 @@
-"""The table of operators: what is done with each operator of PyTorch on its way to ONNX.
+"""The table of operators: what happens to each PyTorch operator on its way to ONNX.
 
 There are five kinds of entries, in the order in which they take effect:
 
-- A *replacement* stands for a function of Python or torch while the model is captured: one that looks at the values
-  of tensors, or makes numbers of symbolic sizes, can't be captured itself.
-- A *composite* stands for an operator before PyTorch differentiates: no gradient is written by hand.
-- A *decomposition* takes an operator apart after PyTorch has differentiated, backward operators as well. Where it
+- A *replacement* replaces a function of Python or torch while the model is captured: a function that reads the values
+  of tensors, or turns symbolic sizes into numbers, can't be captured itself.
+- A *composite* replaces an operator before PyTorch differentiates, so that no gradient is written by hand.
+- A *decomposition* replaces an operator after PyTorch has differentiated; this includes backward operators. If it
   returns ``NotImplemented``, the operator stays.
-- A *random operator* is taken out of the graph, and its numbers become an input.
-- A *translation* makes nodes of ONNX of what is left.
+- A *random operator* is removed from the graph, and its numbers become an input.
+- A *translation* turns what is left into ONNX nodes.
 
-The other files of this folder are families of operators; each has its entries, all kinds together. A file
-that is put here is found.
+Every other file of this folder is a family of operators, with its entries of all kinds. New files are found
+automatically.
 
-Translations are written with ``op``. onnxscript, which it stands for, takes a second to import; behind this name it is
-imported when the first graph is translated, while the other kinds are needed for every capture.
+Translations are written with ``op``, which stands for onnxscript. That takes a second to import, so ``op`` imports it
+when the first graph is translated, while the other kinds are needed for every capture.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _Any = TypeVar("_Any")
 
 
 class _Opset:
-    """The operators of ONNX, as functions that add a node to the graph that is being translated."""
+    """The ONNX operators, as functions that add a node to the graph that is being translated."""
 
     def __getattr__(self, name: str) -> Any:
         from onnxscript import opset18
@@ -72,7 +72,7 @@ class _Opset:
 
     @staticmethod
     def add(node: Any) -> Sequence[Any]:
-        """Adds a node that is made already: one whose number of outputs its signature does not tell."""
+        """Adds an existing node, for operators whose number of outputs the signature does not tell."""
         from onnxscript import evaluator
 
         recorder: Any = evaluator.default()
@@ -84,14 +84,14 @@ op: Any = _Opset()
 
 
 class _Table:
-    """Operator -> function, of one kind; what a user registers goes before what the package has."""
+    """Operator -> function, for one kind of entry; a user's entries take precedence over the package's."""
 
     def __init__(self) -> None:
         self.own: dict[Operator, Callable[..., Any] | None] = {}
         self.user: dict[Operator, Callable[..., Any] | None] = {}
 
     def add(self, *operators: Operator) -> Callable[[_Function], _Function]:
-        """Decorates a function of the package; None says that there is none."""
+        """Decorates a function of the package; None registers that there is none."""
 
         def register(function: _Function) -> _Function:
             for operator in operators:
@@ -118,8 +118,8 @@ def composite(*operators: Operator, for_onnx: bool = False) -> Callable[[_Functi
     """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate.
 
     Args:
-        operators: The operators.
-        for_onnx: Whether it makes up for what ONNX lacks only, and PyTorch's own kernels need it not.
+        operators: The operators, or the names of operators that another library defines when it is imported.
+        for_onnx: Whether only ONNX needs it, and PyTorch's own kernels do not.
     """
     _for_onnx.update(operators if for_onnx else ())
     return _composites.add(*operators)
@@ -131,28 +131,28 @@ def decomposition(*operators: Operator) -> Callable[[_Function], _Function]:
 
 
 def keep(*operators: Operator) -> None:
-    """Keeps operators whole that PyTorch itself would take apart: what is made of them would be worse."""
+    """Keeps operators whole that PyTorch would decompose, because the result would be worse."""
     _decompositions.add(*operators)(None)
 
 
 def random_operator(*operators: Operator) -> Callable[[_Function], _Function]:
-    """Registers a function of a ``Lifter`` and a node, which puts inputs of the graph in the node's place."""
+    """Registers a function of a ``Lifter`` and a node, which replaces the node with inputs of the graph."""
     keep(*operators)
     return _random_operators.add(*operators)
 
 
 def translation(*operators: Operator) -> Callable[[_Function], _Function]:
-    """Registers a function that makes nodes of ONNX with ``op``: tensors are values there, numbers are numbers."""
+    """Registers a function that writes ONNX nodes with ``op``: its tensors are ONNX values, its numbers are numbers."""
     return _translations.add(*operators)
 
 
 def untranslated(*operators: Operator) -> None:
-    """Says that what torch.onnx makes of operators is of no use."""
+    """Rejects torch.onnx's own translation of operators."""
     _translations.add(*operators)(None)
 
 
 def replacement(module: ModuleType | type, name: str) -> Callable[[_Any], _Any]:
-    """Registers what stands for a function, or a setting, of a module or a class while a model is captured."""
+    """Registers what replaces a function or setting of a module or class while a model is captured."""
 
     def register(function: _Any) -> _Any:
         _replacements[module, name] = function
@@ -168,22 +168,22 @@ def register_operator(
     decomposition: Callable[..., Any] | None = None,
     translation: Callable[..., Any] | None = None,
 ) -> None:
-    """Tells how an operator of PyTorch becomes ONNX, for all models of this process that are exported from now on.
+    """Registers how a PyTorch operator is exported to ONNX, for all later exports of this process.
 
-    It comes before what this package, PyTorch or torch.onnx does with the operator; a later call with the same kind
-    replaces it. All functions have the operator's own arguments.
+    The functions take the operator's own arguments. They take precedence over what this package, PyTorch or torch.onnx
+    does with the operator; a later call replaces functions of the same kind.
 
     Args:
         operator: An overload: ``torch.ops.aten.linalg_det.default``, or one of your own library.
-        composite: Takes its place before PyTorch differentiates the model: tensors in, tensors out, made of operators
-            that PyTorch can differentiate. The way to choose where there is a choice.
-        decomposition: Takes its place after differentiation: the way for backward operators, or for what is not
-            differentiated. It may return ``NotImplemented``, for the operator to stay.
-        translation: Makes ONNX of it, written with ``onnxscript.opset18``.
+        composite: Replaces the operator before PyTorch differentiates the model: tensors in, tensors out, made of
+            operators that PyTorch can differentiate. Prefer this if you have the choice.
+        decomposition: Replaces the operator after differentiation: for backward operators, or for operators that are
+            not differentiated. It may return ``NotImplemented`` to keep the operator.
+        translation: Translates the operator to ONNX, written with ``onnxscript.opset18``.
 
     Raises:
-        TypeError: If the operator is no overload, or something is not callable.
-        ValueError: If there is nothing to register.
+        TypeError: If the operator is not an overload, or a function is not callable.
+        ValueError: If no function is given.
 
     Example:
         >>> def determinant(matrix):
@@ -209,12 +209,12 @@ def register_operator(
         if function is not None:
             table.user[operator] = function
         elif place < last:
-            table.user.setdefault(operator, None)  # what the package or PyTorch does earlier would come before it
+            table.user.setdefault(operator, None)  # otherwise an earlier kind, by the package or PyTorch, would win
     _revision += 1
 
 
 def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
-    """Returns the composites, those among them or not that only ONNX needs."""
+    """Returns the composites; ``for_onnx`` includes those that only ONNX needs."""
     known = _composites.all()
     return {name: f for name, f in known.items() if for_onnx or name not in _for_onnx or name in _composites.user}
 
@@ -230,17 +230,17 @@ def decompositions() -> Mapping[Operator, Callable[..., Any] | None]:
 
 
 def translations() -> Mapping[Operator, Callable[..., Any] | None]:
-    """Returns the translations; None for what has none, although torch.onnx has one."""
+    """Returns the translations; None rejects the one that torch.onnx has."""
     return _translations.all()
 
 
 def random_operators() -> Mapping[Operator, Callable[..., Any]]:
-    """Returns what stands for random operators."""
+    """Returns the functions that replace random operators."""
     return {operator: function for operator, function in _random_operators.all().items() if function is not None}
 
 
 def replacements() -> Mapping[tuple[ModuleType | type, str], Any]:
-    """Returns what is replaced while a model is captured: where and name -> replacement."""
+    """Returns what is replaced while a model is captured: (module or class, name) -> replacement."""
     _find_families()
     return _replacements
 

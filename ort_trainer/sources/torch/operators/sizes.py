@@ -1,4 +1,4 @@
-"""Sizes that are asked for in ways which would make numbers of them."""
+"""Keeps sizes symbolic where Python would turn them into numbers."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _len = builtins.len
 
 @replacement(builtins, "len")
 def _length(value: Any, /) -> Size:
-    """Keeps the first size of a tensor symbolic, as ``value.shape[0]`` is: Python's own ``len`` returns a number."""
+    """Returns the first size of a tensor, symbolic as in ``value.shape[0]``; Python's own ``len`` returns a number."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else _len(value)

@@ -1,8 +1,8 @@
-"""Sorting, medians and what else asks for an order, in which PyTorch takes NaN for the greatest of all numbers.
+"""Sorting, medians and other operators that depend on order. PyTorch treats NaN as the greatest number.
 
-ONNX Runtime skips NaN in a maximum, a sort with NaN in it is in no order at all, and a maximum in a window begins with
-the lowest finite number, which is more than negative infinity. The kernels look at keys instead: infinity stands for
-NaN, and the largest finite numbers for infinities.
+ONNX Runtime skips NaN in a maximum, sorts input that contains NaN in no defined order, and starts the maximum of a
+window at the lowest finite number, which is greater than negative infinity. Its kernels therefore compare keys, in
+which infinity stands for NaN and the largest finite numbers stand for infinities.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ aten = torch.ops.aten
 
 
 _FINITE = {
-    # One less than the largest, so that its negative is more than the lowest.
+    # One step below the largest number, so that its negative is above the lowest.
     ir.DataType.FLOAT: float(np.nextafter(np.finfo(np.float32).max, np.float32(0))),
     ir.DataType.DOUBLE: float(np.nextafter(np.finfo(np.float64).max, 0.0)),
 }
 
 
-# What no kernel orders, and what stands for it.
+# Types that no kernel can order -> the type to use instead.
 _WIDER = {
     ir.DataType.BOOL: ir.DataType.INT32,
     ir.DataType.INT8: ir.DataType.INT32,
@@ -41,7 +41,7 @@ _WIDER = {
 
 
 def keys(value: Value, nan_is_greatest: bool = True) -> Value:
-    """Returns numbers of the same order without NaN, which is the greatest or the smallest."""
+    """Returns keys in the order of the values, without NaN, which gets the greatest or the smallest key."""
     kind = value.dtype
     if kind in _WIDER:
         kind = _WIDER[kind]
@@ -55,7 +55,7 @@ def keys(value: Value, nan_is_greatest: bool = True) -> Value:
 
 @translation(aten.sort.default)
 def _sort(value: Value, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Value, Value]:
-    """ONNX's order is stable."""
+    """Sorts with TopK, which is stable in ONNX."""
     if len(value.shape) == 0:
         return op.Identity(value), op.Constant(value_int=0)
     size = op.Reshape(op.Gather(op.Shape(value), dim, axis=0), [1])
@@ -87,7 +87,7 @@ def _first(value: Value, count: Value, dim: int, largest: bool) -> tuple[Value, 
 def _kth(
     input: torch.Tensor, places: Callable[[torch.Tensor, Size], Any], dim: int, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the elements at some places of the order; NaN comes last."""
+    """Returns the elements at given places of the sorted rows, and their indices; NaN sorts last."""
     row = input if input.dim() else input.unsqueeze(0)
     indices = torch.sort(row, dim=dim, stable=True).indices
     chosen = indices.gather(dim, places(row, row.shape[dim]))
@@ -107,7 +107,7 @@ def _kthvalue(input: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False)
 
 @composite(aten.median.dim)
 def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """If there is a NaN, it is the median, and the last in the order."""
+    """Returns the first NaN as the median, if there is any; NaN sorts last."""
 
     def places(row: torch.Tensor, size: Size) -> torch.Tensor:
         middle = torch.full_like(row.narrow(dim, 0, 1), (size - 1) // 2, dtype=torch.long)
@@ -127,7 +127,7 @@ def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tupl
 
 def _whole_median(along: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
     def median(input: torch.Tensor) -> torch.Tensor:
-        """All elements that equal the median share its gradient."""
+        """Splits the gradient among all elements that equal the median."""
         value = along(input.detach().flatten(), 0)[0]
         if not input.is_floating_point():
             return value

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 def _with_nan(operator: Any) -> Callable[..., torch.Tensor]:
     def function(input: torch.Tensor) -> torch.Tensor:
-        """ONNX Runtime's error function of NaN is 1. (In GELU the input is a factor besides.)"""
+        """Propagates NaN: ONNX Runtime's error function returns 1 for it. (GELU also multiplies by its input.)"""
         result: torch.Tensor = operator(input)
         return result + torch.where(input.isnan(), input, 0.0).detach()
 
@@ -26,14 +26,13 @@ for _operator in (aten.erf.default, aten.erfc.default, aten.special_ndtr.default
     composite(_operator, for_onnx=True)(_with_nan(_operator))
 
 
-# It is refused: ONNX has no complementary error function, and the difference from 1 has no digits where this one begins
-# to matter.
+# Unsupported: ONNX has no complementary error function, and 1 - erf has no digits left where log_ndtr begins to matter.
 keep(aten.special_log_ndtr.default)
 
 
 @decomposition(aten.erfinv.default)
 def _erfinv(input: torch.Tensor) -> torch.Tensor:
-    """Inverse of the error function by the polynomials of M. Giles, "Approximating the erfinv function" (2012)."""
+    """Computes erfinv by the polynomials of M. Giles, "Approximating the erfinv function" (2012)."""
     central = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
                -0.00417768164, 0.246640727, 1.50140941)  # fmt: skip
     tail = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613,
@@ -47,13 +46,13 @@ def _erfinv(input: torch.Tensor) -> torch.Tensor:
     return torch.where(input.abs() == 1, input * math.inf, result)
 
 
-# The recurrences lift an argument by so much before the asymptotic series begins.
+# The recurrences raise an argument by this much before the asymptotic series is used.
 _LIFT = 6
 
 
 @decomposition(aten.lgamma.default)
 def _lgamma(input: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the gamma function by Stirling's series (DLMF 5.11.1), reflection (5.5.3) and recurrence (5.5.1)."""
+    """Computes log-gamma by Stirling's series (DLMF 5.11.1), reflection (5.5.3) and recurrence (5.5.1)."""
     x = input.double()
     reflected = x < 0.5
     y = torch.where(reflected, 1 - x, x)
@@ -71,7 +70,7 @@ def _lgamma(input: torch.Tensor) -> torch.Tensor:
 
 @decomposition(aten.digamma.default)
 def _digamma(input: torch.Tensor) -> torch.Tensor:
-    """Derivative of the former: DLMF 5.11.2, 5.5.4 and 5.5.2."""
+    """Computes the derivative of log-gamma by DLMF 5.11.2, 5.5.4 and 5.5.2."""
     x = input.double()
     reflected = x < 0.5
     y = torch.where(reflected, 1 - x, x)
@@ -89,7 +88,7 @@ def _digamma(input: torch.Tensor) -> torch.Tensor:
 
 @decomposition(aten.polygamma.default)
 def _polygamma(order: int, input: torch.Tensor) -> Any:
-    """The derivative of digamma, which itself is of order 0: DLMF 5.15.8, 5.15.6 and 5.15.5."""
+    """Computes digamma (order 0) or its derivative (order 1), by DLMF 5.15.8, 5.15.6 and 5.15.5."""
     if order == 0:
         return _digamma(input)
     if order > 1:
@@ -107,6 +106,6 @@ def _polygamma(order: int, input: torch.Tensor) -> Any:
 
 
 def _sin_pi(x: torch.Tensor) -> torch.Tensor:
-    """Returns sin(pi x); the sine is computed in single precision, as ONNX Runtime has no other."""
+    """Returns sin(pi x); the sine is computed in single precision, the only one that ONNX Runtime has."""
     period = x - 2 * (x / 2).round()
     return (math.pi * period).float().sin().to(x.dtype)

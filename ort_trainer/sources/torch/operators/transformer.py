@@ -1,4 +1,4 @@
-"""Functions behind ``nn.Transformer`` and its parts that look at the values of tensors, which a graph does not know."""
+"""Functions of ``nn.Transformer`` and its parts that read the values of tensors, which a graph does not know."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _mha: ModuleType = torch.backends.mha
 
 @replacement(transformer, "_detect_is_causal_mask")
 def _detect_is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Leaves a mask as it is: to know that it is a causal one would only save the reading of it."""
+    """Does not inspect the mask: knowing that it is causal would only save reading it."""
     return is_causal is True
 
 
 @replacement(_mha, "get_fastpath_enabled")
 def _get_fastpath_enabled() -> bool:
-    """Keeps evaluation on the way of training: the short one leaves out padding, whose amount it reads from a mask."""
+    """Disables the fast path in evaluation: it leaves out padding, whose amount it reads from the values of a mask."""
     return False

@@ -1,4 +1,4 @@
-"""Operators about the shape and layout of tensors, where torch.onnx lacks them or differs."""
+"""Shape and layout operators that torch.onnx lacks or translates differently."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ aten = torch.ops.aten
 
 @translation(aten.sym_numel.default)
 def _sym_numel(value: Value) -> Value:
-    """The number of elements of a tensor, as batch norm's gradient needs it."""
+    """Returns the number of elements of a tensor, which batch norm's gradient needs."""
     return op.Size(value)
 
 
 @translation(torch.ops.prims.view_of.default)
 def _identity(value: Value) -> Value:
-    """A view of a tensor as it is."""
+    """Returns the tensor itself."""
     return op.Identity(value)
 
 
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(input: torch.Tensor, dims: int | Sequence[int] | None = None) -> Any:
-    """Removes dimensions that are 1 in the graph, whatever a batch has; ONNX looks at the sizes of the batch."""
+    """Removes the dimensions that are 1 in the graph; ONNX would look at the sizes of each batch."""
     given = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     ones = [d % input.dim() for d in given if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
     if not ones:
@@ -41,7 +41,7 @@ def _squeeze(input: torch.Tensor, dims: int | Sequence[int] | None = None) -> An
 
 @decomposition(aten.copy.default)
 def _copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """A copy has the shape and dtype of what it overwrites; torch.onnx takes the source as it is."""
+    """Returns the source in the shape and dtype of the tensor that it overwrites; torch.onnx converts neither."""
     return src.to(input.dtype).expand(input.shape).clone()
 
 
@@ -102,12 +102,12 @@ def _as_strided_scatter(
 
 
 def _memory_order(value: torch.Tensor) -> list[int]:
-    """Returns the dimensions of a tensor without gaps from the slowest to the fastest in memory."""
+    """Returns the dimensions from the slowest to the fastest in memory; the tensor must not have gaps."""
     order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
     expected: Size = 1
     for axis in reversed(order):
         if value.shape[axis] != 1 and value.stride()[axis] != expected:
-            raise ExportError("as_strided() of a tensor that overlaps itself or has gaps is not supported")
+            raise ExportError("as_strided() is not supported for a tensor that has gaps or overlaps itself")
         expected = expected * value.shape[axis]
     return order
 

@@ -1,4 +1,4 @@
-"""Copies the regions that are to be recomputed into the backward pass."""
+"""Copies the regions to recompute into the backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["apply_recompute", "asks_for_recomputation"]
 
 
 def asks_for_recomputation(options: RecomputeOptions, found: Capture) -> bool:
-    """Returns whether :func:`apply_recompute` would have something to do."""
+    """Returns whether :func:`apply_recompute` has anything to do."""
     marked = any(CHECKPOINT in (node.meta.get("custom") or {}) for node in found.module.graph.nodes)
     return marked or options != RecomputeOptions()
 
@@ -29,18 +29,18 @@ def asks_for_recomputation(options: RecomputeOptions, found: Capture) -> bool:
 def apply_recompute(
     options: RecomputeOptions, found: Capture, random: Mapping[Node, RandomInput], model: nn.Module
 ) -> None:
-    """Changes a joint graph so that its backward pass recomputes what was asked for.
+    """Makes the backward pass of a joint graph recompute what the options name and what the model checkpoints.
 
-    That is what the options name, and what the model itself wraps in ``torch.utils.checkpoint``.
+    The model does so with ``torch.utils.checkpoint``.
 
     Args:
         options: The options.
-        found: The captured graph.
+        found: The captured graph, which is modified.
         random: Placeholders of random numbers.
-        model: The user's model, which says what its layers are.
+        model: The user's model, from which layers are found.
 
     Raises:
-        ExportError: If an option asks for something that the model does not have.
+        ExportError: If an option names something that the model does not have.
     """
     graph = JointGraph(found, random)
     regions: dict[Any, Region] = {}
@@ -63,7 +63,7 @@ def apply_recompute(
     if options.gelu:
         for node, activation in gelus(graph).items():
             take(("gelu", activation), node, False)
-    # What only gradients need and nobody has claimed goes with the activation that it is computed from.
+    # Unclaimed nodes that only gradients need join the region of the activation that they are computed from.
     for node in graph.candidates:
         if node not in graph.forward and node not in taken:
             for source in node.all_input_nodes:
@@ -97,7 +97,7 @@ def recompute_regions(graph: JointGraph, regions: list[Region]) -> None:
         awaited = [node for node in order[:start] if node in graph.backward and _alive(graph, node, start)]
         awaited = [node for node in awaited if node not in waited or node in first.all_input_nodes]
         waited |= {*awaited}
-        if awaited:  # else the backward pass begins here, and nothing needs keeping
+        if awaited:  # otherwise the backward pass begins here, and nothing is kept for long
             copies = _copy(graph, inside, values, awaited, first)
             for reader in readers:
                 for value in values & {*reader.all_input_nodes}:
@@ -105,7 +105,7 @@ def recompute_regions(graph: JointGraph, regions: list[Region]) -> None:
 
 
 def _alive(graph: JointGraph, node: Node, start: int) -> bool:
-    """Returns whether a gradient that is computed before a position is still needed there, or is a result."""
+    """Returns whether a gradient that is computed before a position is still needed there, or is an output."""
     if node.op == "placeholder" or not is_tensor(node) or not node.meta["val"].is_floating_point():
         return False
     return node in graph.results or any(graph.position.get(user, -1) >= start for user in node.users)
@@ -114,7 +114,7 @@ def _alive(graph: JointGraph, node: Node, start: int) -> bool:
 def _copy(
     graph: JointGraph, inside: set[Node], values: set[Node], awaited: list[Node], before: Node
 ) -> dict[Node, Node]:
-    """Inserts copies of what the values are computed from within a region; returns value -> copy."""
+    """Inserts copies of the values, and of what they are computed from within a region; returns value -> copy."""
     needed = ancestors(values, inside)
     copies: dict[Node, Node] = {}
 

@@ -1,4 +1,4 @@
-"""A joint graph, sorted into forward and backward pass, and parts of it."""
+"""A joint graph, divided into forward and backward pass, and parts of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-# These hand elements on as they are; they are between a softmax, its dropout and the product with the values.
+# These pass elements on unchanged; they occur between a softmax, its dropout and the product with the values.
 PASSED = frozenset(
     {
         aten._to_copy.default,
@@ -39,7 +39,7 @@ class Region:
 
     Attributes:
         nodes: The nodes.
-        keep_results: Whether values that the rest of the forward pass reads are kept: those of a layer are the next
+        keep_results: Whether to keep values that the rest of the forward pass reads: a layer's results are the next
             layer's input, which is kept anyway.
     """
 
@@ -48,7 +48,7 @@ class Region:
 
 
 class JointGraph:
-    """A joint graph, sorted into the nodes that depend on the loss scale (``backward``) and those that do not."""
+    """A joint graph, divided into the nodes that depend on the loss scale (``backward``) and those that do not."""
 
     def __init__(self, found: Capture, random: Collection[Node]) -> None:
         assert found.tangent is not None
@@ -64,7 +64,7 @@ class JointGraph:
         self.results = {*found.gradients.values()}
         noises = self.graph.find_nodes(op="call_function", target=torch.ops.ort_trainer.noise.default)
         self.random = frozenset(random) | {*noises}
-        # Always there: reading them again keeps nothing that would go away.
+        # Always in memory: reading them again keeps nothing alive.
         self.free = {*found.state, *found.constants, *self.random}
         self.candidates = [
             n
@@ -73,7 +73,7 @@ class JointGraph:
         ]
 
     def read_by_backward(self, nodes: Iterable[Node]) -> set[Node]:
-        """Returns those of some nodes that have to be kept for the backward pass."""
+        """Returns which of some nodes must be kept for the backward pass."""
         return {node for node in nodes if any(user in self.backward and has_tensors(user) for user in node.users)}
 
 
@@ -83,12 +83,12 @@ def is_tensor(node: Node) -> bool:
 
 
 def has_tensors(node: Node) -> bool:
-    """Returns whether a node's value is a tensor or several, and not a size."""
+    """Returns whether a node's value is one or several tensors, not a size."""
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def ancestors(nodes: Iterable[Node], within: Collection[Node] | None = None) -> set[Node]:
-    """Returns some nodes and all that they are computed from, within a set."""
+    """Returns some nodes and everything that they are computed from, within a set."""
     found: set[Node] = set()
     todo = list(nodes)
     while todo:

@@ -1,4 +1,4 @@
-"""Chooses by itself what is recomputed: elementwise operations, where that saves the most memory."""
+"""Chooses elementwise operations to recompute where that saves the most memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
 def cheap_regions(graph: JointGraph) -> list[Region]:
-    """Returns what is best recomputed by elementwise operations: a minimum cut chooses the values to keep.
+    """Returns the regions of elementwise operations to recompute; a minimum cut chooses the values to keep.
 
-    Every value is an edge as heavy as its bytes. The edges lead from the values that are no elementwise results to the
-    backward pass, and what the lightest cut goes through is kept.
+    Every value is an edge whose capacity is its size in bytes. The flow runs from values that are not elementwise
+    results to the backward pass. The values that the minimum cut passes through are kept.
     """
     flow = networkx.DiGraph()
     endless = math.inf
     for node in graph.candidates:
-        # Of an operator with several results, each is kept or not.
+        # An operator with several results can't be cut: each result is kept or not.
         weight = _bytes(node) if is_tensor(node) else endless
         flow.add_edge((node, "in"), (node, "out"), capacity=weight)
         if not _is_cheap(node):
@@ -43,7 +43,7 @@ def cheap_regions(graph: JointGraph) -> list[Region]:
     _, (_, behind) = networkx.minimum_cut(flow, "source", "sink")
     recomputed = {node for node in graph.candidates if (node, "in") in behind}
     needed = ancestors(read & recomputed, recomputed)
-    # What is computed from the weights alone is merged again, as nothing tells the copy apart.
+    # A copy that is computed from weights alone reads no ``after``, so it would be merged with its original.
     return [region for region in _connected(needed, graph) if _reads_activations(region.nodes, graph)]
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model that options name: its layers, the dropouts of its attention, its GELUs."""
+"""Finds the parts of a model that options name: layers, attention dropouts and GELUs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
     """Returns the nodes of the layers to recompute, each with its layer.
 
-    Layers are the largest modules of which a ``ModuleList`` or ``Sequential`` holds several of one class, with
-    nested modules.
+    Layers are several modules of one class, each with submodules, in a ``ModuleList`` or ``Sequential``. If they are
+    nested, the outermost ones count.
     """
     paths: set[str] = set()
     for name, container in model.named_modules():
@@ -41,31 +41,31 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
             if path.removeprefix("model.") in paths:
                 layer_of[node] = key
                 break
-    # A layer that is called twice counts twice; what only gradients need comes late and tells nothing of the order.
+    # A layer that is called twice counts twice; nodes that only gradients need come late, so their order means nothing.
     layers = list(dict.fromkeys(key for node, key in layer_of.items() if node in graph.forward))
     if not layers:
         raise IdleOptionError(
-            "graph_transformer.transformer_layer_recompute: the graph has no layers, which are modules of one class, "
-            "with modules inside, that a torch.nn.ModuleList or Sequential holds several of (and no custom "
-            "autograd.Function beside them, which hides them): leave the option out, or use torch.utils.checkpoint "
-            "in forward(), which is recomputed too"
+            "graph_transformer.transformer_layer_recompute: the graph has no layers. Layers are several modules of one "
+            "class, each with submodules, in a torch.nn.ModuleList or Sequential (a custom autograd.Function next to "
+            "them hides them). Leave the option out, or use torch.utils.checkpoint in forward(), which is recomputed "
+            "too"
         )
     if count > len(layers):
         raise ExportError(
             f"graph_transformer.number_recompute_layers is {count}, but the graph has {len(layers)} layers: give at "
-            "most as many, or 0 for all but the last"
+            f"most {len(layers)}, or 0 for all but the last"
         )
     chosen = {*layers[: count or -1]}
     if not chosen:
         raise IdleOptionError(
-            "graph_transformer.transformer_layer_recompute: it recomputes all layers but the last, and the graph has "
-            "only one: leave the option out, or set graph_transformer.number_recompute_layers to 1"
+            "graph_transformer.transformer_layer_recompute: by default all layers but the last are recomputed, and "
+            "the graph has only one: leave the option out, or set graph_transformer.number_recompute_layers to 1"
         )
     return {node: key for node, key in layer_of.items() if key in chosen}
 
 
 def attention_dropouts(graph: JointGraph, random: Mapping[Node, RandomInput]) -> dict[Node, Node]:
-    """Returns the dropouts of softmax results, and what only hands their results on; each node with its dropout."""
+    """Returns the dropouts of softmax results and the nodes that pass them on, each with its dropout."""
     masks = {node for node in graph.random if node not in random or random[node].kind == "bernoulli"}
     found: dict[Node, Node] = {}
     for node in graph.candidates:
@@ -78,14 +78,14 @@ def attention_dropouts(graph: JointGraph, random: Mapping[Node, RandomInput]) ->
     if not found:
         raise IdleOptionError(
             "graph_transformer.attn_dropout_recompute: the training graph has no dropout on the result of a softmax "
-            "(a dropout with p=0 is none): leave the option out"
+            "(dropout with p=0 does not count): leave the option out"
         )
     return found
 
 
 def _is_softmax(node: Node) -> bool:
     while node.target in PASSED or node.target is aten.where.self:
-        # where() is the part of a softmax that handles rows that are masked altogether.
+        # where() is the part of a softmax that handles fully masked rows.
         node = node.args[2 if node.target is aten.where.self else 0]  # type: ignore[assignment]
     return node.target in _SOFTMAX
 
@@ -93,15 +93,15 @@ def _is_softmax(node: Node) -> bool:
 def gelus(graph: JointGraph) -> dict[Node, Any]:
     """Returns the nodes of GELU activations, each with its activation: PyTorch's operator, or a module of that name.
 
-    What hands the result on to the next product belongs to it, dropout as well: it is the product's input that
-    gradients need.
+    Nodes that pass the result on to the next product belong to it, including dropout: gradients need the product's
+    input.
     """
     found: dict[Node, Any] = {}
     for node in graph.candidates:
         modules = [key for key, (_, kind) in _module_stack(node).items() if "gelu" in _class_name(kind).lower()]
         if modules:
             found[node] = modules[-1]
-        elif str(node.meta.get("original_aten")) in _GELU:  # a copy of the operator, so its name tells
+        elif str(node.meta.get("original_aten")) in _GELU:  # a copy of the operator, so compare names
             found[node] = node.meta.get("seq_nr")
         elif node.target in PASSED or (node.target is aten.mul.Tensor and graph.random & {*node.all_input_nodes}):
             source = next((source for source in node.all_input_nodes if source in found), None)

@@ -1,4 +1,4 @@
-"""Trains a function of a linear layer on PyTorch's kernels, to see which operators are called."""
+"""Trains a function of a linear layer on PyTorch's kernels, and counts the operators that are called."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def trained(function: Function, rows: int = 7, width: int = 6) -> Counter[str]:
     return Counter(target for text in texts for target, _, _ in Program.from_text(text).steps)
 
 
-# Rows and columns of a product for which oneDNN is worth its preparation, and whose result is no small one.
+# Rows and columns of a product that is worth oneDNN's preparation, and whose result is not small.
 LARGE = (128, 300)

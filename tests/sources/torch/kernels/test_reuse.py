@@ -1,4 +1,4 @@
-"""Results in the memory of operands: where nothing reads those any more, and with the numbers that they had."""
+"""Results overwrite operands only if nothing reads those afterwards, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .calls import LARGE, Function, needs_pytorch, trained
 
 pytestmark = needs_pytorch
 WIDE = torch.ones(250, dtype=torch.float64)
-# What is done to the (128, 250) results of a linear layer, and overloads that must be called, or must not.
+# Functions of a linear layer's (128, 250) results, and the overload that must be called, or must not.
 REUSED: dict[str, tuple[Function, str]] = {
     "a chain": (lambda x: torch.sigmoid(torch.tanh(x * 2)), "aten.tanh.out"),
     "a view": (lambda x: torch.tanh((x * 2).view(-1)), "aten.tanh.out"),
@@ -51,7 +51,7 @@ def test_small_tensors_stay() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5), (100, 1000), (7, 100_001), (64, 12, 33)])
 def test_kernels_that_go_by_rows_can_write_over_what_they_read(shape: tuple[int, ...]) -> None:
-    """The same bits as in new memory, for every dimension, odd sizes, and rows larger than a kernel's blocks."""
+    """Results are bit-equal to those in new memory, for every dimension, odd sizes and rows larger than a block."""
     aten = torch.ops.aten
     assert {aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default} == _ROW_BY_ROW
     for axis in range(len(shape)):

@@ -1,4 +1,4 @@
-"""Rewrites of graphs for PyTorch's kernels: what they find, and that numbers stay."""
+"""Rewrites of graphs for PyTorch's kernels: what they find, and that the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_no_gelu_stays(name: str) -> None:
 def test_products_with_weights_are_onednns() -> None:
     calls = trained(torch.relu, *LARGE)
     assert calls["ort_trainer.linear.default"] == 1 and "aten.addmm.default" not in calls
-    assert "aten.relu.default" not in calls, "it is a part of the product"
+    assert "aten.relu.default" not in calls, "it is part of the product"
     assert calls["aten.mm.default"] == 1, "the gradient of the weight"
 
 
@@ -78,11 +78,11 @@ def test_a_cross_entropy_with_weights_stays() -> None:
 def test_views_that_lead_back_are_gone() -> None:
     calls = trained(lambda x: x.t().t().reshape(-1, 5).view(-1, 5).detach() * x)
     assert "aten.detach.default" not in calls
-    assert calls["aten.reshape.default"] == 1, "of the gradient of the bias, a sum over rows"
+    assert calls["aten.reshape.default"] == 1, "for the gradient of the bias, a sum over rows"
 
 
 class Halves(nn.Module):
-    """A convolution, products, attention and an LSTM in halves, and a constant of that type."""
+    """A convolution, products, attention and an LSTM in halves, and a constant of that dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is rewritten in a captured graph whose operators PyTorch runs: one file a rewrite."""
+"""Rewrites of a captured graph whose operators PyTorch runs, one per file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .views import drop_needless_views
 
 __all__ = ["rewrite", "rewrite_forward"]
 
-# oneDNN's products are of fp32, and so of what is widened.
+# In this order: widened products are fp32, which oneDNN needs.
 _REWRITES = (drop_needless_views, widen_products, use_onednn, fuse_cross_entropy)
 
 
 def rewrite_forward(graph: torch.fx.Graph) -> None:
-    """Makes a graph faster that is not differentiated yet, in place."""
+    """Speeds up a graph before it is differentiated, in place."""
     fuse_gelu(graph)
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Makes a differentiated graph faster, in place; what it computes stays the same but for rounding."""
+    """Speeds up a differentiated graph, in place; its results change only by rounding."""
     for function in _REWRITES:
         function(graph)
     graph.eliminate_dead_code()

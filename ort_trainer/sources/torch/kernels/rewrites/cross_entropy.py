@@ -1,4 +1,4 @@
-"""The gradient of a cross entropy without a second matrix of the size of the logits."""
+"""The gradient of cross entropy without a second matrix of the logits' size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ aten = torch.ops.aten
 
 
 def fuse_cross_entropy(graph: torch.fx.Graph) -> None:
-    """Takes the gradients of log-softmax and of the negative log likelihood together::
+    """Fuses the gradients of log-softmax and of the negative log likelihood::
 
         nll_loss_backward -> _log_softmax_backward_data    =>    cross_entropy_backward
 
-    The first one is a matrix of zeros with one number in each row, as large as the logits; the result takes its place.
+    The first one is a matrix as large as the logits, all zeros but for one number per row; fused, it is never made.
     """
     own = torch.ops.ort_trainer.cross_entropy_backward.default
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""GELU that a model writes out in single operations."""
+"""GELU that a model writes out in elementary operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["fuse_gelu"]
 
 aten = torch.ops.aten
 
-# In halves the formula rounds eight times, the operator once.
+# In halves, the formula rounds eight times, the operator once.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _X = "x"
 _ROOT = math.sqrt(2.0 / math.pi)
@@ -32,12 +32,12 @@ _OPERATORS = {
 
 
 def fuse_gelu(graph: torch.fx.Graph) -> None:
-    """Puts one operator in the place of its formula, before it is differentiated::
+    """Replaces the formula of GELU with the operator, before differentiation::
 
         0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))    =>    gelu(x, approximate="tanh")
         0.5 x (1 + erf(x / sqrt(2)))                         =>    gelu(x)
 
-    The formula goes over the memory eight times, and its gradient twenty times. The first form is that of GPT-2
+    The formula passes over the memory eight times, and its gradient twenty times. The first form is that of GPT-2
     (Hendrycks and Gimpel, 2016), which Hugging Face's ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` write out.
     """
     for node in list(graph.nodes):
@@ -55,7 +55,7 @@ def fuse_gelu(graph: torch.fx.Graph) -> None:
 
 
 def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:
-    """Returns whether a value is computed in a certain way; ``found`` gets what stands for x."""
+    """Returns whether a value is computed by a formula; stores the node that stands for x in ``found``."""
     if form is _X:
         return isinstance(value, torch.fx.Node) and found.setdefault(_X, value) is value
     if isinstance(form, (int, float)):

@@ -1,4 +1,4 @@
-"""Products of halves on processors that have no arithmetic for them."""
+"""Products of halves on processors without arithmetic for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PRODUCTS = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     torch.ops.ort_trainer.steps.default,
 )
-# Of these views the wider value is a view, too, so that the value itself is cast, and once for all of its views.
+# To widen one of these views, the viewed value is cast and viewed again, so that it is cast once for all its views.
 _WHOLE = (
     aten.t.default,
     aten.transpose.int,
@@ -41,40 +41,38 @@ _WHOLE = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-# A wider value is used again so many operators later, and made anew after that: it takes twice the memory.
+# A widened value takes twice the memory, so it is reused within this many operators, and made again after that.
 _NEAR = 40
 
 
 def widen_products(graph: torch.fx.Graph) -> None:
-    """Computes products of halves in fp32, and rounds the result, where the processor has no arithmetic for halves::
+    """Computes products of halves in fp32 and rounds the result, on processors without arithmetic for halves::
 
         mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
 
-    PyTorch's kernels for halves add up in fp32 as well, element by element then: 10 to 60 times slower. What goes in is
-    rounded as before, so that what overflows there does so here. A result that is cast to fp32 behind the product, as
-    the gradient of a weight is, is not rounded in between, and what attention and recurrent layers keep within is not.
+    On such processors, PyTorch's kernels for halves also add up in fp32, but element by element: 10 to 60 times slower.
+    Operands are rounded as before, so the same values overflow. A result that is cast to fp32 after the product, such
+    as a weight's gradient, is not rounded first, nor are the intermediate values of attention and recurrent layers.
     """
     dtypes = slow_halves()
     if dtypes:
         widener = _Widener(graph, dtypes)
-        for node in list(graph.nodes):
+        for position, node in enumerate(list(graph.nodes)):
             if node.target in _PRODUCTS and any(map(widener.is_half, node.all_input_nodes)):
-                widener.widen(node)
+                widener.widen(node, position)
 
 
 class _Widener:
     def __init__(self, graph: torch.fx.Graph, dtypes: Collection[torch.dtype]) -> None:
         self._graph, self._dtypes = graph, dtypes
-        self._positions = {node: position for position, node in enumerate(graph.nodes)}
         self._wide: dict[Node, tuple[int, Node]] = {}
 
     def is_half(self, node: Node) -> bool:
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and value.dtype in self._dtypes
 
-    def widen(self, node: Node) -> None:
-        """Puts casts around a product."""
-        position = self._positions[node]
+    def widen(self, node: Node, position: int) -> None:
+        """Casts the operands and the result of a product."""
         with self._graph.inserting_before(node):
             args, kwargs = torch.fx.map_arg(
                 (node.args, node.kwargs), lambda value: self._widened(value, position) if self.is_half(value) else value
@@ -88,10 +86,10 @@ class _Widener:
         self._graph.erase_node(node)
 
     def _replace(self, node: Node, wide: Node) -> None:
-        """Puts the rounded result in the place of a result, or of a part of one."""
+        """Replaces a result, or a part of one, with the rounded wide result."""
         dtype = node.meta["val"].dtype
         if dtype in self._dtypes:
-            for user in [user for user in node.users if _casts_to(user, torch.float32)]:
+            for user in list(filter(_only_widens, node.users)):
                 user.replace_all_uses_with(wide)
             wide = self._cast(wide, dtype, node)
         node.replace_all_uses_with(wide)
@@ -111,30 +109,28 @@ class _Widener:
         return wide
 
     def _wide_call(self, target: Any, args: Any, kwargs: Any, origin: Node) -> Node:
-        """Inserts what an operator computes, in fp32."""
+        """Inserts the fp32 version of an operator."""
         new = self._graph.call_function(target, args, kwargs)
         new.meta.update(origin.meta)
         new.meta["val"] = self._wide_fake(origin.meta["val"])
-        self._positions[new] = self._positions[origin]
         return new
 
     def _cast(self, value: Node, dtype: torch.dtype, origin: Node) -> Node:
         new = self._graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
         new.meta.update(origin.meta)
         new.meta["val"] = value.meta["val"].to(dtype)
-        self._positions[new] = self._positions[origin]
         return new
 
     def _wide_fake(self, value: Any) -> Any:
-        """Returns fake tensors, of which those of halves are fp32."""
+        """Returns fake tensors with halves made fp32."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._wide_fake, value))
         return value.float() if isinstance(value, torch.Tensor) and value.dtype in self._dtypes else value
 
 
-def _casts_to(node: Node, dtype: torch.dtype) -> bool:
-    """Returns whether an operator does nothing but cast."""
-    if node.target is not aten._to_copy.default or node.kwargs.get("dtype") != dtype:
+def _only_widens(node: Node) -> bool:
+    """Returns whether an operator only casts to fp32."""
+    if node.target is not aten._to_copy.default or node.kwargs.get("dtype") != torch.float32:
         return False
-    known = {"dtype": dtype, "layout": torch.strided, "device": node.meta["val"].device}
+    known = {"dtype": torch.float32, "layout": torch.strided, "device": node.meta["val"].device}
     return node.kwargs.items() <= known.items()

@@ -1,4 +1,4 @@
-"""Matrix products with weights by oneDNN."""
+"""Matrix products with weights, computed by oneDNN."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["use_onednn"]
 
 aten = torch.ops.aten
 
-# Floating-point operations of a product from which on oneDNN is the faster one.
+# oneDNN is faster for products of at least this many floating-point operations.
 _WORTH_IT = 16e6
 
 
 def use_onednn(graph: torch.fx.Graph) -> None:
-    """Makes products of a contiguous matrix calls of oneDNN, whose kernels are 5 to 25 % faster than MKL's::
+    """Lets oneDNN compute products with a contiguous left operand, which is 5 to 25 % faster than MKL::
 
         addmm(bias, x, t(weight))         =>    linear(x, weight, bias)
         relu(addmm(bias, x, t(weight)))   =>    linear(x, weight, bias, "relu")
         mm(gradient, weight)              =>    linear(gradient, t(weight))
 
-    The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower where that product is large. So do
-    small products, for which a call of oneDNN takes longer to prepare: 28 microseconds instead of 24 for a batch of 64
-    and a layer of 512 x 10, 42 instead of 22 for a batch of 8 and one of 256 x 256.
+    The gradient of a weight, mm(t(gradient), x), stays with MKL: oneDNN is slower if that product is large. So do small
+    products, for which a call of oneDNN takes longer to prepare: 28 microseconds instead of 24 for a batch of 64 and a
+    layer of 512 x 10, 42 instead of 22 for a batch of 8 and a layer of 256 x 256.
     """
     if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
         return

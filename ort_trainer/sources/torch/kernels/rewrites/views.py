@@ -1,4 +1,4 @@
-"""Views that lead back to where they came from."""
+"""Views that change nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ aten = torch.ops.aten
 
 
 def drop_needless_views(graph: torch.fx.Graph) -> None:
-    """Drops what only looks at a tensor as it is, as PyTorch's own backward formulas are full of::
+    """Drops views that leave a tensor as it is; PyTorch's backward formulas are full of them::
 
         weight -> t -> t -> mm        =>    weight -> mm
         x -> view -> view -> mm       =>    x -> view -> mm
         x -> detach -> mm             =>    x -> mm
 
-    Without it, the gradient of a weight would be a view of what was computed, and a program would have to do three
-    views where one does; each costs a microsecond.
+    Otherwise the gradient of a weight would be a view of what was computed, and a program would compute three views
+    where one is enough; each costs a microsecond.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.all_input_nodes:
