@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
 import tempfile
 from collections.abc import Collection, Sequence
@@ -18,9 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+    """Returns a port below those that the system gives to connections: one of gloo could take it before the store."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as opened, contextlib.suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            return port
 
 
 def environments(size: int) -> list[dict[str, str]]:
