@@ -25,7 +25,7 @@ from turns import Profile, Training, memory
 __all__ = ["JOINT", "Rank", "bytes_sent", "launch"]
 
 JOINT = ("meet", "reduce", "spread")
-"""The methods of a strategy (ort_trainer/training/strategy.py) in which a step is with the other processes."""
+"""The methods of a strategy (ort_trainer/train/strategy.py) in which a step is with the other processes."""
 
 # From struct tcp_info in linux/tcp.h: bytes sent, without headers; available since Linux 4.19.
 _TCP_INFO, _BYTES_SENT = 11, 200

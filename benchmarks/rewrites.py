@@ -30,7 +30,7 @@ from versions import ENGINES, versions
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "transformers")
 EVERYTHING = "everything"
-REWRITES = "ort_trainer.sources.torch.kernels.rewrites"
+REWRITES = "ort_trainer.export.torch.kernels.rewrites"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,12 @@ def without_gelu() -> None:
 
 def without_reuse() -> None:
     """Allocates separate memory for every result."""
-    replace("ort_trainer.sources.torch.kernels.encode", "find_reuse", lambda node, is_free: None)
+    replace("ort_trainer.export.torch.kernels.encode", "find_reuse", lambda node, is_free: None)
 
 
 def without_kept_memory() -> None:
     """Lets the C library return freed memory to the system."""
-    replace("ort_trainer.runtime.aten.runner", "keep_freed_memory", lambda: None)
+    replace("ort_trainer.engine.programs.runner", "keep_freed_memory", lambda: None)
 
 
 LEVERS = {

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import amp, optim
-    from .checkpoint import read_user_dict
-    from .errors import CheckpointError, DistributedError, ExportError
+    from .compat.training_session import TrainingParameters, TrainingSession
+    from .core.errors import CheckpointError, DistributedError, ExportError
+    from .export.torch import register_operator
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
     from .runs import CheckpointManager, Position, StopSignals
-    from .sources.torch import register_operator
+    from .state import read_user_dict
     from .trainer import ORTTrainer
-    from .training_session import TrainingParameters, TrainingSession
 
 __all__ = [
     "CheckpointError",
@@ -36,19 +36,19 @@ __version__ = "0.1.0"
 # Public name -> the module that has it. Imports are lazy: ort_trainer.api trains without torch, and the part for ONNX
 # models takes as long to import as everything else.
 _PLACES = {
-    "CheckpointError": "errors",
+    "CheckpointError": "core.errors",
     "CheckpointManager": "runs",
-    "DistributedError": "errors",
-    "ExportError": "errors",
+    "DistributedError": "core.errors",
+    "ExportError": "core.errors",
     "ORTTrainer": "trainer",
     "ORTTrainerOptions": "options",
     "Position": "runs",
     "StopSignals": "runs",
     "TrainStepInfo": "optim.step_info",
-    "TrainingParameters": "training_session",
-    "TrainingSession": "training_session",
-    "read_user_dict": "checkpoint",
-    "register_operator": "sources.torch",
+    "TrainingParameters": "compat.training_session",
+    "TrainingSession": "compat.training_session",
+    "read_user_dict": "state",
+    "register_operator": "export.torch",
 }
 _MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine, in a clone:
   pip install -c constraints.txt '.[cpu]'     onnxruntime-training-cpu: Python up to 3.12

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .amp import LossScaler
+from .core.errors import CheckpointError, shown, warn
 from .distributed import choose_strategy, find_place
-from .errors import shown
-from .exporting import Exporting
-from .fitting import Fitting
-from .joint_work import JointWork
+from .engine.installed import check_engine
+from .engine.ort import resolve_device
+from .export import BORROWED, loss_function, model_source
+from .export.torch import LossFunction
 from .optim import OptimizerConfig, rules
 from .optim.step_info import TrainStepInfo
 from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
-from .own_steps import OwnSteps, bare
 from .profiling import Profile
-from .runtime.engine import resolve_device
-from .runtime.installed import check_engine
-from .sources import BORROWED, loss_function, model_source
-from .sources.torch import LossFunction
-from .trainer_state import TrainerState
-from .training import state
-from .training.begin_profile import begin_profile
-from .training.inference_mode import outside_inference_mode
-from .training.learning_rates import Schedule
-from .training.loop import TrainingLoop
-from .training.onnx_file import inference_names, save_onnx
-from .training.two_step import TwoStepSession
+from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
+from .train import own_loop, state, tensors
+from .train.begin_profile import begin_profile
+from .train.inference_mode import outside_inference_mode
+from .train.learning_rates import Schedule
+from .train.loop import TrainingLoop
+from .train.onnx_file import inference_names, names_without_loss, save_onnx
+from .train.two_step import TwoStepSession
+from .train.window import Share
 
 if TYPE_CHECKING:
     import onnx
 
-    from .sources.onnx import OnnxModel
+    from .export.onnx import OnnxModel
+    from .fit import Callback, Checkpoints, FitState, ManagedCheckpoints
+    from .runs import CheckpointManager
 
 __all__ = ["ORTTrainer"]
 
@@ -48,7 +49,7 @@ _NO_COPY = (
 )
 
 
-class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
+class ORTTrainer:
     """Trains a PyTorch model on ONNX Runtime.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
@@ -242,6 +243,96 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         """
         return bare(self._loop.evaluate(args, kwargs, self.train_step_info.fetches))
 
+    @outside_inference_mode
+    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward and backward pass, and adds the gradients to ``p.grad`` of the model's parameters.
+
+        Like ``loss.backward()``, it counts and updates nothing. Afterwards, inspect, clip or change the gradients, and
+        update with an optimizer of ``torch.optim`` or with :meth:`optimizer_step`; call ``model.zero_grad()`` or
+        :meth:`lazy_reset_grad` before the next pass, as in any PyTorch loop. Gradients never include the loss scale of
+        mixed precision; gradients that overflowed are not finite, and :meth:`optimizer_step` notices that.
+
+        Several processes must call it together; each gets the mean of all gradients, as with PyTorch's
+        ``DistributedDataParallel``. Changes of ``p.grad`` afterwards must be the same in all processes.
+
+        Args:
+            *args: As for ``train_step``.
+            **kwargs: As for ``train_step``.
+
+        Returns:
+            As ``train_step``.
+
+        Raises:
+            RuntimeError: Inside an accumulation window of ``train_step``; inside ``trainer.join()`` of several
+                processes; or if the trainer works on copies of the weights (``utils.share_weights=False``, ONNX
+                models).
+            TypeError, ValueError: If the batch does not fit the description.
+        """
+        return bare(own_loop.forward_backward(self._loop, args, kwargs))
+
+    @outside_inference_mode
+    def optimizer_step(self) -> bool:
+        """Updates the weights now, with the gradients so far.
+
+        These are the gradients of the current accumulation window, which may be incomplete (as at the end of an epoch),
+        or otherwise those that :meth:`forward_backward` has put into ``p.grad``, where they remain. Loss scale,
+        clipping and schedule work as in ``train_step``. Several processes must call it together; some of them may have
+        no micro-batch.
+
+        Returns:
+            Whether the weights were updated: False if there were no gradients, or if they were not finite in mixed
+            precision.
+        """
+        return own_loop.optimizer_step(self._loop)
+
+    @outside_inference_mode
+    def lazy_reset_grad(self) -> None:
+        """Drops all gradients that :meth:`optimizer_step` would use, so that the next pass starts from zero.
+
+        It discards the current accumulation window; the next ``train_step`` starts a new one. It sets ``p.grad`` of the
+        trained parameters to None, as ``model.zero_grad()`` does, except with ``utils.share_weights=False``, where the
+        trainer does not use it. Weights, moments, running statistics, random state and counters do not change.
+        """
+        own_loop.lazy_reset_grad(self._loop)
+
+    @outside_inference_mode
+    def forward(self, *args: Any, training: bool = True, **kwargs: Any) -> Any:
+        """Runs the model and the loss without gradients.
+
+        In training mode, dropout is active, and batch norm uses the batch's statistics and updates its running ones, as
+        in PyTorch's training mode under ``torch.no_grad()``.
+
+        Args:
+            *args: As for ``train_step``.
+            training: Whether to run in training mode; False does what ``eval_step`` does.
+            **kwargs: As for ``train_step``.
+
+        Returns:
+            As ``train_step``.
+        """
+        loop = self._loop
+        if not training:
+            return bare(loop.evaluate(args, kwargs, loop.info.fetches))
+        return bare(own_loop.forward(loop, args, kwargs))
+
+    @outside_inference_mode
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns all outputs except the loss, in evaluation mode; unused inputs may be left out.
+
+        Args:
+            *args: As for ``train_step``, without the label.
+            **kwargs: As for ``train_step``, without the label.
+
+        Returns:
+            The outputs as a list of new tensors; a single output as a bare tensor.
+
+        Raises:
+            TypeError: Before the first step, because the export needs all inputs: call ``prepare`` first.
+            ValueError: If the loss is the only described output.
+        """
+        loop = self._loop
+        return bare(loop.evaluate(args, kwargs, names_without_loss(loop.graphs.description)))
+
     def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
         """Measures the next calls of :meth:`train_step`, without any effect on the training.
 
@@ -299,6 +390,357 @@ class ORTTrainer(Exporting, Fitting, JointWork, OwnSteps, TrainerState):
         state.check_started(self._loop, method)
         save_onnx(self._loop, path, names)
 
+    @outside_inference_mode
+    def export_artifacts(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        flavor: str = "ort_trainer",
+        nominal_checkpoint: bool = True,
+        fixed_learning_rate: bool = False,
+    ) -> None:
+        """Writes models and a checkpoint with which ``ort_trainer.api`` continues training, without PyTorch.
+
+        The files are ``training_model.onnx`` (forward and backward pass; adds to gradient buffers),
+        ``eval_model.onnx``, ``optimizer_model.onnx``, ``checkpoint``, and ``nominal_checkpoint``. Training continues
+        from them exactly as it would in the trainer: with its weights, moments, counts, schedule, random numbers, and
+        the gradients of an incomplete accumulation window (docs/training_api.md). The trainer does not change.
+
+        With several processes, all must call it, and one of them writes; artifacts train in one process, with the
+        random numbers of the writing process. A PyTorch model, or ``model_desc="auto"``, needs a call of
+        :meth:`prepare` or a step first.
+
+        Args:
+            directory: A folder, created if it does not exist. Existing artifacts in it are replaced: all of them, or
+                none if anything fails.
+            flavor: ``ort_trainer`` for ``ort_trainer.api`` on any ONNX Runtime, or ``onnxruntime-training`` for
+                ``onnxruntime.training.api`` 1.19.2 and ``onnxruntime-web``.
+            nominal_checkpoint: Whether to write a checkpoint that holds only the shapes of the parameters.
+            fixed_learning_rate: For the flavor ``onnxruntime-training``: whether to store the learning rate in the
+                optimizer model, for a runtime that can't set it, such as a browser.
+
+        Raises:
+            RuntimeError: Before the first step, if the model can be exported only with a batch.
+            ValueError: If the artifacts can't do what the trainer does; the message says what, and the way out.
+            ExportError: If the model has no graph of ONNX's own operators.
+            TypeError, FileNotFoundError, NotADirectoryError: If the folder is invalid.
+        """
+        from .artifacts.export import check_exportable, export_artifacts  # here, because it imports onnx
+
+        check_exportable(self._loop)
+        if not self._loop.graphs.has_started:
+            self.prepare()
+        export_artifacts(
+            self._loop,
+            directory,
+            flavor=flavor,
+            nominal_checkpoint=nominal_checkpoint,
+            fixed_learning_rate=fixed_learning_rate,
+        )
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        *,
+        metrics: Any = None,
+        labels: str | None = None,
+        callbacks: Iterable[Callback] = (),
+        checkpoints: str | os.PathLike[str] | CheckpointManager | Checkpoints | ManagedCheckpoints | None = None,
+        resume: bool | str | os.PathLike[str] = False,
+        progress: bool | Callback = True,
+        stop_signals: Iterable[str] = (),
+    ) -> FitState:
+        """Trains for a number of epochs and evaluates after each (docs/fit.md).
+
+        Ctrl-C ends training after the current step with the status ``interrupted`` and saves the last checkpoint. With
+        several processes, each calls it with a loader of its part of the data; the history has the means over all.
+
+        Args:
+            train_loader: An iterable that yields the batches of one epoch each time: a DataLoader, a list. A batch is
+                anything that :meth:`train_step` accepts: a tuple, list, dict or tensor. Batches are moved to the
+                device. A dict may hold ``gradient_weight`` beside the inputs.
+            eval_loader: The same for the evaluation.
+            epochs: Total number of epochs, including those before a checkpoint. An accumulation window never extends
+                beyond its epoch.
+            metrics: Metrics of the evaluation: one, a list, or a dict by name. A metric is a function
+                (outputs, labels) -> number, which is averaged over the samples; an object with ``update``, ``compute``
+                and ``reset``; or an object with ``add_batch`` and ``compute``. A tuple (metric, function) passes the
+                metric the function's result instead of the outputs. Outputs exclude the loss.
+            labels: Name of the input that metrics compare with. Default: ``labels`` or ``label`` if there is one,
+                otherwise the last input.
+            callbacks: Instances of ``ort_trainer.fit.Callback``.
+            checkpoints: A folder for ``last.ortckpt`` and ``best.ortckpt``, a ``CheckpointManager``, or an instance of
+                ``ort_trainer.fit.Checkpoints`` or ``ManagedCheckpoints``, which have more settings.
+            resume: Whether to resume from the last checkpoint, if there is one; or the path of a checkpoint. In the
+                middle of an epoch, the batches already done are loaded and skipped.
+            progress: Whether to show progress; or a callback that shows it.
+            stop_signals: Names of signals that end training as Ctrl-C does, such as ``["SIGTERM"]``, which job
+                schedulers and containers send before they kill. The current step completes, even if it exports.
+
+        Returns:
+            The final state: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
+
+        Raises:
+            TypeError, ValueError: If an argument is invalid, or a monitored number does not exist.
+            FileNotFoundError: If the folder for checkpoints, or the checkpoint, does not exist.
+            FileExistsError: If existing checkpoints would be replaced.
+            CheckpointError: If the checkpoint was not saved by ``fit``.
+            RuntimeError: If ``stop_signals`` are given outside the main thread, which alone handles signals.
+        """
+        from .fit import fit
+
+        return fit(
+            self,
+            self._loop.layout.device,
+            train_loader,
+            eval_loader,
+            epochs,
+            metrics=metrics,
+            labels=labels,
+            callbacks=callbacks,
+            checkpoints=checkpoints,
+            resume=resume,
+            progress=progress,
+            stop_signals=stop_signals,
+        )
+
+    @outside_inference_mode
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Returns a copy of a parameter, trained or not, on the CPU. A tied parameter has several names.
+
+        Before the first step, this is its initial value.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        return tensors.get_parameter(self._loop, name)
+
+    @outside_inference_mode
+    def set_parameter(self, name: str, value: Any) -> None:
+        """Sets a parameter to a copy of a tensor or array; its moments do not change.
+
+        With several processes, all must set the same value, because each changes only its own weights.
+
+        Raises:
+            RuntimeError: Before the first step: change the model itself, or call :meth:`prepare` first.
+            TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
+        """
+        tensors.set_parameter(self._loop, name, value)
+
+    @outside_inference_mode
+    def get_gradient(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of a parameter's gradient over the accumulation window so far, on the CPU.
+
+        This is the gradient that an update would use now, before clipping: without the loss scale, and reduced
+        according to ``batch.gradient_reduction``. Right after an update, it is the gradient that the update used, after
+        clipping. Returns None before the first step, and for parameters that are not trained or do not affect the loss.
+        With several processes, each gets the gradient of its own micro-batches, and after an update the gradient that
+        the update used; with ZeRO, None after an update, because no process has all of it.
+
+        Raises:
+            ValueError: If the model has no such parameter.
+        """
+        return tensors.get_gradient(self._loop, name)
+
+    @outside_inference_mode
+    def set_gradient(self, name: str, value: Any) -> None:
+        """Sets a parameter's gradient over the window so far to a copy of a tensor or array; see get_gradient.
+
+        With several processes, it sets the gradient of this process only.
+
+        Raises:
+            RuntimeError: If the window has no micro-batch yet: the first one would overwrite the gradient.
+            TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
+        """
+        tensors.set_gradient(self._loop, name, value)
+
+    @outside_inference_mode
+    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
+        """Returns the state of the trainer as copies on the CPU.
+
+        Args:
+            pytorch_format: True for weights and buffers only, as in ``model.state_dict()``: name -> torch tensor. False
+                for everything, as nested dicts with numpy arrays: ``model`` (``full_precision``), ``optimizer`` (for
+                each weight the state of its rule, such as ``Moment_1``, and ``Update_Count``; for LAMB also
+                ``shared_optimizer_state``), ``trainer_options``, ``train_step_info``, ``window`` (the accumulation
+                window) and its ``gradients``, ``random``, and ``loss_scaler`` and ``lr_scheduler`` if there are any.
+                An update count is the number of updates plus 1, as in the legacy trainer.
+
+        Returns:
+            The state. Before the first step there is none: this warns, and returns the loaded state that waits for the
+            first step, or an empty dict. With several processes, all must call it, and each gets the complete state,
+            even with ZeRO; ``random_states`` has the random states of all.
+        """
+        if self._loop.session is None:
+            warn(state.NOT_INITIALIZED)
+            return self._loop.pending_dict  # type: ignore[return-value]
+        return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)
+
+    @outside_inference_mode
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restores a state from :meth:`state_dict`, in either format, before or after the first step.
+
+        It checks everything first: on an error, nothing has changed. With several processes, all must call it with the
+        same state, which may come from another number of processes.
+
+        Args:
+            state_dict: The state, or the state dict of a PyTorch model, which restores weights and buffers only.
+            strict: Whether names must match exactly; if False, only common names are restored.
+
+        Raises:
+            RuntimeError: If names do not match and ``strict`` is True, or if no name matches.
+            TypeError, ValueError: If a value has the wrong type, shape or dtype, or belongs to another optimizer.
+            DistributedError: If another process fails, or was given another state.
+        """
+        state.load(self._loop, lambda: state_dict, strict)
+
+    def save_checkpoint(
+        self,
+        path: PathOrFile,
+        user_dict: Mapping[str, Any] | None = None,
+        include_optimizer_states: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        """Writes the complete state to one safetensors file, atomically.
+
+        With several processes, all must call it; one writes (rank 0 unless it has run out of data), and the others
+        wait.
+
+        Args:
+            path: A path, or an open binary file.
+            user_dict: Your own values, which :meth:`load_checkpoint` returns: dicts with str keys, lists, numbers,
+                strings, bools, None, tensors and numpy arrays. (Tuples become lists.)
+            include_optimizer_states: Whether to write moments and accumulated gradients too.
+            overwrite: Whether to replace an existing file.
+
+        Raises:
+            RuntimeError: Before the first step.
+            FileExistsError: If the path exists and ``overwrite`` is False.
+            FileNotFoundError: If the folder does not exist.
+            TypeError: If ``user_dict`` holds anything else.
+            DistributedError: If another process could not write the file.
+        """
+        state.check_started(self._loop, "save_checkpoint")
+        user_dict = {} if user_dict is None else user_dict
+        state.save(
+            self._loop, include_optimizer_states, lambda found: save_checkpoint_file(path, found, user_dict, overwrite)
+        )
+
+    def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
+        """Restores a checkpoint, before or after the first step.
+
+        It also reads HDF5 files of the legacy ``ORTTrainer`` (with the extra ``legacy``), except for the user's dict in
+        them, which is a pickle.
+
+        Args:
+            *paths: One file, as a path or an open binary file; for a legacy run with ZeRO, the files of all ranks.
+            strict: As for :meth:`load_state_dict`.
+
+        Returns:
+            The user's dict.
+
+        Raises:
+            FileNotFoundError: If the file does not exist.
+            CheckpointError: If the file is damaged, is not a checkpoint, or holds a value of the wrong kind. Nothing
+                has changed then, as with the errors below.
+            ImportError: If it is a legacy file and h5py is not installed.
+            RuntimeError, ValueError: As :meth:`load_state_dict`, if the state does not fit this trainer.
+        """
+        if not paths:
+            raise ValueError("Expected number of files to load: 1, got 0")
+        user_dict: dict[str, Any] = {}
+        was_read = False
+
+        def read() -> dict[str, Any]:
+            nonlocal was_read
+            found, own = load_checkpoint_file(*paths)
+            user_dict.update(own)
+            was_read = True
+            return found
+
+        try:
+            state.load(self._loop, read, strict, owned=True)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            if not was_read:
+                raise
+            # The file is wrong, not an argument.
+            names = ", ".join(shown(path) for path in paths)
+            raise CheckpointError(f"{names} holds a value that is invalid in a checkpoint: {error}") from error
+        return user_dict
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train together."""
+        return self._loop.strategy.world_size
+
+    @property
+    def world_rank(self) -> int:
+        """Rank of this process, from 0."""
+        return self._loop.strategy.world_rank
+
+    def gather(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the values of all processes, by rank. All processes must call it at the same point.
+
+        Args:
+            values: Anything that the ``user_dict`` of a checkpoint may hold; for large tensors ``torch.distributed`` is
+                faster.
+
+        Raises:
+            DistributedError: If another process does not arrive in time, or calls something else.
+            TypeError: If the values hold anything else.
+        """
+        if self.world_size == 1:
+            return [dict(values)]
+        self._loop.strategy.meet("gather", Share(0.0))
+        return self._bring(values)
+
+    def join(self, answer: Callable[[], Mapping[str, Any]] = dict) -> AbstractContextManager[None]:
+        """Returns a context for loops in which processes have unequal numbers of batches.
+
+        Weight updates are joint, so without this context, processes with more batches would wait forever for the
+        others. A process that reaches the end of the context takes part in the calls of the others until all have
+        reached it: in the updates of ``train_step`` and ``optimizer_step``, to the first of which it contributes the
+        rest of its accumulation window, and in ``state_dict``, ``save_checkpoint`` and :meth:`gather`. An update uses
+        the available micro-batches, reduced according to ``batch.gradient_reduction``. After the context, all processes
+        have the same weights and the same number of updates; to update with the remaining micro-batches, call
+        ``optimizer_step`` in all of them.
+
+        All processes must enter the context. An exception leaves it at once. ``forward_backward`` is refused inside it,
+        because other processes can't imitate a user's own loop. With one process the context does nothing.
+
+        Args:
+            answer: Returns this process's values for a :meth:`gather` of the others after it has reached the end.
+
+        Raises:
+            DistributedError: At the end, if another process does not arrive in time.
+            RuntimeError: If this process is already in such a context.
+
+        Example:
+            >>> with trainer.join():
+            ...     for x, y in batches_of_this_process:
+            ...         trainer.train_step(x, y)
+            >>> trainer.optimizer_step()
+        """
+
+        def follow() -> None:
+            if self._loop.follow() == "gather":
+                self._bring(answer())
+
+        return self._loop.strategy.join(follow)
+
+    def _bring(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchanges values with all other processes after all have agreed to."""
+        own = io.BytesIO()
+        save_checkpoint_file(own, {}, values)
+        return [load_checkpoint_file(io.BytesIO(found))[1] for found in self._loop.strategy.gather(own.getvalue())]
+
     # copy and pickle both call this.
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY)
+
+
+def bare(outputs: list[Any]) -> Any:
+    """Returns a step's outputs as a list, or a single output alone."""
+    return outputs[0] if len(outputs) == 1 else outputs

@@ -8,13 +8,13 @@ cd "$(dirname "$0")/.."
 ROOM_KB=$((12 * 1024 * 1024))
 TESTS=(
   tests/test_imports.py::test_the_package_imports_nothing_heavy_but_torch
-  tests/runtime/test_engine.py
-  tests/runtime/test_installed.py
-  tests/training/test_loop.py
-  tests/training/test_kernels.py::test_twenty_steps_as_pytorch
-  tests/training/test_models.py::test_cnn_with_batch_norm_and_batches_of_any_size
-  tests/training/test_models.py::test_transformer_encoder_with_sequences_of_any_length
-  tests/sources/onnx/test_trainer.py::test_what_save_as_onnx_wrote_trains_on
+  tests/engine/test_ort.py
+  tests/engine/test_installed.py
+  tests/train/test_loop.py
+  tests/train/test_kernels.py::test_twenty_steps_as_pytorch
+  tests/train/test_models.py::test_cnn_with_batch_norm_and_batches_of_any_size
+  tests/train/test_models.py::test_transformer_encoder_with_sequences_of_any_length
+  tests/export/onnx/test_trainer.py::test_what_save_as_onnx_wrote_trains_on
 )
 
 skip() {

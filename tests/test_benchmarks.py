@@ -24,8 +24,8 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rewrites() -> Iterator[ModuleType]:
     """Yields the script, and restores the package's modules after it has disabled something."""
-    kernels = "ort_trainer.sources.torch.kernels"
-    names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.runtime.aten.runner")
+    kernels = "ort_trainer.export.torch.kernels"
+    names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.engine.programs.runner")
     modules = [importlib.import_module(name) for name in names]
     known = [dict(vars(module)) for module in modules]
     yield importlib.import_module("rewrites")
@@ -44,7 +44,7 @@ def test_every_lever_can_be_switched_off(rewrites: ModuleType) -> None:
         assert (lever.switch_off is None) == bool(lever.utils)
         if lever.switch_off is not None:
             lever.switch_off()
-    package = importlib.import_module("ort_trainer.sources.torch.kernels.rewrites")
+    package = importlib.import_module("ort_trainer.export.torch.kernels.rewrites")
     assert package._REWRITES == ()
 
 

@@ -19,7 +19,7 @@ import onnxruntime
 import pytest
 import torch
 
-from ort_trainer.checkpoint import load_checkpoint_file
+from ort_trainer.state import load_checkpoint_file
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,80 +9,41 @@ from pathlib import Path
 
 import pytest
 
-from ort_trainer.sources import export_cache
+from ort_trainer.export import cache
 
 from .harness.import_map import FILES, PACKAGE, closure, target, tree
 
-# Every room, with the rooms that it may import from: those upstream in the data flow, and the leaves.
-LEAVES = {"atomic", "dims", "errors", "foreign", "interrupts", "masks", "nested", "ownership", "schedules", "sessions"}
-LEAVES |= {"forked", "indices", "lazy", "optimizer_keys", "sealed", "undisturbed"}
+# Every room, with the rooms that it may import from: those upstream in the data flow.
 ALLOWED = {
-    "errors": set(),
-    "foreign": {"errors"},
-    "interrupts": set(),
-    "atomic": {"interrupts"},
-    "dims": {"errors"},
-    "forked": set(),
-    "indices": {"dims"},
-    "lazy": set(),
-    "masks": set(),
-    "nested": set(),
-    "optimizer_keys": set(),
-    "sessions": set(),
-    "schedules": set(),
-    "ownership": set(),
-    "sealed": {"errors"},
-    "undisturbed": set(),
-    "optim": LEAVES | {"graph"},
-    "amp": LEAVES | {"optim"},
-    "options": LEAVES | {"amp", "optim", "runtime"},
-    "graph": LEAVES,
-    "runtime": LEAVES | {"graph", "optim"},
-    "profiling": LEAVES | {"graph", "runtime"},
-    "checkpoint": LEAVES,
-    # Imports only numpy, onnxruntime and xxhash, so only leaves without PyTorch.
-    "api": {"atomic", "dims", "errors", "foreign", "indices", "interrupts", "lazy", "schedules", "masks"}
-    | {"sealed", "sessions"},
-    "sources": LEAVES | {"graph", "optim", "options", "runtime"},
-    "training": LEAVES | {"amp", "graph", "optim", "options", "profiling", "runtime", "sources"},
-    "distributed": LEAVES | {"optim", "options", "training"},
-    "trainer_state": LEAVES | {"checkpoint", "training"},
-    "own_steps": LEAVES | {"training"},
-    "joint_work": LEAVES | {"checkpoint", "training"},
+    "core": set(),
+    "step": {"core"},
+    "optim": {"core", "engine", "step"},
+    "amp": {"core", "optim"},
+    "options": {"amp", "core", "engine", "optim"},
+    "engine": {"core", "optim", "step"},
+    "profiling": {"core", "engine", "step"},
+    "state": {"core"},
+    # Needs no torch; of the engine it uses only what needs none either.
+    "api": {"core", "engine"},
+    "export": {"core", "engine", "optim", "options", "step"},
+    "sources": {"export"},
+    "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "step"},
+    "distributed": {"core", "engine", "optim", "options", "train"},
+    # These two import the trainer for type checkers only; it imports `fit` on its first call.
+    "runs": {"core", "state", "train", "trainer"},
+    "fit": {"core", "runs", "trainer"},
     # The trainer imports it lazily for exports.
-    "artifacts": LEAVES | {"api", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
-    "exporting": LEAVES | {"artifacts", "training"},
-    # Both import the trainer for type checkers only; it imports them lazily in fit.
-    "runs": LEAVES | {"checkpoint", "trainer", "training"},
-    "fit": LEAVES | {"runs", "trainer"},
-    "fitting": LEAVES | {"fit", "runs", "training"},
-    "trainer": LEAVES
-    | {
-        "amp",
-        "checkpoint",
-        "distributed",
-        "exporting",
-        "fitting",
-        "graph",
-        "joint_work",
-        "optim",
-        "options",
-        "own_steps",
-        "profiling",
-        "runtime",
-        "sources",
-    }
-    | {"trainer_state", "training"},
-    "training_session": LEAVES | {"amp", "graph", "optim", "options", "runtime", "sources", "trainer", "training"},
-    "integrations": LEAVES | {"optim", "options", "trainer"},
+    "artifacts": {"api", "core", "engine", "export", "optim", "options", "step", "train", "trainer"},
+    "trainer": {"amp", "artifacts", "core", "distributed", "engine", "export", "fit", "optim", "options", "profiling"}
+    | {"runs", "state", "train"},
+    "integrations": {"core", "optim", "options", "trainer"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
-    "command_line": LEAVES | {"api", "artifacts", "checkpoint", "options", "runtime", "sources"},
-    "__main__": {"command_line"},
+    "cli": {"api", "artifacts", "core", "engine", "export", "options", "state"},
+    "__main__": {"cli"},
     # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
-    "compat": LEAVES
-    | {"amp", "api", "artifacts", "checkpoint", "optim", "options", "runtime", "sources", "training"}
-    | {"training_session"},
-    "__init__": {"amp", "checkpoint", "errors", "optim", "options", "runs", "sources", "trainer", "training_session"},
+    "compat": {"amp", "api", "artifacts", "core", "engine", "export", "optim", "options", "state", "step", "train"}
+    | {"trainer"},
+    "__init__": {"amp", "compat", "core", "export", "optim", "options", "runs", "state", "trainer"},
 }
 
 
@@ -122,13 +83,13 @@ def test_only_compat_uses_the_package_from_outside() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("torch.onnx", {"sources/torch/translate.py"}),
-        ("torch._functorch", {"sources/torch/capture.py", "sources/torch/autograd_watch.py"}),
-        ("torch.export", {"sources/torch/translate.py"}),
-        ("onnxruntime", {"api/engine.py", "runtime/engine.py"}),
-        ("xxhash", {"sealed.py"}),
+        ("torch.onnx", {"export/torch/translate.py"}),
+        ("torch._functorch", {"export/torch/capture.py", "export/torch/guard/autograd_watch.py"}),
+        ("torch.export", {"export/torch/translate.py"}),
+        ("onnxruntime", {"api/engine.py", "engine/ort.py"}),
+        ("xxhash", {"core/sealed.py"}),
         ("cerberus", {"options/schema.py"}),
-        ("h5py", {"checkpoint/legacy.py"}),
+        ("h5py", {"state/legacy.py"}),
         ("transformers", {"integrations/transformers.py"}),
         ("accelerate", {"integrations/transformers.py"}),
         ("pickle", set()),
@@ -183,7 +144,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_the_package_imports_nothing_heavy_but_torch() -> None:
     program = f"""{USES_THE_PACKAGE}
 import sys
-heavy = ('ort_trainer.sources.torch.export', 'ort_trainer.sources.onnx', 'onnxscript', 'onnx_ir', 'onnx')
+heavy = ('ort_trainer.export.torch.export', 'ort_trainer.export.onnx', 'onnxscript', 'onnx_ir', 'onnx')
 print([m for m in (*heavy, 'onnxruntime', 'sympy') if m in sys.modules])
 """
     assert run(program) == "[]"
@@ -206,15 +167,15 @@ def test_a_capture_does_not_import_the_translator() -> None:
     """Everything up to differentiation works without onnxscript, whose import takes a second."""
     program = """if True:
         import sys
-        from ort_trainer.sources.torch import capture, random_inputs
-        from ort_trainer.sources.torch.operators import registry
+        from ort_trainer.export.torch import capture, random_inputs
+        from ort_trainer.export.torch.operators import registry
         assert registry.composites() and registry.replacements() and registry.random_operators()
-        print([m for m in ('ort_trainer.sources.torch.translate', 'onnxscript') if m in sys.modules])
+        print([m for m in ('ort_trainer.export.torch.translate', 'onnxscript') if m in sys.modules])
     """
     assert run(program) == "[]"
 
 
 def test_the_key_of_an_export_covers_what_an_export_depends_on() -> None:
-    """These are the rooms that its code imports, directly or indirectly; ``lazy`` only forwards names."""
-    used = closure([PACKAGE / "sources" / "torch" / "builder.py"])
-    assert {room(path) for path in used} == set(export_cache._ROOMS)
+    """These are the rooms that its code imports, directly or indirectly."""
+    used = closure([PACKAGE / "export" / "torch" / "builder.py"])
+    assert {room(path) for path in used} == set(cache._ROOMS)

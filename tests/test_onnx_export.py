@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
-from ort_trainer.graph.onnx_file import save_model
+from ort_trainer.step.onnx_file import save_model
 
 from .helpers import mlp_batches, mlp_trainer
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.runtime.engine import maximum_opset
+from ort_trainer.engine.ort import maximum_opset
 
 from .helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
@@ -478,7 +478,7 @@ def test_too_many_sizes_of_a_fixed_dimension(monkeypatch: pytest.MonkeyPatch) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.stack([self.fc(row) for row in x]).mean(0, keepdim=True)
 
-    monkeypatch.setattr("ort_trainer.training.step_graphs._MAXIMUM_GRAPHS", 2)
+    monkeypatch.setattr("ort_trainer.train.step_graphs._MAXIMUM_GRAPHS", 2)
     desc = {"inputs": [("x", ["rows", 8]), ("y", [1])], "outputs": [("loss", [], True)]}
     trainer = ORTTrainer(Flat(), desc, optim.SGDConfig(), loss_fn=F.cross_entropy)
     for rows in (2, 1, 2):

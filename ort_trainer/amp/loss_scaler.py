@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import shown
+from ..core.errors import shown
 from ..optim.step_info import TrainStepInfo
 
 __all__ = ["DynamicLossScaler", "LossScaler"]

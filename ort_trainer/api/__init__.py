@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazily
+from ..core.lazy import lazily
 
 if TYPE_CHECKING:
     from .checkpoint_state import CheckpointState, Parameter, Parameters, Properties

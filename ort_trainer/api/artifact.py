@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from ..errors import shown
-from ..indices import IndexRange
+from ..core.errors import shown
+from ..core.indices import IndexRange
 
 __all__ = [
     "FORMAT",
@@ -43,7 +43,7 @@ class Tensor(NamedTuple):
         name: Its name, in the graph too.
         dtype: NumPy's name of the element type.
         shape: For an input, sizes and names of dimensions as described. For an output, sizes and expressions for
-            :func:`ort_trainer.dims.evaluate`; None if the shape depends on the values of the batch.
+            :func:`ort_trainer.core.dims.evaluate`; None if the shape depends on the values of the batch.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
 
 
 class RandomTensor(NamedTuple):
-    """An input that is sampled for every training step; see ``ort_trainer.graph.RandomInput``.
+    """An input that is sampled for every training step; see ``ort_trainer.step.RandomInput``.
 
     Attributes:
         name: Name of the graph input.
@@ -84,7 +84,7 @@ class StepModel:
         buffer_updates: Name of a buffer that training changes -> graph output.
         reset: Graph input, bool [1]: True overwrites the gradient buffers, False adds to them.
         random: The random inputs, in order. If there are masks, their common key is drawn first.
-        guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.dims.holds`.
+        guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.core.dims.holds`.
         fixed: Name of a dimension -> the only size that the graph supports for it.
         index_ranges: The valid ranges of inputs used as indices; empty disables the check.
     """

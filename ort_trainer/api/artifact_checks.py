@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..dims import symbols_of
-from ..indices import STEPS, IndexRange
+from ..core.dims import symbols_of
+from ..core.indices import STEPS, IndexRange
 from .artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor
 
 __all__ = ["check_described", "check_fits"]

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..atomic import atomic_path
-from ..errors import CheckpointError, shown
-from ..foreign import refuse_upstream_checkpoint
-from ..schedules import KINDS, learning_rate
-from ..sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
+from ..core.atomic import atomic_path
+from ..core.errors import CheckpointError, shown
+from ..core.foreign import refuse_upstream_checkpoint
+from ..core.schedules import KINDS, learning_rate
+from ..core.sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
 
 __all__ = [
     "VERSION",
@@ -54,7 +54,7 @@ class Checkpoint:
         trainable: Names of the trained parameters, in the order of the parameters.
         buffers: Name -> value of all other buffers.
         learning_rates: The base rates: one for each parameter group, then one for all other parameters.
-        schedule: For :func:`ort_trainer.schedules.learning_rate`; None for constant rates.
+        schedule: For :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
         optimizer: Key of ``OptimizerModel.state`` -> value; None in a file without the optimizer's state, from which
             the optimizer starts fresh.
         optimization_step: Number of updates done.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import shown
+from ..core.errors import shown
 from .checkpoint_file import Array, Checkpoint, Value, from_bytes, read_checkpoint, to_bytes, write_checkpoint
 from .engine import OrtValue
 from .state import State

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..errors import shown
-from ..sessions import CALLING_OUT, DOMAINS
+from ..core.errors import shown
+from ..engine.sessions import CALLING_OUT, DOMAINS
 from .protobuf import Field, Malformed, content, fields, text
 
 __all__ = ["check_contained", "custom_operators"]

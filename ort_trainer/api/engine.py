@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime
 from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-from ..errors import shown
-from ..sessions import new_session
+from ..core.errors import shown
+from ..engine.sessions import new_session
 from .artifact import METADATA, OptimizerModel, StepModel, from_metadata
 from .artifact_checks import check_described, check_fits
 from .contained import check_contained, custom_operators

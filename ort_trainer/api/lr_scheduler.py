@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import shown
-from ..schedules import learning_rate
+from ..core.errors import shown
+from ..core.schedules import learning_rate
 from .optimizer import Optimizer, check_rate
 
 __all__ = ["LinearLRScheduler"]

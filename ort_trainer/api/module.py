@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic import atomic_path
-from ..errors import shown
+from ..core.atomic import atomic_path
+from ..core.errors import shown
 from .artifact import StepModel
 from .checkpoint_file import Array
 from .checkpoint_state import CheckpointState, state_of

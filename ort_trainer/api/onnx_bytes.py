@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shown
+from ..core.errors import shown
 from .artifact import METADATA
 from .protobuf import VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shown
-from ..interrupts import uninterrupted
+from ..core.errors import shown
+from ..core.interrupts import uninterrupted
 from .artifact import OptimizerModel
 from .engine import ModelSource, RunOptions, check_options, check_run_options, load_model
 from .module import Module

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import shown
-from ..masks import KEYS, NEVER, draw_words, threshold, words_for
+from ..core.errors import shown
+from ..core.masks import KEYS, NEVER, draw_words, threshold, words_for
 from .artifact import RandomTensor
 
 if TYPE_CHECKING:

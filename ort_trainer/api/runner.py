@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..dims import evaluate, holds, symbols_of
-from ..errors import shown
-from ..indices import IndexRange, check_indices
-from ..interrupts import uninterrupted
+from ..core.dims import evaluate, holds, symbols_of
+from ..core.errors import shown
+from ..core.indices import IndexRange, check_indices
+from ..core.interrupts import uninterrupted
 from .artifact import RandomTensor, StepModel, Tensor
 from .checkpoint_file import Array
 from .engine import CPU, Loaded, OrtValue, RunOptions, check_run_options

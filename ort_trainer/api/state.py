@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
-from ..schedules import learning_rate
+from ..core.errors import CheckpointError
+from ..core.schedules import learning_rate
 from .artifact import OptimizerModel, Slot, StepModel
 from .checkpoint_file import Array, Checkpoint, Value
 from .engine import CPU, Device, StateTensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shown
+from ..core.errors import shown
 from .checkpoint_state import CheckpointState
 from .engine import ModelSource, OrtValue, RunOptions, SessionOptions
 from .lr_scheduler import LinearLRScheduler

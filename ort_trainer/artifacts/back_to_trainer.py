@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..api.checkpoint_file import Array, Checkpoint
-from ..optimizer_keys import SHARED, STEP, UPDATE_COUNT
-from ..schedules import learning_rate
+from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
+from ..core.schedules import learning_rate
 from .generator_state import to_torch
 
 __all__ = ["state_dict_of"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..api.checkpoint_file import Checkpoint, read_checkpoint, without_optimizer, write_checkpoint
-from ..errors import shown, warn
-from ..foreign import is_upstream_checkpoint
+from ..core.errors import shown, warn
+from ..core.foreign import is_upstream_checkpoint
 from .back_to_trainer import state_dict_of
 from .upstream.checkpoint import read_upstream_checkpoint
 from .upstream.conversion import from_upstream, to_upstream

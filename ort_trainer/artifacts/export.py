@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from ..api.checkpoint_file import Checkpoint
-from ..errors import shown
-from ..graph import TrainingGraph
-from ..ownership import shared_groups
-from ..sources import BORROWED
-from ..training.joint_state import Gathered
-from ..training.loop import TrainingLoop
-from ..training.state import write_by_one
-from ..training.window import AccumulationWindow
+from ..core.errors import shown
+from ..engine.ownership import shared_groups
+from ..export import BORROWED
+from ..step import TrainingGraph
+from ..train.joint_state import Gathered
+from ..train.loop import TrainingLoop
+from ..train.state import write_by_one
+from ..train.window import AccumulationWindow
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model

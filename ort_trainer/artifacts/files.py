@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
 from ..api.checkpoint_file import Checkpoint, to_bytes, without_optimizer
-from ..atomic import explained, remove_abandoned, sync, temporary_folder
-from ..errors import shown
-from ..interrupts import uninterrupted
+from ..core.atomic import explained, remove_abandoned, sync, temporary_folder
+from ..core.errors import shown
+from ..core.interrupts import uninterrupted
 
 __all__ = [
     "CHECKPOINT",

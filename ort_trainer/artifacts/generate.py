@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import shown
+from ..core.errors import shown
+from ..export import loss_function
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import ORTTrainerOptions
-from ..sources import loss_function
 from .kinds import FLAVORS, LossType, OptimType
 
 __all__ = ["generate_artifacts"]

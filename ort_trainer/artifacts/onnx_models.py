@@ -11,8 +11,8 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ..sources.onnx import OnnxModel, describe_onnx, infer_shapes, load_onnx_model
-from ..sources.torch import LossFunction
+from ..export.onnx import OnnxModel, describe_onnx, infer_shapes, load_onnx_model
+from ..export.torch import LossFunction
 
 __all__ = ["Prepared", "is_onnx", "prepared"]
 

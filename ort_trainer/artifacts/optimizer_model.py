@@ -10,9 +10,9 @@ import onnx_ir as ir
 import torch
 
 from ..api.artifact import OptimizerModel, Slot
-from ..graph.names import Names
+from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
-from ..optimizer_keys import STEP, UPDATE_COUNT
+from ..step.names import Names
 from .step_models import IR_VERSION
 
 __all__ = ["Updated", "optimizer_model"]

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..api.checkpoint_file import Checkpoint
+from ..core.optimizer_keys import UPDATE_COUNT
 from ..optim import lr_scheduler
-from ..optimizer_keys import UPDATE_COUNT
-from ..training.joint_state import Gathered
-from ..training.loop import TrainingLoop
-from ..training.state import trainer_options
+from ..train.joint_state import Gathered
+from ..train.loop import TrainingLoop
+from ..train.state import trainer_options
 from .generator_state import to_numpy
 from .optimizer_model import Updated
 

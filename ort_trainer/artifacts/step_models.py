@@ -13,9 +13,9 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ..api.artifact import RandomTensor, StepModel, Tensor
-from ..graph import RandomInput, TensorSpec, TrainingGraph
-from ..graph.names import Names
-from ..indices import IndexRange
+from ..core.indices import IndexRange
+from ..step import RandomInput, TensorSpec, TrainingGraph
+from ..step.names import Names
 
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 

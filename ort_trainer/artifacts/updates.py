@@ -12,7 +12,7 @@ from ..optim import OptimizerConfig
 from ..optim.rule import RULES, Rule
 from ..optim.torch_optimizer import TorchOptimizerConfig, equivalent_rule
 from ..optim.update_writer import ParameterUpdate
-from ..training.loop import TrainingLoop
+from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
 __all__ = ["found_updates", "optimizer_name"]

@@ -13,8 +13,8 @@ import torch
 
 from ort_trainer import ORTTrainer
 
-from ..checkpoint import load_checkpoint_file
-from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
+from ..state import load_checkpoint_file
+from .training_session.flat_state import flat_state_dict, load_flat_state_dict
 
 __all__ = [
     "aggregate_checkpoints",

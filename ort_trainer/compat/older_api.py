@@ -15,17 +15,17 @@ import onnx
 import torch
 
 from .. import amp
-from ..interrupts import uninterrupted
-from ..runtime import Plan
-from ..sources.onnx import load_onnx_model
-from ..training.batch import Batch
-from ..training_session import TrainerSession
-from ..training_session.flat_state import flat_state_dict, load_flat_state_dict
+from ..core.interrupts import uninterrupted
+from ..engine import Plan
+from ..export.onnx import load_onnx_model
+from ..train.batch import Batch
 from .older_arguments import check_arguments, check_callable, one_number, optimizer_config, parameter_names, returning
 from .older_checkpoint import load_checkpoint, save_checkpoint
 from .older_description import IODescription, LossScaler, ModelDescription, arguments_of, generate_sample, to_model_desc
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer as Trainer
+from .training_session import TrainerSession
+from .training_session.flat_state import flat_state_dict, load_flat_state_dict
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..errors import shown
+from ..core.errors import shown
+from ..export.onnx import OnnxModel
 from ..optim.rules import CONFIGS
-from ..sources.onnx import OnnxModel
 from .older_description import IODescription
 
 __all__ = ["check_arguments", "check_callable", "one_number", "optimizer_config", "parameter_names", "returning"]

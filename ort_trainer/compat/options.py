@@ -8,8 +8,8 @@ from typing import Any
 
 import ort_trainer
 
-from ..errors import warn
-from ..runtime.engine import engine, has_cuda
+from ..core.errors import warn
+from ..engine.ort import engine, has_cuda
 
 __all__ = ["ORTTrainerOptions", "PropagateCastOpsStrategy", "set_cuda_mem_limit"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import ort_trainer
 
 from .. import amp
+from ..engine.ort import engine, training_bindings
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from ..runtime.engine import engine, training_bindings
 from . import checkpoint, older_api, optim
 from .legacy_errors import ASSERTED, raising
 from .modules import is_changed, module_named, put_in_place, restore, set_name

@@ -14,13 +14,13 @@ from torch import nn
 
 import ort_trainer
 
+from ..export.onnx import OnnxModel
 from ..options import ModelDescription
-from ..sources.onnx import OnnxModel
-from ..training.inference_mode import outside_inference_mode
-from ..training.onnx_file import onnx_model
-from ..training_session import TrainerSession
+from ..train.inference_mode import outside_inference_mode
+from ..train.onnx_file import onnx_model
 from .legacy_errors import ASSERTED, raising
 from .options import ORTTrainerOptions
+from .training_session import TrainerSession
 
 __all__ = ["ORTTrainer"]
 

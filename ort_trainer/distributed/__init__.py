@@ -1,4 +1,4 @@
-"""Training in several processes on ``torch.distributed``: implements the strategies of ``training/strategy.py``."""
+"""Training in several processes on ``torch.distributed``: implements the strategies of ``train/strategy.py``."""
 
 from .launch import choose_strategy, find_place
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ..errors import DistributedError
+from ..core.errors import DistributedError
 from .processes import Processes
 
 __all__ = ["check_traits", "checksum", "raise_difference"]

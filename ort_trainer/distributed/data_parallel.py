@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..optim.parts import Named, Parts
-from ..training.strategy import Meeting, Strategy
-from ..training.window import Share
+from ..train.strategy import Meeting, Strategy
+from ..train.window import Share
 from .agreement import check_traits, checksum
 from .buckets import Buckets, grouped
 from .joining import Joining

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import DistributedError
+from ..core.errors import DistributedError
 from ..options import ORTTrainerOptions
-from ..training.strategy import SingleProcess, Strategy
+from ..train.strategy import SingleProcess, Strategy
 
 if TYPE_CHECKING:
     from .processes import Processes

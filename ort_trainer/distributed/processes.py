@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import DistributedError
-from ..interrupts import insisted
+from ..core.errors import DistributedError
+from ..core.interrupts import insisted
 from .missing import find_missing
 from .notes import Notes
 

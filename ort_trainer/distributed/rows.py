@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import DistributedError
+from ..core.errors import DistributedError
 from .agreement import raise_difference
 from .missing import ADVICE
 from .processes import Processes

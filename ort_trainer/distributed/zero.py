@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..engine.ownership import shared_groups
 from ..optim.parts import Named, Parts, global_norm
-from ..ownership import shared_groups
-from ..training.strategy import Meeting
-from ..training.window import Share
+from ..train.strategy import Meeting
+from ..train.window import Share
 from .buckets import Bucket, Buckets
 from .data_parallel import DataParallel
 from .processes import Processes

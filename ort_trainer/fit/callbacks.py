@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import shown
+from ..core.errors import shown
 from ..runs import CheckpointManager
 from .state import FitState
 

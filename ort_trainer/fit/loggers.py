@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import atomic_path, check_target
+from ..core.atomic import atomic_path, check_target
 from .callbacks import Callback, check_interval
 from .state import EPOCH_COLUMNS, FitState
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CheckpointError, shown
-from ..interrupts import uninterrupted
+from ..core.errors import CheckpointError, shown
+from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position
 from ..runs.position import own_place
 from .batches import moved, samples

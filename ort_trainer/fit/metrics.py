@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import shown
+from ..core.errors import shown
 
 __all__ = ["Metrics"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import shown
+from ..core.errors import shown
 from ..optim import SGDConfig
 from ..options import ORTTrainerOptions
 from ..trainer import ORTTrainer

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import shown
+from ..core.errors import shown
 from .rule import RULES, Rule
 
 __all__ = ["OptimizerConfig", "ParameterGroups", "flag", "number"]

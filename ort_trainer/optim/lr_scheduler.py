@@ -1,7 +1,7 @@
 """Learning-rate schedules: functions from the number of completed updates to a learning rate.
 
 In the formulas, s is ``optimization_step`` (updates completed before this one), T is ``total_steps``, W is
-``warmup * T`` and base is the ``lr`` of the optimizer config. ``ort_trainer/schedules.py`` computes them.
+``warmup * T`` and base is the ``lr`` of the optimizer config. ``ort_trainer/core/schedules.py`` computes them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .. import schedules
-from ..errors import shown
+from ..core import schedules
+from ..core.errors import shown
 from .config import OptimizerConfig
 from .step_info import TrainStepInfo
 
@@ -115,7 +115,7 @@ class _WarmupLRScheduler(LRScheduler):
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """The argument of :func:`ort_trainer.schedules.learning_rate`: plain values, which files can store."""
+        """The argument of :func:`ort_trainer.core.schedules.learning_rate`: plain values, which files can store."""
         return {"kind": self.kind, "total_steps": self.total_steps, "warmup_steps": self._warmup_steps}
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:

@@ -12,9 +12,9 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from ..graph import TrainingGraph
-from ..graph.names import Names
-from ..optimizer_keys import STEP, UPDATE_COUNT
+from ..core.optimizer_keys import STEP, UPDATE_COUNT
+from ..step import TrainingGraph
+from ..step.names import Names
 from .update_writer import ParameterUpdate, UpdateWriter
 
 __all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "with_optimizer"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import shown
+from ..core.errors import shown
 from .config import OptimizerConfig, number
 from .rule import RULES, Rule
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import shown
+from ..core.errors import shown
 from .torch_optimizer import TorchOptimizerConfig
 
 __all__ = ["collect", "restore"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ownership import shared_groups
+from ..engine.ownership import shared_groups
 from .config import OptimizerConfig
 from .parts import Parts
 from .rule import ParameterBatch

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.emitter import Emitter
-from ..graph.names import Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from .rule import ParameterNodes, Rule
 
 __all__ = ["ParameterUpdate", "UpdateWriter"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazily
+from ..core.lazy import lazily
 
 if TYPE_CHECKING:
     from .model_desc import InputDescription, ModelDescription, OutputDescription

@@ -9,9 +9,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from ..amp import LossScaler
-from ..errors import shown, warn
+from ..core.errors import shown, warn
+from ..engine.ort import is_session_options
 from ..optim import LRScheduler
-from ..runtime.engine import is_session_options
 from .checks import conflicts, idle, respelled
 from .schema import SchemaValidator, changed_in_vain, flatten_errors, load_schema
 from .section import Section

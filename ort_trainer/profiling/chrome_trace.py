@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..atomic import atomic_path
-from ..graph.origins import Place, parent_of
-from ..runtime.timing import TimedRun
+from ..core.atomic import atomic_path
+from ..engine.timing import TimedRun
+from ..step.origins import Place, parent_of
 from .figures import GraphOrigins
 from .measured import MeasuredStep
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..graph import TrainingGraph
-from ..graph.origins import Origins, parent_of
-from ..runtime.timing import Operation
+from ..engine.timing import Operation
+from ..step import TrainingGraph
+from ..step.origins import Origins, parent_of
 from .measured import MeasuredStep
 from .profile import Figures, ModuleTime, OperatorTime
 

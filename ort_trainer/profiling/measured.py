@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..runtime.timing import TimedRun
+from ..engine.timing import TimedRun
 
 __all__ = ["MeasuredStep"]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..atomic import check_target
-from ..errors import shown, warn
-from ..runtime import Plan
-from ..runtime.timing import Timing
+from ..core.atomic import check_target
+from ..core.errors import shown, warn
+from ..engine import Plan
+from ..engine.timing import Timing
 from .chrome_trace import write_trace
 from .figures import GraphOrigins, figures_of
 from .measured import MeasuredStep

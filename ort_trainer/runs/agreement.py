@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, DistributedError
-from ..sealed import read_header, verify
+from ..core.errors import CheckpointError, DistributedError
+from ..core.sealed import read_header, verify
 
 if TYPE_CHECKING:
     from ..trainer import ORTTrainer

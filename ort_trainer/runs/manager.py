@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import atomic_path, remove_abandoned
-from ..checkpoint import read_parts, save_checkpoint_file
-from ..errors import CheckpointError, shown, warn
-from ..training import state as training_state
-from ..training.read_state import copied
+from ..core.atomic import atomic_path, remove_abandoned
+from ..core.errors import CheckpointError, shown, warn
+from ..state import read_parts, save_checkpoint_file
+from ..train import state as training_state
+from ..train.read_state import copied
 from .agreement import agree, check_in_all
 from .background import Background
 from .position import Position, own_place

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, shown
-from ..training.read_state import copied
+from ..core.errors import CheckpointError, shown
+from ..train.read_state import copied
 from .random_state import WAY_OUT, capture, check_loader, restore
 
 __all__ = ["Position", "own_place"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import read_parts
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
+from ..state import read_parts
 
 __all__ = ["RUN", "SavedCheckpoint", "best_of", "described", "is_foreign", "version"]
 

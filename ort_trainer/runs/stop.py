@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..errors import shown
+from ..core.errors import shown
 
 __all__ = ["StopSignals"]
 

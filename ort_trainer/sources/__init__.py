@@ -1,6 +1,1 @@
-"""Builds training graphs from PyTorch and ONNX models, behind one interface."""
-
-from .choose import loss_function, model_source
-from .model_source import BORROWED, Builder, ModelSource
-
-__all__ = ["BORROWED", "Builder", "ModelSource", "loss_function", "model_source"]
+"""The former place of ``ort_trainer.export``, for the import path of ``register_gradient``."""

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from ort_trainer.api.artifact import METADATA, OptimizerModel, RandomTensor, Slot, StepModel, Tensor, to_metadata
 from ort_trainer.api.checkpoint_file import Checkpoint, to_bytes
-from ort_trainer.sealed import DTYPES, read_header, read_tensors, write
+from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
 
 FLOAT, INT64, BOOL, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.UINT8
 EXPORT = "e" * 64

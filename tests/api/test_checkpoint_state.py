@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 
 from ort_trainer.api import CheckpointState, Module, Parameter
-from ort_trainer.errors import CheckpointError
+from ort_trainer.core.errors import CheckpointError
 
 from .artifacts import PARAMETERS, Artifacts
 from .test_module import batches, load

@@ -11,9 +11,9 @@ import pytest
 from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
 from ort_trainer.api.artifact_checks import check_described
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes, without_optimizer
-from ort_trainer.errors import CheckpointError
-from ort_trainer.indices import IndexRange
-from ort_trainer.sealed import write
+from ort_trainer.core.errors import CheckpointError
+from ort_trainer.core.indices import IndexRange
+from ort_trainer.core.sealed import write
 
 from .artifacts import as_version_2
 

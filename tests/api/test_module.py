@@ -12,7 +12,7 @@ from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimize
 from ort_trainer.api.artifact import RandomTensor
 from ort_trainer.api.engine import Device, StateTensor
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
-from ort_trainer.runtime.aten import dropout
+from ort_trainer.engine.programs import dropout
 
 from .artifacts import PARAMETERS, TRAINED, Artifacts, make_artifacts
 

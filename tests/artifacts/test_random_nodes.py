@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ort_trainer.artifacts.upstream.random_nodes import RandomNodes
-from ort_trainer.graph import RandomInput, TensorSpec, TrainingGraph
-from ort_trainer.graph.emitter import Emitter
-from ort_trainer.graph.names import Names
+from ort_trainer.step import RandomInput, TensorSpec, TrainingGraph
+from ort_trainer.step.emitter import Emitter
+from ort_trainer.step.names import Names
 
 pytestmark = pytest.mark.engine
 

@@ -255,7 +255,7 @@ def test_an_interrupt_finds_both_files_old_or_both_new(
         if calls == call:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("ort_trainer.atomic.sync", sync)
+    monkeypatch.setattr("ort_trainer.core.atomic.sync", sync)
     with pytest.raises(KeyboardInterrupt):
         write_upstream_checkpoint(path, new, limit=0)
     found = read_upstream_checkpoint(path)

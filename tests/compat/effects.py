@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
-from ort_trainer.runtime.installed import can_call_pytorch
-from ort_trainer.sources.onnx.passes import infer_shapes
-from ort_trainer.training.onnx_file import onnx_model
+from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.export.onnx.passes import infer_shapes
+from ort_trainer.train.onnx_file import onnx_model
 
+from ..export.torch.test_recompute import DESC, Encoder, batches
 from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
-from ..sources.torch.test_recompute import DESC, Encoder, batches
 
 RATE = "Learning_Rate"
 

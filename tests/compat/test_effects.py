@@ -14,8 +14,8 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.compat.session import TrainingSession as OldSession
 from ort_trainer.compat.trainer import ORTTrainer as OldTrainer
+from ort_trainer.engine.ort import has_cuda
 from ort_trainer.options.schema import load_schema
-from ort_trainer.runtime.engine import has_cuda
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
 from .effects import OPTIONS, PROPERTIES, exported, nested, session_of

@@ -20,8 +20,8 @@ from ort_trainer import DistributedError, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.distributed import find_place
 from ort_trainer.distributed.launch import Place
-from ort_trainer.runtime import engine
-from ort_trainer.training.strategy import SingleProcess
+from ort_trainer.engine import ort as engine
+from ort_trainer.train.strategy import SingleProcess
 
 from .data_parallel_cases import LOSS, mlp
 from .world import ROOT, environments, free_port, run

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from ort_trainer import CheckpointError, ORTTrainer
-from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.fit import Callback, Checkpoints, EarlyStopping, FitState
+from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .test_fit import Interrupt

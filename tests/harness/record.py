@@ -122,8 +122,8 @@ def start(config: pytest.Config) -> None:
         return
     limit = math.inf if config.getoption("reach") else LIMIT  # coverage takes its time, too
     recorder = Recorder(Path(path), not hasattr(config, "workerinput"), limit)
-    from ort_trainer.sources.torch.builder import GraphBuilder
-    from ort_trainer.training.loop import TrainingLoop
+    from ort_trainer.export.torch.builder import GraphBuilder
+    from ort_trainer.train.loop import TrainingLoop
 
     recorder.measure(GraphBuilder, "_build", "exports")
     recorder.measure(TrainingLoop, "step", "steps")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ort_trainer.sealed import write
+from ort_trainer.core.sealed import write
 
 # Lengths and counts that no valid file has.
 ABSURD = (

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ort_trainer import CheckpointError
-from ort_trainer.checkpoint import load_checkpoint_file
+from ort_trainer.state import load_checkpoint_file
 
 from .damage import ABSURD, HEADERS, changed, sealed, truncated, with_header
 from .readers import LEGACY, readers
@@ -248,7 +248,7 @@ def test_hdf5_that_takes_all_memory_or_time(tmp_path: Path) -> None:
 
 def test_hdf5_of_many_ways_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 40 groups has two links to the next, so a walk has a million million paths."""
-    monkeypatch.setattr("ort_trainer.checkpoint.rehearsal._SECONDS", 1)
+    monkeypatch.setattr("ort_trainer.state.rehearsal._SECONDS", 1)
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "file", "w") as file:
         group = file.create_group("model/full_precision")

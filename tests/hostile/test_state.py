@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ort_trainer import CheckpointError, ORTTrainer, amp, optim
-from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
+from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .damage import HEADERS, changed, truncated, with_header

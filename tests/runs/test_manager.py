@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ort_trainer import CheckpointError, CheckpointManager, ORTTrainer, Position
-from ort_trainer.checkpoint import read_parts
 from ort_trainer.runs import manager as manager_module
+from ort_trainer.state import read_parts
 
 from ..fit.test_resume import assert_same
 from ..helpers import mlp_batches, mlp_trainer

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from ort_trainer import CheckpointError, Position
-from ort_trainer.checkpoint import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.runs.position import own_place
+from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 
 from .loaders import Noisy, Stateful, loader, seed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..checkpoint.test_faults import kill_often
+from ..state.test_faults import kill_often
 from .test_memory import measure
 
 pytestmark = pytest.mark.torture

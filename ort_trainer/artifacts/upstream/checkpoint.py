@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CheckpointError
-from ...foreign import is_upstream_checkpoint
+from ...core.errors import CheckpointError
+from ...core.foreign import is_upstream_checkpoint
 from .flatbuffer import Table
 
 __all__ = [

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ...api.checkpoint_file import Checkpoint
-from ...errors import CheckpointError
-from ...optimizer_keys import UPDATE_COUNT
+from ...core.errors import CheckpointError
+from ...core.optimizer_keys import UPDATE_COUNT
 from .checkpoint import UNLOADABLE, Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
 __all__ = ["from_upstream", "to_upstream"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from ...errors import CheckpointError
+from ...core.errors import CheckpointError
 
 __all__ = ["Table"]
 

@@ -11,7 +11,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from ...errors import shown
+from ...core.errors import shown
 from ..step_models import IR_VERSION
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ...graph import RandomInput, TrainingGraph
-from ...graph.emitter import Emitter
+from ...step import RandomInput, TrainingGraph
+from ...step.emitter import Emitter
 
 __all__ = ["RandomNodes"]
 

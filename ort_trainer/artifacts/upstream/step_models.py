@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...graph import TrainingGraph
-from ...graph.emitter import Emitter
-from ...graph.names import Names
-from ...graph.prune import RemoveUnusedPass
+from ...step import TrainingGraph
+from ...step.emitter import Emitter
+from ...step.names import Names
+from ...step.prune import RemoveUnusedPass
 from ..step_models import ACCUMULATED, BUFFER, IR_VERSION, RESET, check_portable
 from .checkpoint import Array
 from .random_nodes import RandomNodes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from ...api.checkpoint_file import Checkpoint
-from ...graph import TrainingGraph
+from ...step import TrainingGraph
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from .conversion import to_upstream
 from .optimizer_model import optimizer_model

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import shown
+from ...core.errors import shown
 from ..config import ParameterGroups, number
 from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
 from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step

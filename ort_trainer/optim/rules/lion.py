@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import shown
+from ...core.errors import shown
 from ..config import OptimizerConfig, ParameterGroups, number
 from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
 from ._moments import MOMENT_1

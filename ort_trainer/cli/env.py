@@ -1,0 +1,200 @@
+"""The ``env`` command: describes the installation and its features, for bug reports.
+
+People run it when something is broken, so it prints an error in place of each fact that it can't determine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .output import OK, say, say_facts, say_json, size
+
+__all__ = ["add", "own_version"]
+
+# These are imported, because a broken installation still has a version; for the others the version is enough.
+_IMPORTED = ("numpy", "torch", "onnx")
+_LOOKED_UP = (
+    "safetensors",
+    "xxhash",
+    "onnxscript",
+    "onnx_ir",
+    "cerberus",
+    "networkx",
+    "flatbuffers",
+    "h5py",
+    "transformers",
+    "accelerate",
+    "torchdata",
+)
+_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser(
+        "env",
+        help="print versions and the engine's features, for bug reports",
+        description="Prints versions, the engine and its features, threads, and the export cache. It works even if "
+        "packages are missing or broken, and lists those.",
+        epilog="Exit code: 0.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    found = {
+        "ort_trainer": f"{own_version()} in {Path(__file__).parents[1]}",
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": _attempt(platform.platform),
+        "packages": _packages(),
+        "engine": _attempt(_engine),
+        "can train": _attempt(_abilities),
+        "processors": _attempt(_processors),
+        "cache of exports": _attempt(_cache),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _is_of_interest(name)},
+    }
+    if given.json:
+        say_json(found)
+    else:
+        plain = {name: value for name, value in found.items() if not isinstance(value, dict)}
+        say_facts(plain, indent="")
+        for name, part in found.items():
+            if isinstance(part, dict) and part:
+                say()
+                say(name)
+                say_facts(part)
+    return OK
+
+
+def _attempt(find_out: Callable[[], Any]) -> Any:
+    """Returns the result of a function, or a description of its error."""
+    try:
+        return find_out()
+    except Exception as error:  # anything may be broken
+        return "not known: " + " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def own_version() -> str:
+    """Returns the version of this package."""
+    assert __package__ is not None
+    return str(sys.modules[__package__.partition(".")[0]].__version__)
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _IMPORTED:
+        found[name] = _version(name)
+        if found[name] != "not installed":
+            imported = _attempt(functools.partial(importlib.import_module, name))
+            if isinstance(imported, str):
+                found[name] += f", but importing it fails: {imported.removeprefix('not known: ')}"
+    return found | {name: _version(name) for name in _LOOKED_UP}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec(name) is None:
+            return "not installed"
+        return str(_attempt(lambda: importlib.import_module(name).__version__))
+
+
+def _engine() -> dict[str, Any]:
+    from ..engine.installed import installed_flavours, require_engine
+
+    require_engine()
+    found: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
+    if len(installed_flavours()) > 1:
+        found["problem"] = "several distributions overwrite each other's files: uninstall all of them, then install one"
+    onnxruntime = _attempt(_onnxruntime)
+    if isinstance(onnxruntime, str):
+        return found | {"problem": f"importing it fails: {onnxruntime.removeprefix('not known: ')}"}
+    found |= {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}
+    return found | {"newest opset": _attempt(_newest_opset), "CUDA": _attempt(_cuda)}
+
+
+def _onnxruntime() -> Any:
+    if importlib.util.find_spec("torch") is None:
+        importlib.import_module("..api.engine", __package__)
+        return sys.modules["onnxruntime"]
+    from ..engine.ort import engine
+
+    return engine()
+
+
+def _newest_opset() -> int:
+    from ..engine.ort import maximum_opset
+
+    return maximum_opset()
+
+
+def _cuda() -> str:
+    import torch
+
+    from ..engine.ort import available_providers
+
+    torchs = f"torch is built for {torch.version.cuda}" if torch.version.cuda else "torch is built without it"
+    seen = f"torch sees {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "torch sees no device"
+    ours = "has" if "CUDAExecutionProvider" in available_providers() else "does not have"
+    return f"{torchs}, {seen}, the engine {ours} the provider"
+
+
+def _abilities() -> dict[str, str]:
+    from ..engine.installed import can_call_pytorch
+
+    def pytorch_models() -> str:
+        for needed in ("torch", "onnxscript", "cerberus", "networkx"):
+            importlib.import_module(needed)
+        _onnxruntime()
+        return "yes, with PyTorch's kernels" if can_call_pytorch() else "yes, with ONNX Runtime's kernels"
+
+    def onnx_models() -> str:
+        from ..engine.ort import training_bindings
+
+        training_bindings()
+        return "yes"
+
+    def artifacts() -> str:
+        importlib.import_module("..api.engine", __package__)
+        return "yes"
+
+    asked = {"PyTorch models": pytorch_models, "ONNX models": onnx_models, "exported artifacts": artifacts}
+    return {what: str(_attempt(ask)).replace("not known:", "no:") for what, ask in asked.items()}
+
+
+def _processors() -> dict[str, Any]:
+    found: dict[str, Any] = {"architecture": platform.machine(), "in this machine": os.cpu_count()}
+    if hasattr(os, "sched_getaffinity"):
+        found["for this process"] = len(os.sched_getaffinity(0))
+    found["threads of torch"] = _attempt(lambda: importlib.import_module("torch").get_num_threads())
+    return found
+
+
+def _cache() -> dict[str, Any] | str:
+    from ..export.cache import export_cache
+
+    cache = export_cache()
+    if cache is None:
+        return "off"
+    files = [path.stat().st_size for path in cache.folder.glob("*.export")]
+    return {
+        "folder": str(cache.folder),
+        "files": f"{len(files)}, {size(sum(files))}",
+        "limit": size(cache.limit),
+    }
+
+
+def _is_of_interest(name: str) -> bool:
+    return name in _VARIABLES or name.startswith("ORT_TRAINER_")

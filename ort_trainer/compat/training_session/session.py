@@ -1,0 +1,318 @@
+"""``TrainingSession``: trains an ONNX model that has a loss, with ONNX Runtime's former interface."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.errors import shown
+from ...core.interrupts import uninterrupted
+from ...engine.ort import SessionOptions
+from ...export.onnx import describe_onnx, load_onnx_model
+from ...options import ORTTrainerOptions
+from ...train.batch import to_tensor
+from ...trainer import ORTTrainer
+from . import translate
+from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
+from .node_arg import NodeArg, node_arg
+from .parameters import TrainingParameters
+from .trainer_session import TrainerSession
+
+__all__ = ["TrainingSession"]
+
+_ALL_FINITE = "all_gradients_finite"
+_LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
+
+
+class TrainingSession(TrainerSession):
+    """Trains an ONNX model that has a loss among its outputs.
+
+    A run computes the outputs, adds to the gradients and, at the end of an accumulation window, updates the weights.
+    Runs with ``run_options.training_mode = False`` evaluate and change nothing; runs with
+    ``run_options.only_execute_path_to_fetches = True`` never update. Requires onnxruntime-training.
+
+    Args:
+        path_or_bytes: The path of the model, or the serialized model.
+        parameters: A :class:`~ort_trainer.TrainingParameters`.
+        sess_options: An ``onnxruntime.SessionOptions``, used as it is.
+        providers: Execution providers in order of preference, as names or (name, options); None for all available.
+            Providers that can't be used here are skipped with a warning. The CPU is always the last one.
+        provider_options: The providers' options in the same order, if ``providers`` has only names.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a parameter is not supported; the message names it and says what to do.
+        ExportError: If the model can't be read or differentiated.
+        RuntimeError: If the installed ONNX Runtime can't differentiate.
+
+    Example:
+        >>> parameters = TrainingParameters(loss_output_name="loss", training_optimizer_name="AdamOptimizer")
+        >>> session = TrainingSession("model.onnx", parameters)
+        >>> (loss,) = session.run(["loss"], {"x": x, "label": y, "Learning_Rate": np.array([1e-3], np.float32)})
+    """
+
+    # The class that the parameters are converted to; it decides which settings are rejected.
+    _options = ORTTrainerOptions
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        parameters: TrainingParameters,
+        sess_options: SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(path_or_bytes, (str, os.PathLike, bytes)):
+            raise TypeError(
+                f"path_or_bytes must be a path or a serialized model (bytes), but a {type(path_or_bytes).__name__} was "
+                "given"
+            )
+        if not isinstance(parameters, TrainingParameters):
+            raise TypeError(f"parameters must be TrainingParameters, but a {type(parameters).__name__} was given")
+        self._model = load_onnx_model(os.fspath(path_or_bytes))
+        if parameters.weights_to_train:  # overrides which weights the file marks as frozen
+            self._model = dataclasses.replace(self._model, frozen=frozenset())
+        self._parameters = copy.deepcopy(parameters)
+        self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
+        translate.check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
+        self._sess_options = sess_options
+        super().__init__(self._make_trainer(providers, provider_options))
+        self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
+
+    @property
+    def _feeds_scale(self) -> bool:
+        return self._parameters.use_mixed_precision and self._parameters.loss_scale == 0.0
+
+    def run(
+        self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
+    ) -> list[np.ndarray[Any, Any]]:
+        """Runs the model once; the class docstring describes which runs change gradients and weights.
+
+        Args:
+            output_names: Outputs to return; None or empty for all.
+            input_feed: Input name -> array: the model's inputs and, in training, the learning rate (and loss scale).
+            run_options: An ``onnxruntime.RunOptions``.
+
+        Returns:
+            The outputs as arrays.
+
+        Raises:
+            TypeError, ValueError: If an input is missing, unknown or invalid. Nothing has changed then.
+        """
+        values = {name: to_tensor(name, np.asarray(value)) for name, value in translate.feed_of(input_feed).items()}
+        return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
+
+    def run_with_ort_values(
+        self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
+    ) -> list[Any]:
+        """Runs the model as :meth:`run` does, with OrtValues."""
+        values = {name: to_torch(value) for name, value in translate.feed_of(input_dict_ort_values).items()}
+        return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
+
+    def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
+        """Runs the model as :meth:`run` does, with bound inputs and outputs."""
+        if not isinstance(iobinding, IOBinding):
+            raise TypeError(
+                f"iobinding must come from the training session's io_binding(), but a {type(iobinding).__name__} was "
+                "given"
+            )
+        if not iobinding.output_names:
+            raise ValueError("no output is bound: call bind_output() first")
+        iobinding.deliver(self._run(iobinding.output_names, iobinding.inputs, run_options, iobinding))
+
+    def io_binding(self) -> IOBinding:
+        """Returns an empty binding."""
+        return IOBinding()
+
+    def get_inputs(self) -> list[NodeArg]:
+        """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
+        found = [node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
+        if self._parameters.training_optimizer_name:
+            found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
+        if self._feeds_scale:
+            found.append(NodeArg(self._scale_name, "tensor(float)", [1]))
+        return found
+
+    def get_outputs(self) -> list[NodeArg]:
+        """Returns the outputs of a training run: the model's, followed by those that training adds."""
+        found = [node_arg(value) for value in self._model.model.graph.outputs]
+        if self._parameters.use_mixed_precision:
+            found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
+        if self._parameters.set_gradients_as_graph_outputs:
+            weights = self._session.parameters
+            found += [
+                NodeArg(f"{name}_grad", "tensor(float)", list(weights[name].shape)) for name in self._session.gradients
+            ]
+        return found
+
+    def get_overridable_initializers(self) -> list[NodeArg]:
+        """Returns an empty list, because the session owns the initializers and a feed can't replace them."""
+        return []
+
+    def set_providers(
+        self,
+        providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Recreates the underlying sessions with other providers; keeps weights and optimizer state."""
+        self._reset_session(providers, provider_options)
+
+    def disable_fallback(self) -> None:
+        """Does nothing: a failure of an execution provider is always an error here."""
+
+    def enable_fallback(self) -> None:
+        """Raises, because a step repeated on another provider would change gradients and buffers twice.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "a training session can't fall back to another execution provider after a failure: choose another one with "
+            "set_providers()"
+        )
+
+    def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Returns moments and update counts: weight -> ``Moment_1``, ``Moment_2``, ``Update_Count``."""
+        return super().get_optimizer_state() if self._parameters.training_optimizer_name else {}
+
+    def is_output_fp32_node(self, output_name: str) -> bool:
+        """Returns whether an output is fp32 even in mixed precision.
+
+        Raises:
+            ValueError: If the output is unknown.
+        """
+        found = {entry.name: entry.type for entry in self.get_outputs()}
+        if output_name not in found:
+            raise ValueError(f"unknown output {output_name!r}: the outputs are {list(found)}")
+        return found[output_name] == "tensor(float)"
+
+    def _reset_session(
+        self,
+        providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None,
+        provider_options: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Recreates the underlying sessions; keeps the old ones if that fails."""
+        state = self._trainer.state_dict()
+        trainer = self._make_trainer(providers, provider_options)
+        trainer.load_state_dict(state)
+        self._trainer = trainer
+
+    # onnxruntime's own class has a method of this name.
+    def _create_inference_session(
+        self, providers: Any, provider_options: Any, disabled_optimizers: Sequence[str] | None = None
+    ) -> None:
+        if disabled_optimizers:
+            raise ValueError(
+                f"disabled_optimizers {list(disabled_optimizers)} is not supported: set a graph optimization level in "
+                "sess_options"
+            )
+        self._reset_session(providers, provider_options)
+
+    def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
+        parameters = self._parameters
+        device, settings = translate.providers_of(providers, provider_options)
+        options = self._options(translate.options_of(parameters, self._model, device, settings, self._sess_options))
+        if parameters.loss_scale and not parameters.use_mixed_precision:
+            options.without_effect("loss_scale has no effect without use_mixed_precision: leave it at 0")
+        description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
+        trainer = ORTTrainer(
+            self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options
+        )
+        trainer.prepare()
+        if parameters.optimizer_initial_state:
+            translate.check_initial_state(parameters, trainer)
+            state = {
+                "optimizer": parameters.optimizer_initial_state,
+                "trainer_options": {"optimizer_name": trainer.optim_config.name},
+            }
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Missing key")
+                trainer.load_state_dict(state, strict=False)
+        return trainer
+
+    def _run(
+        self,
+        output_names: Sequence[str] | None,
+        feed: Mapping[str, torch.Tensor],
+        run_options: Any,
+        binding: IOBinding | None = None,
+    ) -> list[torch.Tensor]:
+        if isinstance(output_names, str):
+            raise TypeError(f"output_names must be a list of names, but {shown(output_names)} was given")
+        training = run_options is None or bool(run_options.training_mode)
+        known = [entry.name for entry in self.get_outputs()]
+        names = list(output_names or (known if training else self._model.outputs))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"unknown outputs {unknown}: the outputs are {known}")
+        own = [name for name in dict.fromkeys(names) if name in self._model.outputs]
+        if training:
+            results = self._train(feed, own, names, run_options, binding)
+        elif set(own) < set(names):
+            raise ValueError(f"outputs {sorted(set(names) - set(own))} exist in training only")
+        else:
+            results = self._evaluate(feed, own)
+        return [results[name] for name in names]
+
+    def _evaluate(self, feed: Mapping[str, torch.Tensor], own: Sequence[str]) -> dict[str, torch.Tensor]:
+        inputs = {name: value for name, value in feed.items() if name not in self._extra_inputs()}
+        return dict(zip(own, self._trainer.loop.evaluate((inputs,), {}, own), strict=True))
+
+    def _train(
+        self,
+        feed: Mapping[str, torch.Tensor],
+        own: Sequence[str],
+        names: Sequence[str],
+        run_options: Any,
+        binding: IOBinding | None,
+    ) -> dict[str, torch.Tensor]:
+        parameters = self._parameters
+        inputs = dict(feed)
+        given = {name: inputs.pop(name, None) for name in self._extra_inputs()}
+        may_update = run_options is None or not run_options.only_execute_path_to_fetches
+        missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")
+        extra = {name: translate.number_of(name, value) for name, value in given.items() if value is not None}
+        rate = extra.get(parameters.lr_params_feed_name)
+        loop = self._trainer.loop
+        window, info, scaler = loop.window, loop.info, loop.precision.scaler
+        if scaler is not None and self._feeds_scale:
+            scale = extra[self._scale_name]
+            began = window.factor(1.0, scale)
+            if began != scale:
+                raise ValueError(
+                    f"the loss scale is {scale}, but the accumulation window began with {began}: change it after an "
+                    "update"
+                )
+            scaler.loss_scale = scale
+        scale = loop.precision.loss_scale
+        batch = loop.graphs.bind((inputs,), {})
+        plan = loop.plan(batch, True, own or [parameters.loss_output_name])
+        if binding is not None:
+            check_binding(binding, plan.runner.graph, batch, self._session.gradients, _ALL_FINITE)
+        gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
+        with uninterrupted():
+            results = dict(zip(own, loop.backward(plan, batch), strict=False))
+            held = self._session.gradients
+            results |= {name: held[weight] / scale for name, weight in gradients.items() if weight in held}
+            info.all_finite = True
+            if may_update and window.complete:
+                if rate is None:
+                    loop.discard_gradients()
+                else:
+                    loop.optimizer_step([rate])
+        results[_ALL_FINITE] = torch.tensor([info.all_finite])
+        return results
+
+    def _extra_inputs(self) -> list[str]:
+        """Returns the names of the inputs beside the model's: the learning rate and the loss scale."""
+        rate = [self._parameters.lr_params_feed_name] * bool(self._parameters.training_optimizer_name)
+        return [*rate, *[self._scale_name] * self._feeds_scale]

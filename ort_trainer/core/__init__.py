@@ -1,0 +1,1 @@
+"""What the whole package shares: errors, files, signals, sizes, masks, schedules. Needs no torch."""

@@ -1,0 +1,60 @@
+"""The package's own exceptions, and how messages show values."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CheckpointError", "DistributedError", "ExportError", "IdleOptionError", "shown", "warn"]
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class ExportError(RuntimeError):
+    """The model could not be turned into an ONNX training or evaluation graph."""
+
+
+class IdleOptionError(ExportError):
+    """An option needs a part that the model lacks; the message begins with the option and a colon."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file is damaged, is not a checkpoint of this package, or does not fit the trainer."""
+
+
+class DistributedError(RuntimeError):
+    """The processes that train one model disagree, or one of them is missing."""
+
+
+class _Short(reprlib.Repr):
+    """Representations for messages: long ones are truncated; tensors and arrays show shape and dtype only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 8
+        self.maxstring = self.maxother = self.maxlong = 200
+
+    def repr1(self, x: Any, level: int) -> str:
+        if hasattr(x, "dtype") and getattr(x, "ndim", None):
+            return f"{type(x).__name__}(shape={list(x.shape)}, dtype={x.dtype})"
+        return super().repr1(x, level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: Any) -> str:
+    """Returns any value as text for a message: one line of limited length."""
+    return " ".join(_SHORT.repr(value).split())
+
+
+def warn(message: str) -> None:
+    """Issues a ``UserWarning`` that points at the calling line outside this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)

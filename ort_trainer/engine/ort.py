@@ -1,0 +1,337 @@
+"""Access to the installed ONNX Runtime: only this module imports ``onnxruntime``.
+
+The import takes a third of a second, so it is delayed until a function needs it. :func:`preload` runs it while another
+process exports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.undisturbed import process_undisturbed
+from .installed import require_engine
+from .sessions import new_session
+
+if TYPE_CHECKING:
+    import onnx
+    from onnxruntime import InferenceSession, SessionOptions
+
+__all__ = [
+    "InferenceSession",
+    "SessionOptions",
+    "is_session_options",
+    "kernel_outputs",
+    "make_session",
+    "maximum_opset",
+    "preload",
+    "profiling",
+    "providers_for",
+    "resolve_device",
+    "session_options",
+    "training_bindings",
+]
+
+_log = logging.getLogger(__name__)
+_OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
+_LOAD_FORMAT = "session.load_model_format"
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the classes of ONNX Runtime that this module re-exports, on first use."""
+    if name in ("InferenceSession", "SessionOptions"):
+        return getattr(engine(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def engine() -> Any:
+    """Returns the module ``onnxruntime``.
+
+    onnxruntime-training imports ORTModule only to check that it exists, and with it sympy, setuptools and ONNX: half a
+    second and 40 MB. This function hides ORTModule during the import only.
+
+    Raises:
+        ModuleNotFoundError: If ONNX Runtime is not installed.
+    """
+    require_engine()
+    kept_out = "onnxruntime.training"
+    if "onnxruntime" in sys.modules or kept_out in sys.modules:
+        return importlib.import_module("onnxruntime")
+    sys.modules[kept_out] = None  # type: ignore[assignment]
+    try:
+        with process_undisturbed():
+            return importlib.import_module("onnxruntime")
+    finally:
+        del sys.modules[kept_out]
+
+
+def preload() -> None:
+    """Imports ONNX Runtime before the first session needs it."""
+    engine()
+
+
+def is_session_options(value: object) -> bool:
+    """Returns whether a value is an ``onnxruntime.SessionOptions``, without importing ONNX Runtime."""
+    known = sys.modules.get("onnxruntime")
+    return known is not None and isinstance(value, known.SessionOptions)
+
+
+def maximum_opset() -> int:
+    """Returns the newest ONNX opset that the installed ONNX Runtime implements.
+
+    ONNX Runtime has no function for this, but each of its releases is built with one release of ONNX. The pairs come
+    from the release notes of both; newer runtimes support at least the last opset.
+    """
+    import onnx
+
+    onnxruntime = engine()
+
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    newest = max(opset for release, opset in _OPSETS if version >= release or release == _OPSETS[0][0])
+    return min(newest, onnx.defs.onnx_opset_version())
+
+
+def available_providers() -> list[str]:
+    """Returns the names of the execution providers of the installed ONNX Runtime."""
+    return list(engine().get_available_providers())
+
+
+def known_providers() -> list[str]:
+    """Returns the names of all execution providers that ONNX Runtime knows, installed or not."""
+    return list(dict.fromkeys([*engine().get_all_providers(), *available_providers()]))
+
+
+def has_cuda() -> bool:
+    """Returns whether both ONNX Runtime and PyTorch can use a CUDA device here."""
+    return torch.cuda.is_available() and _PROVIDERS["cuda"] in available_providers()
+
+
+def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> torch.device:
+    """Returns the device to train on.
+
+    Args:
+        name: The option ``device.id``: ``cpu``, ``cuda`` or ``cuda:N``.
+        explicit: Whether the user gave the name. If False, a missing CUDA falls back to the CPU.
+        local_rank: Rank of this process on this machine; None if unknown. It chooses the CUDA device if the name has no
+            index; without it, PyTorch's current device is used.
+
+    Raises:
+        ValueError: If a given device is not available.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not has_cuda():
+        if not explicit:
+            _log.info("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU")
+            return torch.device("cpu")
+        onnxruntime = engine()
+
+        raise ValueError(
+            f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
+            f"{available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
+            "set device.id to 'cpu', leave it out, or install CUDA builds of both"
+        )
+    index, count = device.index, torch.cuda.device_count()
+    if index is None and local_rank is not None:
+        index = local_rank if count > 1 else 0  # some launchers show each process only one device
+        if index >= count:
+            raise ValueError(
+                f"there are {count} CUDA devices, but this process has the local rank {local_rank}: launch at most "
+                f"{count} processes here, or set device.id"
+            )
+    index = torch.cuda.current_device() if index is None else index
+    if index >= count:
+        raise ValueError(f"device.id {name!r} was asked for, but there are {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def providers_for(
+    device: torch.device, provider_options: Mapping[str, Mapping[str, object]], mem_limit: int = 0
+) -> list[tuple[str, dict[str, object]]]:
+    """Returns the execution providers of a device with their options, in order of preference.
+
+    Args:
+        device: The device that the tensors live on.
+        provider_options: Options per provider. Providers that the device does not imply come first.
+        mem_limit: Bytes that the CUDA provider may allocate; 0 for no limit.
+
+    Raises:
+        ValueError: If a provider is not installed.
+    """
+    available = available_providers() if provider_options else []
+    unknown = sorted(set(provider_options) - set(available))
+    if unknown:
+        raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")
+    implied: dict[str, dict[str, object]] = {}
+    if device.type == "cuda":
+        # Both libraries share one stream, so that neither reads data that the other has not written yet.
+        stream = torch.cuda.current_stream(device).cuda_stream
+        implied[_PROVIDERS["cuda"]] = {"device_id": str(device.index), "user_compute_stream": str(stream)}
+        if mem_limit:
+            implied[_PROVIDERS["cuda"]]["gpu_mem_limit"] = str(mem_limit)
+    implied[_PROVIDERS["cpu"]] = {}
+    extra = {name: dict(options) for name, options in provider_options.items() if name not in implied}
+    for name, options in provider_options.items():
+        if name in implied:
+            implied[name].update(options)
+    return [*extra.items(), *implied.items()]
+
+
+def session_options(given: SessionOptions | None, deterministic: bool, threads: int = 0) -> SessionOptions:
+    """Returns the options for all ONNX Runtime sessions of a trainer.
+
+    Args:
+        given: The user's own options, used as they are and never changed.
+        deterministic: The option ``debug.deterministic_compute``.
+        threads: Number of ONNX Runtime's threads; 0 for as many as PyTorch.
+
+    Raises:
+        ValueError: If the user's own options lack the requested deterministic compute, or expect models in ONNX
+            Runtime's own format.
+    """
+    if given is not None:
+        if _config_entry(given, _LOAD_FORMAT) not in (None, "ONNX"):
+            raise ValueError(
+                f"session_options have {_LOAD_FORMAT} {_config_entry(given, _LOAD_FORMAT)!r}, but models in ONNX "
+                "Runtime's own format (.ort) can't be differentiated; training graphs are always ONNX: leave it out"
+            )
+        if deterministic and not given.use_deterministic_compute:
+            raise ValueError(
+                "debug.deterministic_compute is True, but the given session_options are used as they are and have "
+                "use_deterministic_compute = False: set it to True in them"
+            )
+        return given
+    onnxruntime = engine()
+
+    options = onnxruntime.SessionOptions()
+    # Both libraries get the same number of threads. ONNX Runtime's must not spin after a run: they would take the cores
+    # from the optimizer update, which runs on PyTorch's thread pool right after.
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if threads == 1:
+        # Run nodes in graph order. By default ONNX Runtime computes values that only outputs need, such as weight
+        # gradients, at the end, and keeps their inputs in memory until then.
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.use_deterministic_compute = deterministic
+    # ONNX Runtime would keep a memory plan for every combination of shapes: 6 KB each for two layers. Without, steps
+    # take no longer and use 3% less memory.
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    return options
+
+
+def _config_entry(options: SessionOptions, key: str) -> str | None:
+    """Returns an entry of a session's configuration; None if missing, where ONNX Runtime raises."""
+    try:
+        return str(options.get_session_config_entry(key))
+    except RuntimeError:
+        return None
+
+
+@contextlib.contextmanager
+def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
+    """A context whose new sessions record the time of every node, and write a file in their ``end_profiling``.
+
+    Args:
+        options: The sessions' options. They can't be copied, so the context changes and then restores them, even the
+            user's own.
+        prefix: Prefix of the file's path.
+    """
+    known = options.enable_profiling, options.profile_file_prefix
+    options.enable_profiling, options.profile_file_prefix = True, prefix
+    try:
+        yield
+    finally:
+        options.enable_profiling, options.profile_file_prefix = known
+
+
+def make_session(
+    model: bytes, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]] | str]
+) -> InferenceSession:
+    """Returns a session of a model."""
+    session: InferenceSession = new_session(engine(), model, options, providers)
+    return session
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
+    """Returns the ONNX element types of a node's outputs, or None if there is no kernel for its types.
+
+    ONNX Runtime has no list of its kernels, but it looks them up when it creates a session, which takes 0.2 ms for one
+    node.
+
+    Args:
+        model: A serialized model with one node, whose outputs need no types.
+        device: ``cpu`` or ``cuda``.
+
+    Returns:
+        The types; an empty tuple if the node is refused for any other reason, which may not apply in its actual model.
+    """
+    import onnx
+
+    onnxruntime = engine()
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    available = onnxruntime.get_available_providers()
+    providers = [name for name in dict.fromkeys((_PROVIDERS[device], _PROVIDERS["cpu"])) if name in available]
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers)
+    except NoKernel:
+        return None
+    except Exception as error:  # there is no separate exception class for types that ONNX does not allow
+        return None if "Type Error" in str(error) else ()
+    names = (output.type.removeprefix("tensor(").removesuffix(")") for output in session.get_outputs())
+    return tuple(onnx.TensorProto.DataType.Value(name.upper()) for name in names)
+
+
+def training_bindings() -> Any:
+    """Returns the part of ONNX Runtime that differentiates ONNX graphs.
+
+    Raises:
+        RuntimeError: If the installed distribution is not onnxruntime-training.
+    """
+    onnxruntime = engine()
+    # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
+    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
+
+    if not hasattr(bindings, "GradientGraphBuilder"):
+        raise RuntimeError(
+            f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
+            f"{onnxruntime.__version__} is installed without training: with Python up to 3.12, uninstall onnxruntime "
+            "and install onnxruntime-training-cpu==1.19.2; or train the PyTorch model itself, which works with any "
+            "ONNX Runtime"
+        )
+    return bindings
+
+
+def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model with the shapes from ONNX Runtime's symbolic shape inference."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
+    return found
+
+
+def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
+    """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
+    onnxruntime = engine()
+
+    if array.dtype == bool or not array.size:  # ortvalue_from_shape_and_type does not support these
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)
+    value.update_inplace(array)
+    return value

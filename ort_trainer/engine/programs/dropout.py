@@ -1,0 +1,70 @@
+"""Dropout with 16-bit random numbers: masks with one byte per element, drawn inside the graph.
+
+PyTorch's own ``bernoulli_`` draws one number after the other on one thread: 6 to 16 ns per element. Here four elements
+share a 64-bit number of NumPy's SFC64, and an element is kept if its 16 bits are not below p * 65536 (so p is rounded
+to a multiple of 1 / 65536, by at most 0.000008). Each block of a mask has its own stream, seeded by the key of the
+step, the number of the dropout in the model, and the block's offset, so the numbers do not depend on who draws which
+block, or in which order. (Drawing on two threads costs more than on one, because PyTorch's threads compute as well.)
+
+A mask is packed: a 32-bit word has one byte for an element in each quarter of the tensor. Unpacking takes shifts and
+products of whole words, which PyTorch vectorizes; its conversions between bytes and floats are five times slower.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...core.masks import NEVER, draw_words, threshold, words_for
+
+__all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked", "words_for"]
+
+# Shifts that move the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
+_SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
+
+
+def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+    """Returns a packed mask: int32, one word per four elements, with a byte for each that is 1 if it is kept.
+
+    Args:
+        key: Key of the step, an integer.
+        count: Number of elements.
+        number: Number of the dropout in the model.
+        kept: Probability that an element is kept.
+    """
+    words, lowest = words_for(count), threshold(kept)
+    if lowest >= NEVER or not words:  # PyTorch can't view an empty NumPy array in a narrower dtype
+        return torch.zeros(words, dtype=torch.int32)
+    # From 64-bit numbers to words: the comparison in place leaves two bytes per element, so shift half of the words.
+    raw = torch.from_numpy(draw_words(int(key), number, words).view(np.int64))
+    halves = raw.view(torch.int16).ge_(lowest).view(torch.int32)
+    return halves[words:].bitwise_left_shift(8).bitwise_or_(halves[:words])
+
+
+def unpack_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a packed mask as booleans in the shape of a tensor."""
+    return unpacked(mask, like.shape).view(torch.bool)
+
+
+def unpacked(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns a packed mask with one byte per element, 0 or 1, in a given shape."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return mask.view(torch.uint8).view(-1, 4).t().reshape(-1)[:count].view(tuple(shape))
+
+
+def apply_mask(value: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns a tensor times a factor where the mask keeps elements, and zero elsewhere.
+
+    Args:
+        value: Any floating-point tensor.
+        mask: From :func:`draw_mask`, for the same number of elements.
+        factor: 1 / (1 - p).
+    """
+    (bits,) = struct.unpack("i", struct.pack("f", factor))
+    # Spreads the byte's lowest bit over a whole word, all ones or zeros, whose AND gives the factor or zero.
+    noise = mask.bitwise_left_shift(_SHIFTS).bitwise_right_shift_(31).bitwise_and_(bits).view(torch.float32)
+    noise = noise.view(-1)[: value.numel()].view(value.shape)
+    return noise.mul_(value) if value.dtype == torch.float32 else noise.to(value.dtype).mul_(value)

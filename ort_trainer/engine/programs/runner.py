@@ -1,0 +1,77 @@
+"""Runs a graph whose nodes are programs of PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...step import TrainingGraph
+from ..memory import keep_freed_memory
+from ..runner import GraphRunner, Plan, as_taken
+from .bridge import execute, from_torch, prepare
+from .program import Program
+
+__all__ = ["KernelRunner", "calls_pytorch"]
+
+
+def calls_pytorch(graph: TrainingGraph) -> bool:
+    """Returns whether nodes of a graph are programs of PyTorch's operators."""
+    return bool(graph.programs)
+
+
+class KernelRunner(GraphRunner):
+    """An ONNX Runtime session of a graph of programs.
+
+    PyTorch's results can't be written into memory that was bound earlier, so they are new tensors, which are copied to
+    the destinations, if there are any.
+    """
+
+    keeps_destinations = False
+
+    def _prepare(self) -> None:
+        keep_freed_memory()
+        prepare({key: Program.from_text(text) for key, text in self.graph.programs.items()})
+        self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
+
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Replaces the tensor of a parameter or buffer."""
+        super().rebind(name, tensor)
+        self._feeds[self.graph.state[name]] = from_torch(tensor.detach())
+
+    @property
+    def _session(self) -> Any:
+        """The C++ session below ONNX Runtime's Python class, whose methods wrap every result."""
+        return self.inference_session._sess
+
+    def run(
+        self,
+        plan: Plan,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        destination_key: str = "",
+        destinations: Mapping[str, torch.Tensor] | None = None,
+        loss_scale: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
+        given = {name: as_taken(value) for name, value in batch.items()}
+        if self.graph.loss_scale is not None and loss_scale is not None:
+            given[self.graph.loss_scale.name] = loss_scale
+        given |= zip((spec.name for spec, _ in plan.random), self._draw(plan, generator), strict=True)
+        feeds = {**self._feeds, **{name: from_torch(value) for name, value in given.items()}}
+        found = self._execute(feeds)
+        for name, destination in (destinations or {}).items():
+            destination.copy_(found[name])
+        results = {output.name: found[output.name] for output in plan.outputs}
+        for output in plan.outputs:
+            if output.dtype is torch.bool:
+                results[output.name] = results[output.name].view(torch.bool)
+            elif output.bound is not output.dtype:
+                results[output.name] = results[output.name].to(output.dtype)
+        return results, {**found, **(destinations or {})}
+
+    def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss
+        return execute(self._session, feeds, self.graph.loss if self.graph.loss in names else names[0])

@@ -1,0 +1,408 @@
+"""``StepSession``: training, evaluation and weight updates, with graphs looked up by the shapes of a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..optim import OptimizerConfig
+from ..optim.parts import Parts, global_norm
+from ..optim.torch_optimizer import TorchOptimizerConfig
+from ..optim.torch_update import TorchUpdate
+from ..optim.update import Again, OptimizerUpdate
+from ..step import TrainingGraph
+from .gradients import Gradients
+from .ort import providers_for, session_options
+from .programs.runner import KernelRunner, calls_pytorch
+from .random_state import global_generator, put_back_on_error
+from .runner import Check, GraphRunner, Plan, load
+
+if TYPE_CHECKING:
+    from .ort import InferenceSession, SessionOptions
+
+__all__ = ["StepSession"]
+
+# A training run may have as many shapes as (batch, length) pairs; each plan holds a few kilobytes of bindings.
+_MAXIMUM_PLANS = 256
+
+
+class StepSession:
+    """Owns parameters, gradients, moments and buffers, and runs training, evaluation and weight updates on them.
+
+    The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. :meth:`train` adds to the gradients,
+    :meth:`optimizer_step` applies them, :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
+
+    Args:
+        parameters: All parameters by name, trained or not. The session uses these tensors directly and changes them.
+        buffers: All buffers by name, used in the same way.
+        trainable: Names of the parameters to train, each with all its names in parameter groups.
+        optimizer_config: The update rule and the initial learning rates.
+        clip: Whether gradients are clipped to the config's ``max_norm_clip``.
+        max_norm: Limit of the gradient norm that overrides the config's; None for the config's.
+        max_value: Limit of the absolute value of each gradient element; None for no limit.
+        device: The device of all tensors.
+        given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
+        deterministic: Whether to request deterministic kernels from ONNX Runtime.
+        provider_options: Execution provider -> its options.
+        mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
+        seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
+        gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
+        parts: The parts of the parameters that this process updates; None for all.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        trainable: Mapping[str, Sequence[str]],
+        optimizer_config: OptimizerConfig,
+        *,
+        clip: bool = True,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        device: str | torch.device = "cpu",
+        given_options: SessionOptions | None = None,
+        deterministic: bool = False,
+        provider_options: Mapping[str, Mapping[str, object]] | None = None,
+        mem_limit: int = 0,
+        seed: int | None = 0,
+        gradient_memory: Mapping[str, torch.Tensor] | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._given_options, self._deterministic = given_options, deterministic
+        if given_options is not None:
+            session_options(given_options, deterministic)  # checks them
+        self._providers = providers_for(self._device, provider_options or {}, mem_limit)
+        self.parameters = dict(parameters)
+        self.buffers = dict(buffers)
+        self._gradients = Gradients(self.parameters, self._device, gradient_memory)
+        self.generator = (
+            global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
+        )
+        self._updated: dict[str, torch.Tensor] = {}
+        self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
+        self._variants: dict[bool, Hashable] = {True: None, False: None}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
+        self._learning_rates: Sequence[float] = optimizer_config.learning_rates
+        update = TorchUpdate if isinstance(optimizer_config, TorchOptimizerConfig) else OptimizerUpdate
+        self.optimizer: OptimizerUpdate = update(
+            optimizer_config,  # type: ignore[arg-type]
+            {name: self.parameters[name] for name in trainable},
+            {name: optimizer_config.group_of(*names) for name, names in trainable.items()},
+            clip=clip,
+            max_norm=max_norm,
+            max_value=max_value,
+            parts=parts,
+        )
+
+    @functools.cached_property
+    def _options(self) -> SessionOptions:
+        """Created lazily for the first graph, because it imports ONNX Runtime, which takes a while."""
+        return session_options(self._given_options, self._deterministic)
+
+    @functools.cached_property
+    def _one_thread(self) -> SessionOptions:
+        """For graphs whose nodes call PyTorch, whose threads do the work; a second pool would compete for the cores."""
+        return session_options(None, self._deterministic, threads=1)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The memory of the gradients by parameter name; only those in :meth:`present_gradients` are valid."""
+        return self._gradients.tensors
+
+    @property
+    def inference_session(self) -> InferenceSession:
+        """The ONNX Runtime session of the first training graph.
+
+        Raises:
+            RuntimeError: If there is none yet.
+        """
+        if not self._runners_for(True):
+            raise RuntimeError("there is no training graph yet: call prepare() or train_step() first")
+        return self._runners_for(True)[0].inference_session
+
+    def add_graph(self, graph: TrainingGraph) -> None:
+        """Adds a training or evaluation graph; there can be several of each, for different shapes.
+
+        Raises:
+            RuntimeError: If ONNX Runtime can't load it.
+        """
+        runner = self._make_runner(graph)
+        # If any graph writes into bound memory, the gradients must not move.
+        self._gradients.stays |= graph.training and runner.keeps_destinations
+        for name in graph.gradients:
+            self._gradients.memory(name)
+        for name in graph.buffer_updates:
+            if name not in self._updated:
+                self._updated[name] = torch.empty_like(self.buffers[name])
+        self._runners_for(graph.training).append(runner)
+
+    def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
+        """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
+        # The user's own options must not be changed and can't be copied; only their optimization level matters here.
+        options = session_options(None, self._options.use_deterministic_compute)
+        options.graph_optimization_level = self._options.graph_optimization_level
+        options.optimized_model_filepath = str(path)
+        load(graph, self._providers, options)
+
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces tensors of the session.
+
+        Args:
+            tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
+        """
+        for name, tensor in tensors.items():
+            (self.parameters if name in self.parameters else self.buffers)[name] = tensor
+            for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
+                if name in runner.graph.state:
+                    runner.rebind(name, tensor)
+        for plan in self._plans.values():
+            plan.bindings.clear()
+        self.optimizer.rebind(tensors)
+
+    def graphs(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
+        return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
+
+    def graphs_of_variant(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode for the selected variant."""
+        return [runner.graph for runner in self._runners_for(training)]
+
+    def choose_variant(self, training: bool, variant: Hashable) -> None:
+        """Selects the variant of the model whose graphs are added, found and run from now on.
+
+        Args:
+            training: Whether to select it for training or for evaluation graphs.
+            variant: Any key for the variant; initially None.
+        """
+        self._variants[training] = variant
+
+    def plan(
+        self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
+    ) -> Plan | None:
+        """Returns a plan of :meth:`train`, :meth:`forward` or :meth:`evaluate` for batches of these shapes.
+
+        Args:
+            training: Whether to run in training mode.
+            batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
+            names: Outputs to return.
+            backward: Whether a run in training mode computes gradients.
+
+        Returns:
+            The plan of the first graph that accepts the shapes; None if there is no such graph.
+
+        Raises:
+            TypeError: If an input that the outputs need is missing.
+        """
+        shapes = [value.shape for value in batch.values()]
+        key = (training, backward, self._variants[training], *names, None, *batch, *shapes)
+        plan = self._plans.get(key)
+        if plan is None:
+            runner = self._find(training, dict(zip(batch, shapes, strict=True)))
+            if runner is None:
+                return None
+            if len(batch) < len(runner.graph.inputs) or (training and not backward):
+                runner = self._without(runner, set(batch), names)
+            plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
+            if len(self._plans) > _MAXIMUM_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+    def train(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
+    ) -> list[torch.Tensor]:
+        """Runs the forward and backward pass and adds to the gradients.
+
+        If the run fails, gradients, buffers and random state do not change.
+
+        Args:
+            plan: From :meth:`plan`, for the shapes of the batch.
+            batch: Inputs by name, contiguous and on the session's device.
+            loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
+            check: Checks the outputs before the run takes effect, and raises to discard it.
+
+        Returns:
+            The outputs that the plan fetches, as new tensors.
+        """
+        graph = plan.runner.graph
+        fresh = self._gradients.are_fresh
+        if fresh:
+            self.forget()
+        results, written = self._run(plan, batch, fresh, loss_scale, check)
+        self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
+        return results
+
+    def gradients_of(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Does what :meth:`train` does, but returns the gradients instead of adding them to the session's.
+
+        Returns:
+            The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
+        """
+        if self._gradients.are_fresh:
+            self.forget()
+        results, written = self._run(plan, batch, False, loss_scale, check)
+        found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
+        # The next run overwrites bound tensors.
+        return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
+
+    def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the forward pass in training mode: draws random numbers and changes buffers, without gradients.
+
+        Args:
+            plan: From :meth:`plan`, without a backward pass.
+            batch: Inputs by name, contiguous and on the session's device.
+        """
+        needed = {spec.name: batch[spec.name] for spec in plan.runner.graph.inputs}
+        return self._run(plan, needed, True, 1.0)[0]
+
+    def evaluate(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the forward pass in evaluation mode; changes nothing.
+
+        Args:
+            plan: From :meth:`plan`, for evaluation.
+            batch: Inputs by name, contiguous and on the session's device.
+
+        Returns:
+            The outputs that the plan fetches, as new tensors.
+        """
+        runner = plan.runner
+        if len(batch) > len(runner.graph.inputs):
+            batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
+        results, _ = runner.run(plan, batch)
+        return list(results.values())
+
+    def lazy_reset_grad(self) -> None:
+        """Makes the next :meth:`train` overwrite the gradients instead of adding to them."""
+        self._gradients.reset()
+
+    def optimizer_step(
+        self,
+        *,
+        divisor: float = 1.0,
+        check_finite: bool = False,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        again: Again | None = None,
+    ) -> bool:
+        """Updates the weights with the gradients. Call :meth:`lazy_reset_grad` afterwards: the update changes them.
+
+        Args:
+            divisor: Divisor of the gradients, applied first.
+            check_finite: Whether to change nothing if any gradient is not finite.
+            gradients: Gradients by parameter name to use instead of the session's; they are divided and clipped in
+                place.
+            again: Recomputes loss and gradients, for optimizers with a closure.
+
+        Returns:
+            Whether all gradients were finite; True if that was not checked.
+
+        Raises:
+            RuntimeError: If there are no gradients: no :meth:`train` since the last reset.
+        """
+        gradients = self._gradients.use() if gradients is None else gradients
+        return self.optimizer.step(gradients, self._learning_rates, divisor, check_finite, again)
+
+    def set_learning_rate(self, *learning_rates: float) -> None:
+        """Sets the learning rate of the next updates: one for all parameters, or one per group and the default."""
+        self._learning_rates = [float(rate) for rate in learning_rates]
+
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the next updates; of several, that of the default group."""
+        return self._learning_rates[-1]
+
+    def present_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients since the last reset, by parameter name; empty right after one."""
+        return self._gradients.present()
+
+    @property
+    def changed_buffers(self) -> Collection[str]:
+        """Names of the buffers that training changes."""
+        return self._updated.keys()
+
+    def hold_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        """Records the gradients that an update uses: those of all processes; None for the session's own.
+
+        Empty invalidates the gradients.
+        """
+        self._gradients.hold(gradients)
+
+    def used_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
+        return self._gradients.used()
+
+    def norm_of_used(self) -> torch.Tensor | None:
+        """Returns the global norm of :meth:`used_gradients`; None if there are none."""
+        used = self.used_gradients()
+        return global_norm(used.values()) if used else None
+
+    def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Sets the accumulated gradients; empty for none."""
+        self._gradients.restore(gradients)
+
+    def forget(self) -> None:
+        """Releases the gradients that the last update used."""
+        self.optimizer.forget(self._gradients.used())
+        self._gradients.forget()
+
+    def _runners_for(self, training: bool) -> list[GraphRunner]:
+        return self._runners.setdefault((training, self._variants[training]), [])
+
+    def _run(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None = None
+    ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs a graph in training mode; returns the fetched outputs, and tensors with the other outputs by name.
+
+        If the run fails, buffers and random state do not change.
+        """
+        graph = plan.runner.graph
+        key = "fresh" if fresh else "add"
+        destinations: dict[str, torch.Tensor] = {}
+        if self._gradients.stays and key not in plan.bindings:
+            found = self._gradients.destinations(graph.gradients, fresh)
+            destinations = {output: found[name] for name, output in graph.gradients.items()}
+            destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
+        with put_back_on_error(self.generator if graph.random else None):
+            results, written = plan.runner.run(
+                plan,
+                batch,
+                destination_key=key,
+                destinations=destinations,
+                loss_scale=plan.runner.scale(loss_scale),
+                generator=self.generator,
+            )
+            if check is not None:
+                check(results, graph.loss)
+        for name, output in graph.buffer_updates.items():
+            self.buffers[name].copy_(written[output])
+        return list(results.values()), written
+
+    def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
+        return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
+
+    def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
+        """Returns a runner for the part of a graph that computes some outputs from some inputs."""
+        key = (id(runner), tuple(names))
+        if key not in self._pruned:
+            self._pruned[key] = self._make_runner(runner.graph.pruned(names))
+        missing = [spec.name for spec in self._pruned[key].graph.inputs if spec.name not in given]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
+        return self._pruned[key]
+
+    def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
+        tensors = {**self.parameters, **self.buffers}
+        state = {name: tensors[name] for name in graph.state}
+        try:
+            if calls_pytorch(graph):
+                return KernelRunner(graph, state, self._providers, self._one_thread, self._device)
+            return GraphRunner(graph, state, self._providers, self._options, self._device)
+        except Exception as error:
+            kind = "training" if graph.training else "evaluation"
+            raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error

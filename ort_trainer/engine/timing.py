@@ -1,0 +1,256 @@
+"""Measures runs of training graphs, operator by operator.
+
+A graph of programs runs in the same session, with a second form of its programs that reads the clock after each step. A
+graph of ONNX Runtime's kernels runs in a second session with ONNX Runtime's own profiler, which can't be enabled for an
+existing session. Both compute the same results as without measuring, bit for bit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from ..step import TrainingGraph
+from .ort import profiling
+from .programs.bridge import Call, execute, prepare_timed
+from .programs.program import GETITEM, Program
+from .programs.runner import KernelRunner
+from .runner import GraphRunner, Plan
+
+__all__ = ["Operation", "TimedRun", "Timing"]
+
+_KERNEL = "_kernel_time"
+_RUN = "model_run"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of one operator. Times are nanoseconds of ``time.perf_counter_ns``.
+
+    Attributes:
+        name: PyTorch's or ONNX's name of the operator.
+        start: When it started.
+        duration: How long it took.
+        node: Name of the graph's node that it belongs to; empty for work outside the graph.
+        step: Index of the step in the node's program.
+        is_part: Whether it is part of another call of the same operator and not counted as a call.
+        thread: The operating system's number of its thread; 0 for the caller's.
+    """
+
+    name: str
+    start: int
+    duration: int
+    node: str = ""
+    step: int = 0
+    is_part: bool = False
+    thread: int = 0
+
+
+@dataclass
+class TimedRun:
+    """One run of a graph.
+
+    Attributes:
+        graph: The graph.
+        start: When it started, in nanoseconds.
+        end: When it ended.
+        operations: Its operations; available after :meth:`Timing.collect`.
+        is_complete: Whether all operations are known: ONNX Runtime's profiler records at most a million events.
+    """
+
+    graph: TrainingGraph
+    start: int
+    end: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    is_complete: bool = False
+
+
+class Timing:
+    """Runs graphs and records their times.
+
+    Attributes:
+        runs: The completed runs, in order. The caller replaces the list.
+        set_up: Start and end, in nanoseconds, of work that only measuring causes. The caller replaces this list, too.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[TimedRun] = []
+        self.set_up: list[tuple[int, int]] = []
+        self._runners: dict[GraphRunner, _TimedRunner] = {}
+        self._plans: dict[int, tuple[Plan, Plan]] = {}
+        self._folder = tempfile.mkdtemp(prefix="ort_trainer_profile_")
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def plan(self, plan: Plan, since: int) -> Plan:
+        """Returns a plan for the same run that records its times here.
+
+        Args:
+            plan: From ``StepSession.plan``.
+            since: When the caller began to look for the plan. For a plan that is measured for the first time,
+                everything since then is set-up, because the plan may be new.
+        """
+        if id(plan) not in self._plans:
+            timed = self._runners.get(plan.runner)
+            if timed is None:
+                kind = _TimedKernels if isinstance(plan.runner, KernelRunner) else _TimedSession
+                timed = self._runners[plan.runner] = kind(plan.runner, self, self._folder)
+            self._plans[id(plan)] = plan, dataclasses.replace(plan, runner=timed, bindings={})
+            self.set_up.append((since, perf_counter_ns()))
+        return self._plans[id(plan)][1]
+
+    def collect(self) -> None:
+        """Fills in the operations of all runs; afterwards no run can be measured."""
+        for runner in self._runners.values():
+            runner.collect()
+        self._remove()
+
+
+class _TimedRunner(GraphRunner):
+    """A second runner of a graph, on the same tensors."""
+
+    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
+        vars(self).update(vars(runner))
+        self._timing = timing
+        self._folder = folder
+        self._current: TimedRun
+
+    def run(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs the graph once; see the base class."""
+        run = self._current = TimedRun(self.graph, perf_counter_ns())
+        found = super().run(plan, batch, **given)
+        run.end = perf_counter_ns()
+        self._timing.runs.append(run)
+        return found
+
+    def _draw(self, plan: Plan, generator: torch.Generator | None) -> list[torch.Tensor]:
+        start = perf_counter_ns()
+        drawn = super()._draw(plan, generator)
+        if drawn:
+            self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))
+        return drawn
+
+    def collect(self) -> None:
+        """Fills in the operations of the runs."""
+        raise NotImplementedError
+
+
+class _TimedKernels(_TimedRunner, KernelRunner):
+    """Runs a graph of programs."""
+
+    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
+        super().__init__(runner, timing, folder)
+        self._programs = {key: Program.from_text(text) for key, text in self.graph.programs.items()}
+        prepare_timed(self._programs)
+        self._calls: list[tuple[TimedRun, list[Call]]] = []
+
+    def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        calls: list[Call] = []
+        found = execute(self._session, feeds, self.graph.loss, calls)
+        self._calls.append((self._current, calls))
+        return found
+
+    def collect(self) -> None:
+        """Fills in the operations of the runs."""
+        for run, calls in self._calls:
+            for node, key, marks in calls:
+                run.operations += _operations(self._programs[key], node, marks)
+            run.is_complete = True
+
+
+def _operations(program: Program, node: str, marks: list[int]) -> Iterator[Operation]:
+    names: list[str] = []
+    for step, (target, args, _) in enumerate(program.steps):
+        is_part = target == GETITEM
+        names.append(names[args[0]["v"]] if is_part else target.rpartition(".")[0])
+        yield Operation(names[step], marks[step], marks[step + 1] - marks[step], node, step, is_part)
+    for (step, _), start, end in zip(program.results, marks[len(names) :], marks[len(names) + 1 :], strict=False):
+        # Values between programs must be contiguous; most of them already are.
+        yield Operation("aten.contiguous", start, end - start, node, step)
+
+
+class _TimedSession(_TimedRunner):
+    """Runs a graph of ONNX Runtime's kernels, in its own session."""
+
+    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
+        super().__init__(runner, timing, folder)
+        with profiling(self._settings[1], str(Path(folder) / f"{id(self)}")):
+            self.inference_session = self._load()
+        self._launches: list[tuple[int, TimedRun | None]] = []
+        self._is_new = True
+
+    def run(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs the graph once; see the base class."""
+        self._is_new = not plan.bindings
+        return super().run(plan, batch, **given)
+
+    def _launch(self, binding: Any) -> None:
+        if self._is_new:
+            # The first run of a session requests its memory from the system, so it is repeated for the measurement.
+            start = perf_counter_ns()
+            self._launches.append((start, None))
+            super()._launch(binding)
+            self._timing.set_up.append((start, perf_counter_ns()))
+        self._launches.append((perf_counter_ns(), self._current))
+        super()._launch(binding)
+
+    def collect(self) -> None:
+        """Fills in the operations of the runs from the profiler's file."""
+        path = Path(self.inference_session.end_profiling())
+        with contextlib.suppress(FileNotFoundError):  # nothing was recorded
+            events = json.loads(path.read_text())
+            self._fill(events)
+
+    def _fill(self, events: list[dict[str, Any]]) -> None:
+        runs = [event for event in events if event["name"] == _RUN]
+        starts = [event["ts"] for event in runs]
+        nodes: list[list[dict[str, Any]]] = [[] for _ in runs]
+        for event in events:
+            index = bisect.bisect_right(starts, event.get("ts", 0)) - 1
+            # After the last run there may be the beginning of one whose end exceeded the profiler's limit.
+            if event["name"].endswith(_KERNEL) and index >= 0 and event["ts"] <= starts[index] + runs[index]["dur"]:
+                nodes[index].append(event)
+        # A failed run has an event, too.
+        for (start, run), event, inside in zip(self._launches, runs, nodes, strict=False):
+            if run is not None:
+                run.is_complete = True
+                run.operations += [
+                    Operation(
+                        str(node["args"]["op_name"]),
+                        start + (node["ts"] - event["ts"]) * 1000,
+                        duration * 1000,
+                        node["name"].removesuffix(_KERNEL),
+                        thread=node["tid"],
+                    )
+                    for node, duration in _own_times(inside)
+                ]
+
+
+def _own_times(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields events with their durations, excluding those of nested events: an If or a Loop runs graphs."""
+    own = {id(event): event["dur"] for event in events}
+    around: list[dict[str, Any]] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while around and event["ts"] + event["dur"] > around[-1]["ts"] + around[-1]["dur"]:
+            around.pop()
+        if around:
+            own[id(around[-1])] -= event["dur"]
+        if event["args"]["op_name"] in ("If", "Loop", "Scan"):
+            around.append(event)
+    for event in events:
+        yield event, max(own[id(event)], 0)

@@ -1,0 +1,6 @@
+"""Builds training graphs from PyTorch and ONNX models, behind one interface."""
+
+from .choose import loss_function, model_source
+from .model_source import BORROWED, Builder, ModelSource
+
+__all__ = ["BORROWED", "Builder", "ModelSource", "loss_function", "model_source"]

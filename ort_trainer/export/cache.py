@@ -1,0 +1,180 @@
+"""Caches exports on disk: a private folder with one file per export, named by its cache key.
+
+A file holds a magic line, the SHA-256 of key and content, and the content. Reading it executes nothing, and a file that
+differs from what was written counts as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["SOURCES_AT_IMPORT", "ExportCache", "export_cache", "hash_of_sources"]
+
+_MAGIC = b"ort_trainer export 1\n"
+_HEADER = len(_MAGIC) + hashlib.sha256().digest_size
+_OFF = ("off", "0", "no", "false")
+_DEFAULT_MEGABYTES = 1024
+# A temporary file this old was left by a process killed while writing.
+_ABANDONED_SECONDS = 3600
+
+
+# The parts of this package that an export depends on; a test compares them with the imports.
+_ROOMS = ("core", "engine", "export", "options", "step")
+
+
+def hash_of_sources() -> str:
+    """Returns a hash of the current source files that an export depends on, in 2 ms."""
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for path in sorted(path for room in _ROOMS for path in (package / room).rglob("*.py")):
+        content = path.read_bytes()
+        sources.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+    return sources.hexdigest()
+
+
+SOURCES_AT_IMPORT = hash_of_sources()
+"""The hash when the package was imported: the running code may be older than the files."""
+
+
+def export_cache() -> ExportCache | None:
+    """Returns the cache that the environment configures; None if ``ORT_TRAINER_CACHE`` is ``off``.
+
+    Raises:
+        ValueError: If ``ORT_TRAINER_CACHE_MB`` is not a positive int.
+    """
+    chosen = os.environ.get("ORT_TRAINER_CACHE", "")
+    if chosen.lower() in _OFF:
+        return None
+    megabytes = os.environ.get("ORT_TRAINER_CACHE_MB") or str(_DEFAULT_MEGABYTES)
+    if not megabytes.isdecimal() or int(megabytes) == 0:
+        raise ValueError(
+            f"the environment variable ORT_TRAINER_CACHE_MB must be a whole number of megabytes, at least 1, but is "
+            f"{megabytes!r}; to disable the cache, set ORT_TRAINER_CACHE to 'off'"
+        )
+    try:
+        folder = Path(chosen).expanduser() if chosen else _users_caches() / "ort_trainer"
+    except RuntimeError:  # a user without a home
+        return None
+    return ExportCache(folder.absolute(), int(megabytes) << 20)
+
+
+def _users_caches() -> Path:
+    """Returns the system's folder for the user's caches."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"])
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if os.name == "nt" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"])
+    return Path.home() / ".cache"
+
+
+class ExportCache:
+    """A folder of exports; if it grows too large, the least recently used are evicted.
+
+    Any number of processes may use it at once: files appear atomically, and a file that vanishes counts as missing.
+
+    Args:
+        folder: The folder, created by the first :meth:`store`.
+        limit: Maximum total size of its files in bytes.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit
+
+    def path(self, key: str) -> Path:
+        """Returns the file of a key."""
+        return self.folder / f"{key}.export"
+
+    def load(self, key: str) -> tuple[bytes | None, str]:
+        """Returns the content for a key, or None, and a message if there is a problem."""
+        path = self.path(key)
+        try:
+            problem = _problem(self.folder.stat())
+            if problem:
+                return None, f"cached exports in {self.folder} are not used: the folder {problem}"
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                problem = _problem(status)
+                if status.st_size > self.limit:
+                    problem = "is larger than the cache limit"
+                data = b"" if problem else file.read(self.limit + 1)
+        except FileNotFoundError:
+            return None, ""
+        except OSError as error:
+            return None, f"the cached export {path} can't be read ({error}), so the model is exported again"
+        if problem:
+            return None, f"the cached export {path} is not used, so the model is exported again: the file {problem}"
+        content = memoryview(data)[_HEADER:]
+        if data[:_HEADER] != _header(key, content):
+            return None, f"the cached export {path} is damaged, so the model is exported again"
+        with contextlib.suppress(OSError):
+            os.utime(path)  # records the time of the last use, for eviction
+        return bytes(content), ""
+
+    def store(self, key: str, content: bytes) -> str:
+        """Stores the content for a key; returns the reason if it can't, otherwise an empty string."""
+        if len(content) + _HEADER > self.limit:
+            return f"this export is not cached: its {len(content) >> 20} MB exceed the cache limit"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            problem = _problem(self.folder.stat())
+            if problem:
+                return f"cached exports in {self.folder} are not used: the folder {problem}"
+            # mkstemp makes files that only the owner can read.
+            handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.folder)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_header(key, content))
+                    file.write(content)
+                Path(temporary).replace(self.path(key))
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+            self._make_room()
+        except OSError as error:
+            return f"this export is not cached: {error}"
+        return ""
+
+    def _make_room(self) -> None:
+        """Evicts the least recently used files beyond the limit, and deletes files left by killed processes."""
+        known = sorted(self._files(".export"), key=lambda found: found[1].st_mtime, reverse=True)
+        total = 0
+        for path, status in known:
+            total += status.st_size
+            if total > self.limit:
+                path.unlink(missing_ok=True)
+        for path, status in self._files(".tmp"):
+            if time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                path.unlink(missing_ok=True)
+
+    def _files(self, ending: str) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in self.folder.iterdir():
+            if path.name.endswith(ending):
+                with contextlib.suppress(FileNotFoundError):  # another process may have evicted it
+                    yield path, path.stat()
+
+
+def _header(key: str, content: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(key.encode())
+    digest.update(content)
+    return _MAGIC + digest.digest()
+
+
+def _problem(status: os.stat_result) -> str:
+    """Returns why a file or folder could hold another user's data; empty if it can't."""
+    if os.name == "nt":  # has no such owners and modes; the user's folders are private
+        return ""
+    if status.st_uid != os.geteuid():
+        return "belongs to another user"
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        return "is writable by others (fix it with chmod go-w)"
+    return ""

@@ -1,0 +1,230 @@
+"""The common base of the two sources of training graphs: a model with its weights, and a builder of its graphs."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..engine.ownership import own_copies
+from ..optim import OptimizerConfig
+from ..options import ModelDescription, ORTTrainerOptions
+from ..options.nested import Layout
+from ..step import TrainingGraph
+
+__all__ = ["BORROWED", "Builder", "Layouts", "ModelSource", "Named", "autocast_dtype", "check_names"]
+
+Named = Mapping[str, torch.Tensor]
+Layouts = Sequence[tuple[str, Layout]]
+BORROWED = threading.RLock()
+"""Held while a model is inspected or exported: an export temporarily changes PyTorch's modes and functions."""
+
+
+class Builder(Protocol):
+    """Builds graphs of one model, loss and description."""
+
+    def build(self, batch: Named, training: bool) -> TrainingGraph:
+        """Returns the training or evaluation graph for a sample batch."""
+        ...
+
+    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
+        """Returns the outputs of the model itself in evaluation mode."""
+        ...
+
+
+class ModelSource(ABC):
+    """A model with its weights.
+
+    Attributes:
+        name: Name of the model in error messages.
+        fixed: Whether its weights can't be changed from outside.
+        inputs: Names of its inputs.
+        canonical: Every name of a parameter or buffer -> the first name of the same tensor.
+        saved: Tensors in a state dict, including tied names, in order; only their shapes and dtypes are used.
+        non_persistent: Tensors not in a state dict; only their shapes and dtypes are used.
+        trainable: Canonical names of the parameters to train.
+    """
+
+    name: str
+    fixed: bool
+    inputs: Sequence[str]
+    canonical: Mapping[str, str]
+    saved: Named
+    non_persistent: Named
+    trainable: list[str]
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Named:
+        """The model's current parameters by canonical name, trained or not."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Named:
+        """The model's current buffers by canonical name."""
+
+    def adopt(self, device: torch.device) -> Named:
+        """Returns the parameters and buffers that the trainer works on, by canonical name; by default, copies.
+
+        Args:
+            device: The device for the tensors.
+        """
+        parameters = self.parameters
+        return own_copies({**parameters, **self.buffers}, parameters, device)
+
+    def take_changes(self) -> Named:
+        """Picks up changes to the model itself, if the trainer works on the model's tensors.
+
+        Returns:
+            The tensors whose memory has changed, by canonical name; usually none.
+
+        Raises:
+            RuntimeError: If a change is not supported.
+        """
+        return {}
+
+    def publish(self, names: Collection[str]) -> None:  # noqa: B027 - optional to override
+        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
+
+        Args:
+            names: Canonical names of the tensors that have changed.
+        """
+
+    def put(self, values: Named) -> Named:
+        """Sets the model's values before :meth:`adopt`, if the trainer will work on the model's tensors.
+
+        Returns:
+            The values that the model can't take directly, to be copied into the tensors that the trainer works on.
+        """
+        return values
+
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
+
+        Args:
+            gradients: New tensors by canonical name, which the model may keep.
+
+        Raises:
+            RuntimeError: If the trainer does not work on the model's tensors.
+        """
+        raise RuntimeError(
+            f"{self.name} can't receive gradients, because the trainer works on copies of its weights: use train_step, "
+            "or a PyTorch model without utils.share_weights=False"
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of the model's trained parameters, by canonical name."""
+        return {}
+
+    def drop_gradients(self) -> None:  # noqa: B027 - optional to override
+        """Removes the gradients of the model's trained parameters."""
+
+    def check_joint(self) -> None:  # noqa: B027 - optional to override
+        """Checks that several processes can train it together, each on its part of the data.
+
+        Raises:
+            ValueError: If they can't.
+        """
+
+    def variant(self, training: bool) -> Hashable:
+        """Returns a key for everything in the model and loss that graphs depend on; it changes with them.
+
+        Args:
+            training: Whether the key is for training graphs.
+
+        Raises:
+            RuntimeError: If the model has changed into another one, or has nothing to train.
+        """
+        self._check_trainable(training, self.trainable)
+        return None
+
+    @property
+    def last_change(self) -> str:
+        """What has changed in the model since the call of :meth:`variant` before the last; empty if unknown."""
+        return ""
+
+    def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
+        if training and not trainable:
+            raise RuntimeError(
+                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights. "
+                "eval_step still works"
+            )
+
+    def names_of_trainable(self) -> dict[str, list[str]]:
+        """Returns the parameters to train, each with all its names."""
+        aliases: dict[str, list[str]] = {}
+        for name, canonical in self.canonical.items():
+            aliases.setdefault(canonical, []).append(name)
+        return {name: aliases[name] for name in self.trainable}
+
+    @abstractmethod
+    def name_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
+    ) -> dict[str, Any]:
+        """Returns the arguments of a step by name, before there is a description."""
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros, with size 2 for every symbolic dimension, if the model declares its inputs.
+
+        Raises:
+            RuntimeError: If only a real batch determines the inputs.
+        """
+        raise RuntimeError(
+            "the model's inputs are unknown before the first batch: call prepare(), train_step() or eval_step() first"
+        )
+
+    @abstractmethod
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
+        """Returns a description derived from a sample batch.
+
+        Args:
+            batch: The tensors by input name.
+            layouts: How the tensors form the arguments.
+            parameters: The loss parameters.
+        """
+
+    @abstractmethod
+    def builder(
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
+    ) -> Builder:
+        """Returns a builder of graphs.
+
+        Args:
+            description: The model description.
+            layouts: The arguments that are not one tensor, each with its layout.
+            parameters: The inputs that are loss parameters; None if not known yet.
+            portable: Whether the graphs must run on other engines too, so have only standard ONNX operators.
+
+        Raises:
+            ValueError: If the description does not fit the model.
+        """
+
+
+def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:
+    """Checks that frozen weights and parameter groups name known parameters.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    unknown = [name for name in options.utils.frozen_weights if name not in names]
+    if unknown:
+        raise ValueError(f"unknown parameters {unknown} in utils.frozen_weights: the model has {sorted(names)}")
+    for group in optim_config.params:
+        unknown = [name for name in group["params"] if name not in names]
+        if unknown:
+            raise ValueError(f"unknown parameters {unknown} in a parameter group: the model has {sorted(names)}")
+
+
+def autocast_dtype(options: ORTTrainerOptions) -> torch.dtype | None:
+    """Returns the dtype of mixed precision; None without it."""
+    precision = options.mixed_precision
+    return getattr(torch, precision.dtype) if precision.enabled else None

@@ -1,0 +1,249 @@
+"""Loads the ONNX model of a forward pass, and separates its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google.protobuf.message
+import numpy as np
+import onnx
+import onnx.version_converter
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+
+from ...core.errors import ExportError, shown
+from ...step.onnx_file import WEIGHTS
+from .outside import check_external_data, check_operators
+
+__all__ = ["OnnxModel", "load_onnx_model"]
+
+_log = logging.getLogger(__name__)
+# The lowest opset that the rewrites support, and the highest that the gradient builder supports.
+_OPSETS = (18, 21)
+_WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# Operators whose operands are weights.
+_WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
+# Inputs that are settings rather than weights: thresholds, scales of images, weights of classes.
+_SETTINGS = {
+    "Clip": {1, 2},
+    "DequantizeLinear": {1, 2},
+    "Dropout": {1, 2},
+    "NegativeLogLikelihoodLoss": {2},
+    "OneHot": {1, 2},
+    "Pad": {2},
+    "Pow": {1},
+    "QuantizeLinear": {1, 2},
+    "Resize": {1, 2, 3},
+    "RoiAlign": {1},
+    "SoftmaxCrossEntropyLoss": {2},
+    "Upsample": {1},
+}
+# Follows the first four bytes of a file in ORT format, a flatbuffer.
+_ORT_FORMAT = b"ORTM"
+# torch.onnx writes constants of the code as initializers too, under such names.
+_TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """A forward pass, separated from its weights.
+
+    Attributes:
+        model: The model; its weights are inputs of its graph, after its own inputs.
+        inputs: Names of its own inputs.
+        parameters: Name -> value of every weight that can be trained.
+        buffers: Name -> value of every running statistic of a batch norm.
+        frozen: Parameters that the file marks as frozen.
+    """
+
+    model: ir.Model
+    inputs: tuple[str, ...]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return tuple(str(value.name) for value in self.model.graph.outputs)
+
+
+def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
+    """Returns the forward pass and the weights of an ONNX model.
+
+    Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
+    Resize) and initializers that torch.onnx made from constants in the code. In a file from ``save_as_onnx``, weights
+    are exactly the former parameters. Running statistics of batch norms are buffers.
+
+    Args:
+        source: A model, which is not changed; a path, with or without external data; or a serialized model.
+
+    Raises:
+        FileNotFoundError: If the file, or a file of its external data, does not exist.
+        ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder or for a library of
+            operators.
+    """
+    try:
+        return _load(source)
+    except (ir.serde.SerdeError, ir.passes.PassError) as error:
+        reason = error.__cause__ or error
+        raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
+
+
+def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
+    model = _read(source)
+    ir.passes.Sequential(
+        common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
+        common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common_passes.RemoveUnusedOpsetsPass(),
+    )(model)
+    graph = model.graph
+    weights = {name for name, value in graph.initializers.items() if value.dtype in _WEIGHT_TYPES}
+    norms = [node for node in graph.all_nodes() if node.op_type == "BatchNormalization"]
+    statistics = {str(value.name) for node in norms for value in node.inputs[3:5] if value is not None} & weights
+    frozen: set[str] = set()
+    if WEIGHTS in model.metadata_props:
+        try:
+            known = json.loads(model.metadata_props[WEIGHTS])
+            frozen = set(known["frozen"]) & weights
+            weights = (set(known["trained"]) & weights) | frozen
+        except (KeyError, TypeError, ValueError) as error:
+            raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
+        statistics -= weights
+    else:
+        weights = _guess_weights(model, weights - statistics)
+    # Up to IR version 3, initializers are inputs too.
+    inputs = [value for value in graph.inputs if not value.is_initializer()]
+    state: dict[ir.Value, torch.Tensor] = {}
+    for name, value in list(graph.initializers.items()):
+        if name in weights or name in statistics:
+            state[graph.initializers.pop(name)] = _weight(value)
+            value.const_value = None
+    for part in model.graphs():
+        for name, value in part.initializers.items():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
+    graph.inputs.clear()
+    graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
+    graph.inputs.extend(value for value in state if value.name in statistics)
+    model.ir_version = min(max(model.ir_version, 8), 10)
+    # A round trip, so nothing in the model keeps the file's weights or the user's proto alive.
+    model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
+    tensors = {str(value.name): tensor for value, tensor in state.items()}
+    return OnnxModel(
+        model,
+        tuple(str(value.name) for value in inputs),
+        {name: tensor for name, tensor in tensors.items() if name in weights},
+        {name: tensor for name, tensor in tensors.items() if name in statistics},
+        frozenset(frozen),
+    )
+
+
+def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
+    """Returns a model with its external data located."""
+    what, folder = "the model", None
+    if isinstance(source, onnx.ModelProto):
+        proto = source
+    else:
+        if not isinstance(source, bytes):
+            path = Path(source)
+            what, folder, source = f"{str(path)!r}", path.absolute().parent, path.read_bytes()
+        if source[4:8] == _ORT_FORMAT:
+            raise ExportError(
+                f"{what} is in ORT format (.ort), which is for inference and can't be differentiated: use the ONNX "
+                "model that it was made from"
+            )
+        try:
+            proto = onnx.ModelProto.FromString(source)
+        except google.protobuf.message.DecodeError as error:
+            raise ExportError(f"{what} is not an ONNX model: {error}") from error
+    if not proto.graph.node or not proto.opset_import:
+        raise ExportError(f"{what} is not an ONNX model: it has no nodes or no opset")
+    if proto.graph.sparse_initializer:
+        names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
+        raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
+    check_external_data(proto, folder, what)
+    check_operators(proto, what)
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
+    return model
+
+
+def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
+    return all(
+        model.opset_imports.get(domain, version) == version for domain, version in function.opset_imports.items()
+    )
+
+
+def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
+    """Returns the initializers that are probably weights, for a file without that metadata."""
+    weights, held = set(), []
+    for name in floats:
+        value = model.graph.initializers[name]
+        uses = value.uses()
+        is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
+        if is_setting or value.shape is None or not len(value.shape):
+            continue
+        if model.producer_name == "pytorch" and _TORCH_CONSTANT.fullmatch(name) and not _with_weights(value):
+            held.append(name)
+        else:
+            weights.add(name)
+    if held:
+        _log.warning(
+            "held constant, because torch.onnx gives such names to constants in the code: %s. If they are weights, "
+            "export the model with optimize=False",
+            sorted(held),
+        )
+    return weights
+
+
+def _with_weights(value: ir.Value) -> bool:
+    """Returns whether an operand belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
+    if any(node.op_type in _WITH_WEIGHTS for node, _ in value.uses()):
+        return True
+    sums = [node for node, _ in value.uses() if node.op_type == "Add"]
+    added = [other.producer() for node in sums for other in node.inputs if other is not None]
+    is_bias = any(node is not None and node.op_type == "MatMul" for node in added)
+    return is_bias and value.shape is not None and len(value.shape) == 1
+
+
+def _array(value: ir.Value) -> np.ndarray[Any, Any]:
+    tensor = value.const_value
+    assert tensor is not None
+    try:
+        return tensor.numpy()
+    except Exception as error:
+        raise ExportError(f"the external data of {value.name!r} can't be read: {error}") from error
+
+
+def _weight(value: ir.Value) -> torch.Tensor:
+    if value.dtype == ir.DataType.BFLOAT16:
+        raise ExportError(
+            f"weight {value.name!r} is bfloat16, which is not supported: use float32 weights, and set the precision of "
+            "training with the option mixed_precision"
+        )
+    return torch.from_numpy(_array(value).copy())
+
+
+def _of_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    (opset,) = [entry for entry in model.opset_import if entry.domain in ("", "ai.onnx")] or [None]
+    if opset is None:
+        raise ExportError("the model imports no standard ONNX operators")
+    lowest, highest = _OPSETS
+    if lowest <= opset.version <= highest:
+        return model
+    try:
+        return onnx.version_converter.convert_version(model, min(max(opset.version, lowest), highest))
+    except Exception as error:
+        raise ExportError(
+            f"the model uses opset {opset.version}, but training supports opsets {lowest} to {highest}, and ONNX's "
+            f"version converter can't convert it: {error}"
+        ) from error

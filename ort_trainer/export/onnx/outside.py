@@ -1,0 +1,149 @@
+"""Refuses untrusted ONNX models that ask for files outside their folder or for libraries of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+
+from ...core.errors import ExportError, shown
+from ...engine.sessions import CALLING_OUT, DOMAINS
+
+__all__ = ["check_external_data", "check_operators"]
+
+
+def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
+    """Checks that a model's tensors are in the model itself or in files of its folder.
+
+    Args:
+        model: The model.
+        folder: The folder of its file; None if it came without a file.
+        what: Name of the model in error messages.
+
+    Raises:
+        ExportError: If a tensor is in a file elsewhere, by an absolute path, ``..`` or a symbolic link.
+    """
+    for tensor in _constants(model):
+        if _is_external(tensor):
+            raise ExportError(
+                f"{what} keeps the data of {tensor.name!r}, a constant of a node, in an external file. Only "
+                "initializers may be external: save the model with convert_attribute=False"
+            )
+    for tensor in _initializers(model):
+        if not _is_external(tensor):
+            continue
+        if folder is None:
+            raise ExportError(
+                f"initializer {tensor.name!r} is in an external file, but only the model itself was given: pass the "
+                "path, or load the model with its external data"
+            )
+        locations = [entry.value for entry in tensor.external_data if entry.key == "location"]
+        if len(locations) != 1:
+            raise ExportError(f"{what} is damaged: the external data of {tensor.name!r} has {len(locations)} locations")
+        problem = _problem(locations[0], folder)
+        if problem:
+            raise ExportError(
+                f"{what} keeps the data of {tensor.name!r} in {shown(locations[0])}, which {problem}. For safety it is "
+                "not read: copy the file into the model's folder, and make the model refer to it there"
+            )
+
+
+def _is_external(tensor: onnx.TensorProto) -> bool:
+    """Returns whether a tensor is external: some readers go by the mark alone, others by the entries."""
+    return tensor.data_location == onnx.TensorProto.EXTERNAL or bool(tensor.external_data)
+
+
+def _problem(location: str, folder: Path) -> str:
+    """Returns why a file must not be read; empty if it may be."""
+    if not location or "\0" in location:
+        return "is not a file name"
+    for path in (PurePosixPath(location), PureWindowsPath(location)):
+        if path.is_absolute() or path.anchor:
+            return "is an absolute path"
+        if ".." in path.parts:
+            return "leaves the model's folder through '..'"
+    found = folder / location
+    try:
+        if not found.resolve().is_relative_to(folder.resolve()):
+            return "leaves the model's folder through a symbolic link"
+        if found.exists() and not found.is_file():
+            return "is not a regular file"
+    except (OSError, RuntimeError) as error:  # the name is too long, or links form a loop
+        return f"can't be resolved ({error})"
+    return ""
+
+
+def check_operators(model: onnx.ModelProto, what: str) -> None:
+    """Checks that a model uses only operators of ONNX Runtime itself and functions of its own.
+
+    Raises:
+        ExportError: If it uses others; the message names node and domain.
+    """
+    own = {(function.domain, function.name) for function in model.functions}
+    for node in _all_nodes(model):
+        if (node.domain, node.op_type) in own:
+            continue
+        name = shown(node.name) if node.name else f"that computes {shown(list(node.output))}"
+        if node.domain not in DOMAINS:
+            raise ExportError(
+                f"{what} has a custom operator: node {name}, operator {shown(node.op_type)} of domain "
+                f"{shown(node.domain)}. Operator libraries are not loaded, because they can execute any code: compose "
+                "the operator of standard ones, or make it a function in the model"
+            )
+        if node.op_type in CALLING_OUT:
+            raise ExportError(
+                f"{what} can't be used: node {name}, operator {node.op_type} of domain {node.domain!r}, calls Python "
+                "or opens other files"
+            )
+
+
+def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    yield model.graph
+    for info in model.training_info:
+        yield info.initialization
+        yield info.algorithm
+
+
+def _all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs of a model, including those in attributes of nodes."""
+    yield from _graphs(model)
+    for node in _all_nodes(model):
+        yield from _bodies(node)
+
+
+def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for nodes in (*(graph.node for graph in _graphs(model)), *(function.node for function in model.functions)):
+        yield from _nodes(nodes)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields nodes, including those of graphs in their attributes."""
+    for node in nodes:
+        yield node
+        for graph in _bodies(node):
+            yield from _nodes(graph.node)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _initializers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    for graph in _all_graphs(model):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+
+
+def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the tensors in attributes of nodes, and in default attributes of functions."""
+    owners = [node.attribute for node in _all_nodes(model)]
+    for attributes in (*owners, *(function.attribute_proto for function in model.functions)):
+        for attribute in attributes:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)

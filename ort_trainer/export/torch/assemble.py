@@ -1,0 +1,170 @@
+"""Assembles the training graph of a captured step: names, random inputs, recomputation, translation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+import torch
+
+from ...core.dims import symbols_of
+from ...core.errors import ExportError
+from ...engine.bfloat16 import WidenInterfacePass
+from ...engine.kernels import FitToKernelsPass
+from ...options import ModelDescription
+from ...step import Dim, TensorSpec, TrainingGraph
+from ...step.names import Names
+from .capture import Capture
+from .input_sizes import read_sizes_from_needed_inputs
+from .kernels.build import kernel_model
+from .origins import onnx_operators, origins_of
+from .random_inputs import Draws, lift_random_numbers
+from .recompute import apply_recompute, asks_for_recomputation
+from .source_lines import drop_source, onnx_source_line
+from .step_module import ExportedStep, canonical_names
+from .to_onnx import set_shapes, to_onnx
+
+__all__ = ["assemble"]
+
+_LOSS_SCALE = "__loss_scale_input_name"
+
+
+def assemble(
+    step: ExportedStep,
+    found: Capture,
+    training: bool,
+    for_kernels: bool = False,
+    stage: Callable[[str], None] = lambda _: None,
+) -> TrainingGraph:
+    """Names every input and result of a captured step, and translates the step to ONNX.
+
+    Args:
+        step: What is exported.
+        found: The captured step; it is consumed.
+        training: Whether it has the backward pass.
+        for_kernels: Whether its nodes become programs of PyTorch's operators.
+        stage: Called with the name of each stage when it begins.
+
+    Raises:
+        ExportError: If the step can't be translated, or the outputs don't match the description.
+    """
+    canonical = canonical_names(step.model)
+    description = step.description
+    names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
+    outputs = _outputs(step.description, found)
+    draws = Draws(step.fast_random, for_kernels)
+    random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
+    random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
+    if for_kernels and asks_for_recomputation(step.recompute, found):
+        raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
+    if not training:
+        described = zip(description.outputs, found.outputs, strict=True)
+        read_sizes_from_needed_inputs(found, [node for entry, node in described if not entry.is_loss])
+    if training and not for_kernels:
+        apply_recompute(step.recompute, found, random, step.model)
+    state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
+    state_names = {name: names.unique(name) for name in state.values()}
+    # A gradient without elements changes nothing, and has no memory to bind.
+    gradients = {canonical[_own(name)]: node for name, node in found.gradients.items() if node.meta["val"].numel()}
+    gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
+    updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
+    update_names = {name: names.unique(f"{name}.updated") for name in updates}
+    batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
+
+    inputs = [(node, state_names[name]) for node, name in state.items()]
+    inputs += [(node, entry.name) for node, entry in batch]
+    inputs += [(node, spec.name) for node, spec in random.items()]
+    loss_scale = None
+    if found.tangent is not None:
+        fake = found.tangent.meta["val"]
+        loss_scale = TensorSpec(_LOSS_SCALE, fake.dtype, tuple(int(size) for size in fake.shape))
+        inputs.append((found.tangent, _LOSS_SCALE))
+    results = list(zip(found.outputs, description.output_names, strict=True))
+    results += [(node, gradient_names[name]) for name, node in gradients.items()]
+    results += [(node, update_names[name]) for name, node in updates.items()]
+    specs = tuple(
+        TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
+        for node, entry in batch
+    )
+    programs: Mapping[str, str] = {}
+    operators: Mapping[str, Sequence[torch.fx.Node | None]] = {}
+    if for_kernels:
+        stage("translate")
+        made = kernel_model(found, inputs, results, batch)
+        model, programs, operators = made.model, made.programs, made.operators
+    else:
+        model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
+        WidenInterfacePass()(model)
+        _fit(model, found.outputs[0].meta["val"].device.type)
+        if training:
+            operators = onnx_operators(model, found.module.graph)
+        drop_source(model)
+    set_shapes(model, [*specs, *outputs])
+    guards, frozen = found.symbols.guards()
+    return TrainingGraph(
+        stored=model,
+        training=training,
+        inputs=specs,
+        outputs=outputs,
+        loss=description.loss.name,
+        state=state_names,
+        gradients=gradient_names,
+        buffer_updates=update_names,
+        loss_scale=loss_scale,
+        random=tuple(random.values()),
+        guards=tuple(guards),
+        fixed={**frozen, **found.symbols.fixed},
+        programs=programs,
+        origins=origins_of(found, step.model, operators).to_text() if training else "",
+        index_ranges=tuple(found.index_ranges),
+    )
+
+
+def _fit(model: ir.Model, device: str) -> None:
+    """Puts casts around nodes for whose types the engine has no kernel."""
+    missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
+    if missing:
+        raise ExportError(
+            "ONNX Runtime has no kernel for these operators with these types or wider ones: cast their inputs to "
+            "another type.\n  " + "\n  ".join(missing)
+        )
+
+
+def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:
+    """Returns the specs of the outputs, after checking them against the description."""
+    specs = []
+    for entry, node in zip(description.outputs, found.outputs, strict=True):
+        fake = node.meta["val"]
+        if description.has_open_outputs:
+            shape = found.symbols.shape(fake)
+            specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
+            continue
+        if fake.dim() != len(entry.shape) and not (entry.is_loss and fake.numel() == 1):
+            raise ExportError(
+                f"output {entry.name!r} has {fake.dim()} dimensions, shape {list(fake.shape)}, but model_desc says "
+                f"{len(entry.shape)}: {list(entry.shape)}"
+            )
+        for axis, (size, described) in enumerate(zip(fake.shape, entry.shape, strict=False)):
+            if isinstance(size, int) and isinstance(described, int) and size != described:
+                raise ExportError(
+                    f"output {entry.name!r} has size {size} in dimension {axis}, but model_desc says {described}: "
+                    f"{list(entry.shape)}"
+                )
+        specs.append(TensorSpec(entry.name, fake.dtype, found.symbols.shape(fake), entry.shape))
+    return tuple(specs)
+
+
+def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns a shape in the form of a model description: sizes, and names of dimensions."""
+    if shape is None:
+        return default
+    plain = {f"dim({symbol!r})": symbol for size in shape for symbol in symbols_of(size)}
+    return tuple(
+        size if isinstance(size, int) else plain.get(size, name) for size, name in zip(shape, default, strict=False)
+    )
+
+
+def _own(name: str) -> str:
+    """Converts a name in the step module to the name in the user's model."""
+    return name.removeprefix("model.")

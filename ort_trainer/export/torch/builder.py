@@ -1,0 +1,141 @@
+"""``GraphBuilder``: exports a model, again for each shape that needs its own graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...core.dims import fixed_dimensions
+from ...core.errors import IdleOptionError, warn
+from ...engine.ort import preload
+from ...step import TrainingGraph
+from ..cache import export_cache
+from .exported import Export
+from .guard.borrow import borrowed
+from .isolation import can_isolate, run_in_child
+from .progress import showing_progress
+from .step_module import ExportedStep, StepModule
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["GraphBuilder"]
+
+_STANDARD = ("", "ai.onnx")
+_log = logging.getLogger(__name__)
+# The settings that disable an option without effect.
+_IDLE: dict[str, dict[str, Any]] = {
+    "graph_transformer.attn_dropout_recompute": {"attention_dropout": False},
+    "graph_transformer.gelu_recompute": {"gelu": False},
+    "graph_transformer.transformer_layer_recompute": {"layers": False, "layer_count": 0},
+}
+
+
+@dataclass(frozen=True)
+class GraphBuilder:
+    """Builds training and evaluation graphs of one step.
+
+    Attributes:
+        step: What to export.
+        postprocess: The user's own pass over the ONNX model, or None.
+        contrib_ops: Whether that pass may add operators that are not standard ONNX.
+        cached: Whether to cache exports on disk.
+        depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
+        lenient: Whether to warn about an option without effect on the model, and ignore it, instead of raising.
+    """
+
+    step: ExportedStep
+    postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
+    contrib_ops: bool = True
+    cached: bool = True
+    lenient: bool = False
+    depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
+
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+        """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
+
+        If possible, the export runs in a child process: the exporter needs more memory than many models, and all of it
+        is released when the process ends.
+
+        Args:
+            batch: A sample of every input.
+            training: Whether to build the joint forward and backward graph, or the one for evaluation.
+
+        Raises:
+            ExportError: If the model can't be exported or its outputs don't match the description.
+        """
+        try:
+            return self._build(batch, training)
+        except IdleOptionError as error:
+            if not self.lenient:
+                raise
+            warn(f"this option has no effect: {error}")
+            recompute = dataclasses.replace(self.step.recompute, **_IDLE[str(error).partition(":")[0]])
+            step = dataclasses.replace(self.step, recompute=recompute)
+            return dataclasses.replace(self, step=step).build(batch, training)
+
+    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+        start = time.perf_counter()
+        cache = export_cache() if self.cached else None
+        with showing_progress(type(self.step.model).__name__) as progress:
+
+            def made() -> Export:
+                from .export import export  # slow, and only the child needs it
+
+                return export(self.step, batch, training, cache, progress.stage)
+
+            draw = progress.draw if progress.shown else None
+            answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
+            found = made() if answer is None else Export.from_bytes(answer)
+        graph = dataclasses.replace(TrainingGraph.from_bytes(found.graph), kept=found.kept)
+        if training and self.depends_on_modes is not None:
+            parts = dict(StepModule(self.step).named_modules())
+            self.depends_on_modes({parts[name] for name in found.modes_read})
+        self._log_export(found, graph, time.perf_counter() - start)
+        if graph.fixed:
+            places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))
+            places = f". {places}" if places else ""
+            sizes = fixed_dimensions(graph.fixed)
+            _log.warning("the model fixes %s: every other size needs its own export%s", sizes, places)
+        if self.postprocess is not None:
+            from ...step.postprocess import postprocessed
+
+            graph = postprocessed(graph, self.postprocess)
+        if not self.contrib_ops:
+            _refuse_contrib_ops(graph)
+        return graph
+
+    def _log_export(self, found: Export, graph: TrainingGraph, seconds: float) -> None:
+        for remark in found.remarks:
+            _log.info("%s", remark)
+        kind = "training" if graph.training else "evaluation"
+        kernels = ", computed by PyTorch's kernels" if graph.programs else ""
+        if found.found:
+            _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)
+        else:
+            where = f", cached as {found.kept}" if found.kept else ""
+            _log.info("exported the %s graph in %.1f s%s%s", kind, seconds, kernels, where)
+
+    def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns PyTorch's own results in evaluation mode, with the model's own weights."""
+        module = StepModule(self.step)
+        sample = [batch[entry.name] for entry in self.step.description.inputs]
+        with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):
+            return tuple(module(*(value.clone() for value in sample)))
+
+
+def _refuse_contrib_ops(graph: TrainingGraph) -> None:
+    """Implements the option ``_internal_use.enable_onnx_contrib_ops`` False."""
+    found = {f"{node.domain}::{node.op_type}" for node in graph.model.graph.all_nodes() if node.domain not in _STANDARD}
+    if found:
+        raise ValueError(
+            f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(found)}, which is not standard "
+            "ONNX: don't add it in _internal_use.extra_postprocess, or set the option to True"
+        )

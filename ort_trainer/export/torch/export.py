@@ -1,0 +1,233 @@
+"""Exports a step, or finds it in the cache: capture, look-up, differentiation, translation.
+
+Imports that only a cache miss needs are lazy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core.errors import ExportError
+from ...step import TrainingGraph
+from ..cache import ExportCache
+from .explain import may_be_sizes
+from .exported import Export, violated
+from .fingerprint import NoFingerprint, fingerprint
+from .guard.borrow import borrowed
+from .guard.kept_state import refuse_kept_tensors
+from .index_ranges import find_index_ranges
+from .modes_read import modes_read
+from .program import Program, capture_program
+from .quiet import quiet
+from .source_lines import forward_line
+from .step_module import ExportedStep, StepModule
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+__all__ = ["export"]
+
+_log = logging.getLogger(__name__)
+# Replaces size 1 in symbolic dimensions of a sample; unlikely to be a size of the model itself.
+_STAND_IN_SIZE = 7
+
+
+def export(
+    step: ExportedStep,
+    batch: Mapping[str, torch.Tensor],
+    training: bool,
+    cache: ExportCache | None,
+    stage: Callable[[str], None],
+) -> Export:
+    """Exports a step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
+
+    Args:
+        step: What to export.
+        batch: A sample of every input.
+        training: Whether to export the joint forward and backward graph, or the one for evaluation.
+        cache: The cache of exports, or None.
+        stage: Called with the name of each stage when it begins.
+
+    Raises:
+        ExportError: If the model can't be exported or its outputs don't match the description.
+    """
+    with quiet():
+        return _Exporter(step, batch, training, cache, stage).run()
+
+
+class _Exporter:
+    """One export."""
+
+    def __init__(
+        self,
+        step: ExportedStep,
+        batch: Mapping[str, torch.Tensor],
+        training: bool,
+        cache: ExportCache | None,
+        stage: Callable[[str], None],
+    ) -> None:
+        self._step = step
+        self._training = training
+        self._cache = cache
+        self._stage = stage
+        self._inputs = step.description.inputs
+        self._sample = [batch[entry.name] for entry in self._inputs]
+        self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
+        self._module = StepModule(step)
+        self._keys: list[str] = []
+        self._remarks: list[str] = []
+        self._for_kernels = False
+        self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
+        self._read: tuple[str, ...] = ()
+
+    def run(self) -> Export:
+        if self._training and self._step.kernels != "onnxruntime":
+            self._for_kernels = True
+            try:
+                return self._run()
+            except ExportError as error:
+                if self._step.kernels == "pytorch":
+                    raise
+                self._for_kernels = False
+                _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
+        return self._run()
+
+    def _run(self) -> Export:
+        step = self._step
+        trainable = {f"model.{name}" for name in step.trainable} if self._training else set()
+        with borrowed(self._module, trainable, self._training, step.modes if self._training else None):
+            found = self._capture()
+            with step.autocast_for(self._sample):
+                refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
+        if isinstance(found, Export):
+            return dataclasses.replace(found, modes_read=self._read)
+        if self._training and not found.gradients:
+            raise ExportError(
+                "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
+                f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
+            )
+        return self._kept(self._assembled(found))
+
+    def _capture(self) -> Export | Capture:
+        """Captures the step, with another size for symbolic dimensions of size 1 in the sample.
+
+        The exporter treats a size of 1 as a constant. If the model itself depends on such a size, the capture is
+        repeated with the sample's own size. If a derived description has more symbolic dimensions than can be captured,
+        the capture is repeated with only the first dimensions of inputs symbolic.
+
+        Returns:
+            The cached graph if there is one; otherwise the differentiated step.
+        """
+        enlarged = {symbol for symbol, size in self._sizes.items() if size == 1}
+        failure: ExportError | None = None
+        self._held = {}
+        while True:
+            stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
+            autocast = self._step.autocast_for(self._sample)
+            self._stage("capture")
+            try:
+                with modes_read() as read:
+                    program = capture_program(self._module, self._inputs, stand_in, autocast, self._held)
+                self._read = tuple(name for name, part in self._module.named_modules() if id(part) in read)
+                known = self._known(program)
+                if known is not None:
+                    return known
+                found = self._differentiate(program)
+            except ExportError as error:
+                if not enlarged:
+                    if failure is not None:
+                        raise failure from None
+                    failure = error
+                    why = f"With symbolic sizes, {str(error).partition(chr(10))[0]}"
+                    self._held = dict.fromkeys(self._dispensable(), why) if may_be_sizes(error) else {}
+                    if not self._held:
+                        raise
+                enlarged = set()
+                continue
+            conditions, _ = found.symbols.guards()
+            wrong = enlarged & (set(found.symbols.fixed) | violated(conditions, self._sizes))
+            if not wrong:
+                return found
+            enlarged -= wrong
+
+    def _dispensable(self) -> set[str]:
+        """Returns the symbolic dimensions of a derived description, except the first dimensions of inputs."""
+        if not self._step.description.inferred:
+            return set()
+        return set(self._sizes) - {entry.shape[0] for entry in self._inputs if entry.shape}
+
+    def _known(self, program: Program) -> Export | None:
+        """Returns the cached graph of a captured step that accepts the sample's sizes; None if there is none.
+
+        A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
+        The second key does: it holds a graph that was exported because the first one rejected these sizes.
+        """
+        self._keys = []
+        self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in program.checks]
+        if self._cache is None:
+            return None
+        try:
+            key = fingerprint(program, self._module, self._step, self._training)
+        except NoFingerprint as reason:
+            self._remarks.append(f"this export can't be cached: {reason}")
+            return None
+        sizes = "-".join(str(size) for _, size in sorted(self._sizes.items()))
+        self._keys = [key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"]
+        for number, key in enumerate(self._keys):
+            data, remark = self._cache.load(key)
+            if remark:
+                self._remarks.append(remark)
+            if data is None:
+                self._keys = self._keys[number:]
+                return None
+            try:
+                known = Export.from_bytes(data)
+                TrainingGraph.from_bytes(known.graph)
+            except ValueError as error:
+                damaged = self._cache.path(key)
+                self._remarks.append(f"the cached export {damaged} is damaged, so the model is exported again: {error}")
+                self._keys = self._keys[number:]
+                return None
+            if known.accepts(self._sizes):
+                path = str(self._cache.path(key))
+                return dataclasses.replace(known, kept=path, found=True, remarks=tuple(self._remarks))
+        self._keys = self._keys[-1:]
+        return None
+
+    def _differentiate(self, program: Program) -> Capture:
+        self._stage("differentiate")
+        from .capture import differentiate  # takes seconds; a cached graph does not need it
+
+        ranges = find_index_ranges(program, self._step.description)  # before operators are replaced
+        autocast = self._step.autocast_for(self._sample)
+        found = differentiate(program, self._module, self._inputs, autocast, self._for_kernels)
+        return dataclasses.replace(found, index_ranges=ranges)
+
+    def _assembled(self, found: Capture) -> Export:
+        from .assemble import assemble  # takes seconds and 100 MB; a cached graph does not need it
+
+        graph = assemble(self._step, found, self._training, self._for_kernels, self._stage)
+        reasons = {symbol: self._held.get(symbol) or found.symbols.reason(symbol) for symbol in graph.fixed}
+        return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons, self._read)
+
+    def _kept(self, made: Export) -> Export:
+        if self._cache is None or not self._keys:
+            return dataclasses.replace(made, remarks=tuple(self._remarks))
+        key = self._keys[0]
+        remark = self._cache.store(key, made.to_bytes())
+        if remark and remark not in self._remarks:
+            self._remarks.append(remark)
+        return dataclasses.replace(
+            made, kept="" if remark else str(self._cache.path(key)), remarks=tuple(self._remarks)
+        )
+
+
+def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:
+    repeats = [_STAND_IN_SIZE if size in symbols else 1 for size in shape]
+    return value.repeat(repeats) if any(count > 1 for count in repeats) else value

@@ -1,0 +1,183 @@
+"""Trains a module's own tensors: the module sees the trainer's updates, and the trainer sees changes to the module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ....engine.ownership import own_copies, owned_dtype, shared_groups
+
+__all__ = ["SharedTensors"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a module keeps a tensor.
+
+    Attributes:
+        name: The tensor's name.
+        tensors: The module's dict of parameters, or of buffers.
+        key: The tensor's key in that dict.
+        ours: The tensor that the trainer works on.
+        address: The address of the module's tensor.
+    """
+
+    name: str
+    tensors: dict[str, Any]
+    key: str
+    ours: torch.Tensor
+    address: int
+
+
+class SharedTensors:
+    """The parameters and buffers of a module, which the trainer trains in place.
+
+    Graphs are bound to addresses, so the caller must learn which tensors have got other memory from outside
+    (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``).
+
+    Small updates are lost in a bfloat16 tensor, so the trainer keeps a float32 copy of it. After each update, the copy
+    is rounded into the module's tensor. If the module's tensor differs from the rounded copy, it was changed from
+    outside, and the copy takes its value.
+
+    Args:
+        model: The module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._same: list[_Place] = []
+        self._rounded: list[_Place] = []
+
+    def adopt(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the tensors to train by canonical name; moves the module's to the device and makes them contiguous.
+
+        Args:
+            device: Where training runs.
+        """
+        parameters = dict(self._model.named_parameters())
+        named = self._named()
+        apart = {
+            name
+            for name, tensor in named.items()
+            if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
+        }
+        # Tensors that share memory move together.
+        apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))
+        copies = own_copies({name: named[name] for name in named if name in apart}, parameters, device)
+        ours = {name: copies[name] if name in copies else tensor.detach() for name, tensor in named.items()}
+        for name, copy in copies.items():
+            if copy.dtype == named[name].dtype:
+                named[name].data = copy
+        names = {id(tensor): name for name, tensor in named.items()}
+        places = [
+            _Place(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
+            for module in self._model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self._same = [place for place in places if place.tensors[place.key].dtype == place.ours.dtype]
+        self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
+        return ours
+
+    def take_changes(self) -> dict[str, torch.Tensor]:
+        """Adopts changes from outside; fast if there are none.
+
+        Returns:
+            The tensors whose memory has changed, by name, contiguous.
+
+        Raises:
+            RuntimeError: If a tensor is missing, or has a device, shape or dtype that graphs can't take.
+        """
+        changed: dict[str, torch.Tensor] = {}
+        for index, place in enumerate(self._same):
+            tensor = place.tensors.get(place.key)
+            if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
+                ours = self._checked(place)
+                if ours.device != place.ours.device:
+                    self._refuse(place, f"was moved to {ours.device}, but training runs on {place.ours.device}")
+                if not ours.is_contiguous():
+                    ours = place.tensors[place.key].data = ours.contiguous()
+                self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
+                changed[place.name] = ours
+        for place in self._rounded:
+            tensor = self._checked(place)
+            if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):
+                place.ours.copy_(tensor)
+        return changed
+
+    def publish(self, names: Collection[str]) -> None:
+        """Copies new values to the module's tensors of another dtype; the others are shared.
+
+        Args:
+            names: The names of the tensors that have changed.
+        """
+        for place in self._rounded:
+            if place.name in names:
+                place.tensors[place.key].detach().copy_(place.ours)
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Adds to ``p.grad``.
+
+        Args:
+            gradients: By parameter name, in the trainer's dtypes; the module may keep them.
+        """
+        for name, gradient in gradients.items():
+            parameter = self._model.get_parameter(name)
+            if parameter.grad is None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            else:
+                parameter.grad.add_(gradient)
+
+    def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns ``p.grad`` of the parameters that have one, in the trainer's dtypes."""
+        held = {name: self._model.get_parameter(name).grad for name in names}
+        return {
+            name: gradient.detach().to(owned_dtype(gradient.dtype)).contiguous()
+            for name, gradient in held.items()
+            if gradient is not None
+        }
+
+    def drop_gradients(self, names: Iterable[str]) -> None:
+        """Removes ``p.grad``, as ``model.zero_grad()`` does."""
+        for name in names:
+            self._model.get_parameter(name).grad = None
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Writes values to the module before its tensors are adopted.
+
+        Args:
+            values: By canonical name, in the module's shapes and the trainer's dtypes.
+
+        Returns:
+            The values whose dtype differs from the module's.
+        """
+        named = self._named()
+        for name, value in values.items():
+            named[name].detach().copy_(value)
+        return {name: value for name, value in values.items() if value.dtype != named[name].dtype}
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _checked(self, place: _Place) -> torch.Tensor:
+        """Returns the module's current tensor at a place, if the trainer can continue with it."""
+        tensor, ours = place.tensors.get(place.key), place.ours
+        if not isinstance(tensor, torch.Tensor):
+            self._refuse(place, "was removed")
+        if tensor.is_meta:
+            self._refuse(place, "is on the meta device, so it has lost its value")
+        if tensor.shape != ours.shape or owned_dtype(tensor.dtype) != ours.dtype:
+            self._refuse(place, f"now has shape {list(tensor.shape)} and dtype {tensor.dtype}")
+        return tensor.detach()
+
+    def _refuse(self, place: _Place, change: str) -> NoReturn:
+        raise RuntimeError(
+            f"{place.name!r} of {type(self._model).__name__} {change}. The trainer trains the model's own tensors: "
+            "undo the change, or make the trainer with the option utils.share_weights=False, which trains copies and "
+            "does not touch the model"
+        )

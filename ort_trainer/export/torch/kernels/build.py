@@ -1,0 +1,212 @@
+"""Builds the ONNX model of a captured graph; its nodes are programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+
+from ....core.errors import ExportError
+from ....engine.programs.bridge import DOMAIN, OPERATOR
+from ....engine.programs.program import Order
+from ....options import InputDescription
+from ....step.names import Names
+from ..capture import Capture
+from .encode import Encoder
+from .partition import partition, used_by
+from .rewrites import rewrite
+from .values import Node, base_of, memory_order
+
+__all__ = ["KernelModel", "kernel_model"]
+
+aten = torch.ops.aten
+Named = Sequence[tuple[Node, str]]
+
+
+@dataclass(frozen=True)
+class KernelModel:
+    """A model that computes a captured graph with PyTorch's kernels.
+
+    Attributes:
+        model: The model.
+        programs: Key, as in the nodes -> program.
+        operators: Name of a node -> the operator that each step of its program computes.
+    """
+
+    model: ir.Model
+    programs: Mapping[str, str]
+    operators: Mapping[str, Sequence[Node]]
+
+
+def kernel_model(
+    found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+) -> KernelModel:
+    """Returns a model that computes a captured graph with PyTorch's kernels.
+
+    Args:
+        found: The captured step, which is modified.
+        inputs: Placeholders with the names of the model's inputs, in order.
+        results: Nodes with the names of the model's outputs, in order.
+        batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
+
+    Raises:
+        ExportError: If a program can't run an operator of the graph.
+    """
+    graph = found.module.graph
+    for node, name in inputs:
+        if node in found.state and node.meta["val"].dtype == torch.bfloat16:
+            raise ExportError(f"{name!r} is bfloat16, which PyTorch's kernels can't receive from ONNX Runtime")
+    _widen_interface(graph, [node for node, _ in inputs])
+    (end,) = graph.find_nodes(op="output")
+    end.args = (tuple(_widened(node, end) for node, _ in results),)
+    rewrite(graph)
+    results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
+    builder = _Builder(found, inputs, results, batch)
+    return KernelModel(builder.model(), builder.programs, builder.operators)
+
+
+def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
+    """Makes bfloat16 inputs fp32 and casts them back: ONNX Runtime takes NumPy dtypes, which lack bfloat16."""
+    (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
+    for node in inputs:
+        if node.meta["val"].dtype == torch.bfloat16:
+            with graph.inserting_before(first):
+                narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
+            narrow.meta.update(node.meta)
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node,)
+            node.meta["val"] = node.meta["val"].float()
+
+
+def _widened(result: Node, end: Node) -> Node:
+    """Returns a result, or its fp32 copy if it is bfloat16."""
+    if result.meta["val"].dtype != torch.bfloat16:
+        return result
+    with end.graph.inserting_before(end):
+        wide = end.graph.call_function(aten._to_copy.default, (result,), {"dtype": torch.float32})
+    wide.meta.update(result.meta)
+    wide.meta["val"] = result.meta["val"].float()
+    return wide
+
+
+class _Builder:
+    def __init__(
+        self, found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+    ) -> None:
+        self._inputs, self._results, self._constants = inputs, results, found.constants
+        self._symbols = found.symbols
+        self._sizes: dict[str, tuple[Node, int]] = {}
+        for node, entry in batch:
+            for axis, size in enumerate(entry.shape):
+                if isinstance(size, str):
+                    self._sizes.setdefault(size, (node, axis))
+        self._programs = partition(found.module.graph)
+        self._names = Names([name for _, name in (*inputs, *results)])
+        self._values: dict[Node, ir.Value] = {}
+        self._orders: dict[Node, Order] = {}
+        self.programs: dict[str, str] = {}
+        self.operators: dict[str, list[Node]] = {}
+        self._outputs: dict[str, ir.Value] = {}
+        self._nodes: list[ir.Node] = []
+
+    def model(self) -> ir.Model:
+        given = []
+        for node, name in self._inputs:
+            value = self._values[node] = _value(node, name)
+            value.shape = _shape(node)
+            given.append(value)
+        initializers = []
+        for node, tensor in self._constants.items():
+            name = self._names.unique(node.name)
+            value = self._values[node] = _value(node, name)
+            value.const_value = ir.tensor(tensor.detach().cpu().contiguous(), name=name)
+            value.shape = ir.Shape(tensor.shape)
+            initializers.append(value)
+        results = self._assign_results()
+        for program, out in zip(self._programs, self._coming_out(results), strict=True):
+            self._add(program, out, results)
+        for node, name in self._results:
+            if name not in self._outputs:  # no program returns it: it is an input, a view of one, or a duplicate
+                self._outputs[name] = self._add([], [node], {node: name})[0]
+        outputs = [self._outputs[name] for _, name in self._results]
+        graph = ir.Graph(
+            given, outputs, nodes=self._nodes, initializers=initializers, name="step", opset_imports=_OPSETS
+        )
+        return ir.Model(graph, ir_version=9, producer_name="ort_trainer")
+
+    def _assign_results(self) -> dict[Node, str]:
+        """Returns the nodes that a program returns as an output of the model, each under one name."""
+        produced = {node for program in self._programs for node in program}
+        found: dict[Node, str] = {}
+        for node, name in self._results:
+            if node not in found and base_of(node) in produced:
+                found[node] = name
+        return found
+
+    def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
+        """Returns what each program returns to later ones or to the caller, which may be views of what it computes."""
+        # A result with a second name (the gradient of two biases that are added) is copied after all programs.
+        later = {base_of(node) for node, name in self._results if results.get(node) != name}
+        found: list[list[Node]] = []
+        for program in reversed(self._programs):
+            within = set(program)
+            found.append([node for node in program if node in later or node in results])
+            found[-1] += [node for node in results if node not in within and base_of(node) in within]
+            later |= {base_of(node) for node in used_by(program)}
+        return found[::-1]
+
+    def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> list[ir.Value]:
+        """Adds the node of a program."""
+        for node in results:
+            self._orders[node] = None if node in names else memory_order(node.meta["val"])
+        encoder = Encoder(self._symbols, self._sizes, self._orders)
+        program = encoder.write(nodes, results, unread=self._inputs[0][0])
+        program.outputs.update((str(index), names[node]) for index, node in enumerate(results) if node in names)
+        outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
+        inputs = [self._values[node] for node in encoder.inputs]
+        key = program.key
+        self.programs[key] = program.to_text()
+        name = f"{outputs[0].name}_node"
+        self.operators[name] = encoder.operators
+        self._nodes.append(_call(key, inputs, outputs, name))
+        for node, output in zip(results, outputs, strict=True):
+            self._values.setdefault(node, output)
+            if node in names:
+                self._outputs[names[node]] = output
+        return outputs
+
+
+_OPSETS = {"": 18, DOMAIN: 1}
+
+
+def _call(key: str, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
+    # Equal programs share a key. A profile must tell their nodes apart, and it sees the second attribute.
+    attributes = {"operator": key, "overload_name": name}
+    return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=name)
+
+
+def _value(node: Node, name: str) -> ir.Value:
+    dtype = node.meta["val"].dtype
+    kind = ir.DataType.UINT8 if dtype == torch.bool and node.op != "placeholder" else _TYPES[dtype]
+    return ir.Value(name=name, type=ir.TensorType(kind))
+
+
+def _shape(node: Node) -> ir.Shape:
+    sizes = node.meta["val"].shape
+    return ir.Shape([size if isinstance(size, int) else f"{node.name}_{axis}" for axis, size in enumerate(sizes)])
+
+
+_TYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.int16: ir.DataType.INT16,
+    torch.int8: ir.DataType.INT8,
+    torch.uint8: ir.DataType.UINT8,
+    torch.bool: ir.DataType.BOOL,
+}

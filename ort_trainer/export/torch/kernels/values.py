@@ -1,0 +1,81 @@
+"""Properties of the values of a captured graph: which tensors are views, and their order in memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from ....core.errors import ExportError
+from ..source_lines import source_line
+from ..symbols import hint, number_of_elements
+
+__all__ = [
+    "base_of",
+    "is_view",
+    "memory_order",
+    "product_flops",
+    "refuse",
+    "same_sizes",
+    "tensors_of",
+]
+
+Node = torch.fx.Node
+
+
+def refuse(node: Node, why: str) -> ExportError:
+    """Returns the error for an operator that no program can run."""
+    return ExportError(f"{node.target} {why}, so PyTorch's kernels can't run it: {source_line(node)}")
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """Returns the fake tensors that a node produces."""
+    value = node.meta.get("val")
+    return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
+
+
+def is_view(node: Node) -> bool:
+    """Returns whether a node is a view of its first argument, which costs nothing wherever it is computed."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
+        return False
+    if node.target is torch.ops.aten._unsafe_view.default:  # a view, although its signature does not say so
+        return True
+    aliases = [result.alias_info for result in node.target._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+
+
+def base_of(node: Node) -> Node:
+    """Returns what a node is a view of, through any number of views; the node itself if it is not a view."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dimensions from the largest to the smallest stride, or None if the tensor should be contiguous.
+
+    That is so if it is already, or if it has gaps or elements that share memory.
+    """
+    sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
+    order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis))
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= sizes[axis]
+    large = [axis for axis in order if sizes[axis] != 1]
+    return None if large == sorted(large) else tuple(order)
+
+
+def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
+    """Returns whether two shapes are equal as expressions: comparing sizes would bind the graph to the sample."""
+    sides = ([size if isinstance(size, int) else size.node.expr for size in sizes] for sizes in (mine, others))
+    return next(sides) == next(sides)
+
+
+def product_flops(left: Node, right: Node) -> float:
+    """Returns the floating-point operations of a matrix product (..., m, k) x (..., k, n), for the sample's sizes."""
+    return 2.0 * number_of_elements(left.meta["val"]) * hint(right.meta["val"].shape[-1])

@@ -1,0 +1,240 @@
+"""A PyTorch model as a source of training graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.installed import can_call_pytorch
+from ...engine.ort import has_cuda, maximum_opset
+from ...engine.ownership import shared_groups
+from ...optim import OptimizerConfig
+from ...optim.torch_optimizer import TorchOptimizerConfig
+from ...options import ModelDescription, ORTTrainerOptions
+from ...options.nested import Layout
+from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
+from .builder import GraphBuilder
+from .describe import describe, name_sample
+from .guard.loss_watch import LossWatch
+from .guard.model_watch import ModelWatch
+from .guard.shared_tensors import SharedTensors
+from .model_checks import check_joint, check_model
+from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
+
+__all__ = ["TorchSource"]
+
+
+class TorchSource(ModelSource):
+    """Watches a module for changes, and exports it again if its graphs depend on them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optim_config: OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        self.name, self.fixed = type(model).__name__, False
+        check_model(model)
+        self.inputs = list(inspect.signature(model.forward).parameters)
+        self._model, self._loss_fn, self._options = model, loss_fn, options
+        named = dict(model.named_parameters(remove_duplicate=False))
+        check_names(list(named), optim_config, options)
+        self._check_options(optim_config)
+        self.canonical = canonical_names(model)
+        frozen = {self.canonical[name] for name in options.utils.frozen_weights}
+        frozen |= {name for name in self.parameters if not optim_config.trains(name)}
+        self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
+        self._watch = ModelWatch(model, self.trainable, frozen)
+        self._watches = [self._watch]
+        if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
+            self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
+        self._loss_watch = LossWatch(loss_fn, model)
+        shared_groups({**self.parameters, **self.buffers}, self.parameters)
+        self._shared = SharedTensors(model) if options.utils.share_weights else None
+        tensors = {
+            name: torch.empty_like(tensor, device="meta")
+            for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
+        }
+        saved = [name for name in model.state_dict() if name in tensors]
+        saved += [name for name in named if name not in saved]
+        self.saved = {name: tensors[name] for name in saved}
+        self.non_persistent = {name: value for name, value in tensors.items() if name not in self.saved}
+
+    @property
+    def parameters(self) -> Named:
+        """All parameters by canonical name."""
+        return dict(self._model.named_parameters())
+
+    @property
+    def buffers(self) -> Named:
+        """All buffers by canonical name."""
+        return dict(self._model.named_buffers())
+
+    def adopt(self, device: torch.device) -> Named:
+        """Returns the tensors to train: the model's own, or copies."""
+        return super().adopt(device) if self._shared is None else self._shared.adopt(device)
+
+    def take_changes(self) -> Named:
+        """Adopts changes that were made to the model itself."""
+        return {} if self._shared is None else self._shared.take_changes()
+
+    def publish(self, names: Collection[str]) -> None:
+        """Copies new values to the model's tensors, where they differ in dtype from the trainer's."""
+        if self._shared is not None:
+            self._shared.publish(names)
+
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to ``p.grad`` of the model's parameters."""
+        if self._shared is None:
+            super().add_gradients(gradients)
+        else:
+            self._shared.add_gradients(gradients)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns ``p.grad`` of the parameters to train."""
+        trainable = [name for name in self.trainable if name in self._watch.trainable]
+        return {} if self._shared is None else self._shared.gradients(trainable)
+
+    def drop_gradients(self) -> None:
+        """Removes ``p.grad`` of the parameters to train."""
+        if self._shared is not None:
+            self._shared.drop_gradients(self._watch.trainable)
+
+    def put(self, values: Named) -> Named:
+        """Writes values to the model before training begins."""
+        return values if self._shared is None else self._shared.put(values)
+
+    def check_joint(self) -> None:
+        """Checks that no module communicates with other processes itself."""
+        check_joint(self._model)
+
+    def variant(self, training: bool) -> Hashable:
+        """Returns a key for the modes and settings of model and loss; see the base class."""
+        variant = (*(watch.variant(training) for watch in self._watches), self._loss_watch.variant())
+        self._check_trainable(training, self._watch.trainable)
+        return variant
+
+    @property
+    def last_change(self) -> str:
+        """What has changed in model or loss; see the base class."""
+        return "; ".join(filter(None, (watch.last_change for watch in self._watches)))
+
+    def _check_options(self, optim_config: OptimizerConfig) -> None:
+        if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
+            raise ValueError(
+                f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave "
+                "the option out, or use a config of ort_trainer.optim"
+            )
+        if self._options.utils.run_symbolic_shape_infer:
+            self._options.without_effect(
+                "utils.run_symbolic_shape_infer has no effect on a PyTorch model, which is exported with symbolic "
+                "shapes anyway. Leave the option out; it is for ONNX models"
+            )
+        opset = self._options._internal_use.onnx_opset_version
+        if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
+            raise ValueError(
+                f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX support at most "
+                f"{maximum_opset()}"
+            )
+
+    def _kernels(self) -> str:
+        """Returns whose kernels compute the training step.
+
+        Raises:
+            ValueError: If PyTorch's kernels were requested but can't be used.
+        """
+        chosen = self._options.utils.kernels
+        reason = "" if chosen == "onnxruntime" else self._against_pytorch_kernels()
+        if reason and chosen == "pytorch":
+            raise ValueError(f"utils.kernels is 'pytorch', but {reason}: set it to 'auto' or 'onnxruntime'")
+        return "onnxruntime" if reason else chosen
+
+    def _against_pytorch_kernels(self) -> str:
+        options = self._options
+        if not can_call_pytorch():
+            return "the installed ONNX Runtime can't call PyTorch (onnxruntime-training can)"
+        if torch.device(options.device.id).type != "cpu" and has_cuda():
+            return "training does not run on the CPU"
+        if any(value.device.type != "cpu" for value in self.parameters.values()):
+            return "the model is not on the CPU"
+        internal, debug = options._internal_use, options.debug
+        given = {
+            "session_options": options.session_options is not None,
+            "provider_options": bool(options.provider_options),
+            "_internal_use.extra_postprocess": internal.extra_postprocess is not None,
+            "_internal_use.enable_onnx_contrib_ops False": not internal.enable_onnx_contrib_ops,
+            "_internal_use.enable_internal_postprocess False": not internal.enable_internal_postprocess,
+            "_internal_use.onnx_opset_version": options.is_given("_internal_use.onnx_opset_version"),
+            "debug.graph_save_paths": any(getattr(debug.graph_save_paths, path) for path in debug.graph_save_paths),
+        }
+        named = [name for name, is_given in given.items() if is_given]
+        require = "requires" if len(named) == 1 else "require"
+        return f"{' and '.join(named)} {require} a graph of ONNX operators" if named else ""
+
+    def name_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
+    ) -> dict[str, Any]:
+        """Returns the arguments of a step by name."""
+        return name_sample(self._model, self._loss_fn, args, kwargs, parameters)
+
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
+        """Returns a description derived from a sample batch."""
+        return describe(self._model, self._loss_fn, batch, layouts, parameters)
+
+    def builder(
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
+    ) -> Builder:
+        """Returns a builder of the graphs; see the base class."""
+        labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
+        self._watch.check_exportable()
+        internal = self._options._internal_use
+        step = ExportedStep(
+            model=self._model,
+            description=description,
+            loss_fn=self._loss_fn,
+            labels=labels,
+            parameters=tuple(parameters or ()),
+            layouts=dict(layouts),
+            trainable=self._watch.trainable,
+            modes={part: mode for watch in self._watches for part, mode in (watch.modes or {}).items()},
+            autocast=autocast_dtype(self._options),
+            opset=internal.onnx_opset_version,
+            simplified=internal.enable_internal_postprocess,
+            recompute=_recompute_options(self._options),
+            kernels="onnxruntime" if portable else self._kernels(),
+            fast_random=self._options.utils.random_numbers == "fast",
+        )
+        return GraphBuilder(
+            step,
+            internal.extra_postprocess,
+            internal.enable_onnx_contrib_ops,
+            cached=self._options.utils.cache_exports,
+            lenient=self._options.lenient,
+            depends_on_modes=self._depends_on_modes,
+        )
+
+    def _depends_on_modes(self, modules: Collection[nn.Module]) -> None:
+        for watch in self._watches:
+            watch.depends_on_modes(modules)
+
+
+def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+    chosen = options.graph_transformer
+    return RecomputeOptions(
+        attention_dropout=chosen.attn_dropout_recompute,
+        gelu=chosen.gelu_recompute,
+        layers=chosen.transformer_layer_recompute,
+        layer_count=chosen.number_recompute_layers,
+        cheap=options.utils.memory_efficient_gradient,
+    )

@@ -1,0 +1,215 @@
+"""Operators that draw random numbers, and what replaces them once the numbers are inputs of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+
+from ....core.errors import ExportError
+from ....engine.programs import operators  # noqa: F401 - which defines the package's own
+from ..random_inputs import Lifter
+from ..source_lines import source_line
+from .creation import number
+from .registry import Value, keep, op, random_operator, replacement, translation
+
+aten = torch.ops.aten
+
+# By default a distribution reads the values of its parameters to validate them.
+replacement(torch.distributions.Distribution, "_validate_args")(False)
+
+# Replaced together with its dropout.
+keep(aten.native_dropout_backward.default)
+
+
+@random_operator(aten.native_dropout.default)
+def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
+    """Replaces ``native_dropout`` with a product with noise, 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
+    value, probability, *train = cast("tuple[Any, ...]", node.args)
+    active = probability and (train[0] is not False if train else True)
+    gets = {user.args[1]: user for user in node.users}
+    with lifter.graph.inserting_before(node):
+        noise = _noise(lifter, node, value, 1.0 - probability) if active else None
+        if 0 in gets:
+            gets[0].replace_all_uses_with(value if noise is None else noise.apply(value, False))
+        if 1 not in gets:
+            return
+        for user in list(gets[1].users):
+            if user.target is aten.native_dropout_backward.default and noise is not None:
+                with lifter.graph.inserting_before(user):
+                    user.replace_all_uses_with(noise.apply(user.args[0], True))
+        if gets[1].users:
+            if noise is not None:
+                mask_node = noise.mask()
+            else:
+                mask_node = lifter.call(aten.ones_like.default, value, dtype=torch.bool)
+            gets[1].replace_all_uses_with(mask_node)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """The noise of one dropout: multiplies a tensor by it (in the backward pass or not), and gives its mask."""
+
+    apply: Callable[[Any, bool], torch.fx.Node]
+    mask: Callable[[], torch.fx.Node]
+
+
+def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: float) -> _Noise:
+    fake, call = value.meta["val"], lifter.call
+    factor = 1.0 / kept if kept > 0 else 0.0
+    number, lifter.masks = lifter.masks, lifter.masks + 1
+    if not lifter.draws.fast:
+        noise = lifter.draw(node, fake, "bernoulli", (kept, factor))
+        return _Noise(lambda x, _: call(aten.mul.Tensor, x, noise), lambda: call(aten.ne.Scalar, noise, 0))
+    own = torch.ops.ort_trainer
+    if lifter.draws.within:
+        count = call(aten.sym_numel.default, value)
+        packed = call(own.draw_mask.default, lifter.key(), count, number, kept)
+        return _Noise(
+            lambda x, _: call(own.apply_mask.default, x, packed, factor),
+            lambda: call(own.unpack_mask.default, packed, value),
+        )
+    mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (kept, float(number)))
+    return _Noise(
+        lambda x, backward: call(
+            aten.mul.Tensor, x, call(own.noise.default, mask, factor, x.meta["val"].dtype, backward)
+        ),
+        lambda: call(aten.ne.Scalar, mask, 0),
+    )
+
+
+@translation(torch.ops.ort_trainer.noise.default)
+def _translate_noise(mask: Value, factor: float, dtype: int, backward: bool) -> Value:
+    """Turns one byte per element into 0 or the factor, in one pass over the memory.
+
+    The backward pass repeats this with an explicit zero point of 0. Without that difference, it would be merged with
+    the forward pass's noise, which would be kept until then at four bytes per element.
+    """
+    scale = op.Constant(value_float=factor)
+    if backward:
+        noise = op.DequantizeLinear(mask, scale, op.Cast(op.Constant(value_int=0), to=ir.DataType.UINT8))
+    else:
+        noise = op.DequantizeLinear(mask, scale)
+    return noise if dtype == ir.DataType.FLOAT else op.Cast(noise, to=dtype)
+
+
+def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:
+    def handler(lifter: Lifter, node: torch.fx.Node) -> None:
+        node.replace_all_uses_with(lifter.draw(node, node.meta["val"], kind))
+
+    return handler
+
+
+random_operator(aten.rand.default, aten.rand_like.default)(_replace("uniform"))
+random_operator(aten.randn.default, aten.randn_like.default)(_replace("normal"))
+random_operator(aten.randperm.default)(_replace("permutation"))
+
+
+@random_operator(aten.bernoulli.p)
+def _bernoulli_p(lifter: Lifter, node: torch.fx.Node) -> None:
+    probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    # This was bernoulli_(), which fills an existing tensor; the node's own value has lost that tensor's memory order.
+    (filled,) = cast("tuple[torch.fx.Node]", node.args[:1])
+    noise = lifter.draw(node, filled.meta["val"], "bernoulli", (float(probability), 1.0))  # type: ignore[arg-type]
+    node.replace_all_uses_with(noise)
+
+
+@random_operator(aten.bernoulli.default)
+def _bernoulli(lifter: Lifter, node: torch.fx.Node) -> None:
+    """Handles computed probabilities: 1 where a uniform number is below the probability."""
+    (probability,) = node.args[:1]
+    uniform = lifter.draw(node, node.meta["val"], "uniform")
+    with lifter.graph.inserting_before(node):
+        below = lifter.call(aten.lt.Tensor, uniform, probability)
+        node.replace_all_uses_with(lifter.call(aten._to_copy.default, below, dtype=node.meta["val"].dtype))
+
+
+def _integers(first: int) -> Callable[[Lifter, torch.fx.Node], None]:
+    """Returns a handler. ``first`` is the position of the first bound; a single bound is the upper one."""
+
+    def handler(lifter: Lifter, node: torch.fx.Node) -> None:
+        given = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
+        low, high = given if len(given) == 2 else (0, given[0])
+        if not isinstance(low, int) or not isinstance(high, int):
+            raise ExportError(f"{node.target} supports only bounds that are plain numbers: {source_line(node)}")
+        node.replace_all_uses_with(lifter.draw(node, node.meta["val"], "integers", (float(low), float(high))))
+
+    return handler
+
+
+random_operator(aten.randint.default, aten.randint.low)(_integers(0))
+random_operator(aten.randint_like.default, aten.randint_like.low_dtype)(_integers(1))
+
+
+def _or_defaults(given: tuple[Any, ...], defaults: tuple[float, float]) -> tuple[Any, Any]:
+    return (given[0] if given else defaults[0]), (given[1] if len(given) > 1 else defaults[1])
+
+
+@random_operator(aten.normal_functional.default)
+def _normal_functional(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = _or_defaults(node.args[1:3], (0.0, 1.0))
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@random_operator(aten.uniform.default)
+def _uniform(lifter: Lifter, node: torch.fx.Node) -> None:
+    low, high = _or_defaults(node.args[1:3], (0.0, 1.0))
+    _affine(lifter, node, "uniform", high - low, low)
+
+
+@random_operator(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+def _normal_tensors(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = _or_defaults(node.args[:2], (0.0, 1.0))
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@random_operator(aten.normal.float_float)
+def _normal_numbers(lifter: Lifter, node: torch.fx.Node) -> None:
+    mean, deviation = node.args[:2]
+    _affine(lifter, node, "normal", deviation, mean)
+
+
+@translation(aten.uniform.default)
+def _translate_uniform(value: Value, low: float = 0.0, high: float = 1.0, generator: None = None) -> Value:
+    """Serves evaluation, where ONNX Runtime draws the numbers; so do the translations below."""
+    return op.RandomUniformLike(value, low=low, high=high)
+
+
+@translation(aten.bernoulli.default)
+def _translate_bernoulli(probability: Value, generator: None = None) -> Value:
+    """Returns 1 where a uniform number is below the probability; ONNX's Bernoulli does where it is greater."""
+    return op.CastLike(op.Less(op.RandomUniformLike(probability), probability), probability)
+
+
+@translation(aten.exponential.default)
+def _translate_exponential(value: Value, rate: float = 1.0, generator: None = None) -> Value:
+    """Returns -log(1 - u) / rate; as in PyTorch it is never 0, because a Gumbel distribution takes its logarithm."""
+    least = 2.0**-24
+    return op.Mul(
+        op.Neg(op.Log(op.RandomUniformLike(value, low=least, high=1.0 - least))), number(1.0 / rate, value.dtype)
+    )
+
+
+@translation(aten.randperm.default)
+def _translate_randperm(n: Any, dtype: int = ir.DataType.INT64, **placement: Any) -> Value:
+    """Returns the sort order of uniform numbers."""
+    size = op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [1])
+    _, order = op.TopK(op.RandomUniformLike(op.ConstantOfShape(size), dtype=ir.DataType.DOUBLE), size)
+    return order if dtype in (-1, ir.DataType.INT64) else op.Cast(order, to=dtype)
+
+
+@random_operator(aten.exponential.default)
+def _exponential(lifter: Lifter, node: torch.fx.Node) -> None:
+    rate = node.args[1] if len(node.args) > 1 else 1.0
+    noise = lifter.draw(node, node.meta["val"], "exponential", (float(rate),))  # type: ignore[arg-type]
+    node.replace_all_uses_with(noise)
+
+
+def _affine(lifter: Lifter, node: torch.fx.Node, kind: str, factor: Any, offset: Any) -> None:
+    noise = lifter.draw(node, node.meta["val"], kind)
+    with lifter.graph.inserting_before(node):
+        scaled = lifter.call(aten.mul.Tensor, noise, factor)
+        node.replace_all_uses_with(lifter.call(aten.add.Tensor, scaled, offset))

@@ -1,0 +1,120 @@
+"""Shape and layout operators that torch.onnx lacks or translates differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....core.errors import ExportError
+from .registry import Size, Value, decomposition, op, translation
+
+aten = torch.ops.aten
+
+
+@translation(aten.sym_numel.default)
+def _sym_numel(value: Value) -> Value:
+    """Returns the number of elements of a tensor, which batch norm's gradient needs."""
+    return op.Size(value)
+
+
+@translation(torch.ops.prims.view_of.default)
+def _identity(value: Value) -> Value:
+    """Returns the tensor itself."""
+    return op.Identity(value)
+
+
+@decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(input: torch.Tensor, dims: int | Sequence[int] | None = None) -> Any:
+    """Removes the dimensions that are 1 in the graph; ONNX would look at the sizes of each batch."""
+    given = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    ones = [d % input.dim() for d in given if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
+    if not ones:
+        return input.clone()
+    if isinstance(dims, int):
+        return NotImplemented
+    for dim in sorted(ones, reverse=True):
+        input = aten.squeeze.dim(input, dim)
+    return input
+
+
+@decomposition(aten.copy.default)
+def _copy(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Returns the source in the shape and dtype of the tensor that it overwrites; torch.onnx converts neither."""
+    return src.to(input.dtype).expand(input.shape).clone()
+
+
+@decomposition(aten.diagonal.default, aten.diagonal_copy.default)
+def _diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """Gathers the diagonal: torch.onnx sums a product with a matrix of ones and zeros, which spreads infinities."""
+    matrices = input.movedim((dim1, dim2), (-2, -1))
+    rows, columns = matrices.shape[-2:]
+    flat = matrices.flatten(-2)
+    first = offset if offset >= 0 else -offset * columns
+    pair = (rows, columns - offset) if offset >= 0 else (rows + offset, columns)
+    length = torch.sym_min(*pair)  # type: ignore[no-untyped-call]
+    count = torch.sym_max(length, 0)  # type: ignore[no-untyped-call]
+    place = torch.arange(count, device=input.device) * (columns + 1) + first
+    return flat.index_select(-1, place)
+
+
+@decomposition(aten.diagonal_scatter.default)
+def _diagonal_scatter(
+    input: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    matrices = input.movedim((dim1, dim2), (-2, -1))
+    rows, columns = matrices.shape[-2:]
+    length = rows if offset >= 0 else columns
+    spread = aten.constant_pad_nd.default(src, [0, length - src.shape[-1]], 0.0)
+    spread = spread.unsqueeze(-1) if offset >= 0 else spread.unsqueeze(-2)
+    place = torch.arange(columns, device=input.device) - torch.arange(rows, device=input.device)[:, None]
+    return torch.where(place == offset, spread, matrices).movedim((-2, -1), (dim1, dim2))
+
+
+@decomposition(aten.diagonal_backward.default)
+def _diagonal_backward(
+    grad: torch.Tensor, input_sizes: Sequence[Size], offset: int, dim1: int, dim2: int
+) -> torch.Tensor:
+    return _diagonal_scatter(grad.new_zeros(input_sizes), grad, offset, dim1, dim2)
+
+
+@decomposition(aten.as_strided.default)
+def _as_strided(
+    input: torch.Tensor, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
+) -> torch.Tensor:
+    flat = input.permute(_memory_order(input)).reshape(-1)
+    return flat[_places(input, size, stride, storage_offset)]
+
+
+@decomposition(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    input: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> torch.Tensor:
+    order = _memory_order(input)
+    arranged = input.permute(order)
+    flat = arranged.reshape(-1).index_put((_places(input, size, stride, storage_offset),), src)
+    return flat.reshape(arranged.shape).permute([order.index(axis) for axis in range(input.dim())])
+
+
+def _memory_order(value: torch.Tensor) -> list[int]:
+    """Returns the dimensions from the slowest to the fastest in memory; the tensor must not have gaps."""
+    order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
+    expected: Size = 1
+    for axis in reversed(order):
+        if value.shape[axis] != 1 and value.stride()[axis] != expected:
+            raise ExportError("as_strided() is not supported for a tensor that has gaps or overlaps itself")
+        expected = expected * value.shape[axis]
+    return order
+
+
+def _places(like: torch.Tensor, size: Sequence[Size], stride: Sequence[Size], offset: Size | None) -> torch.Tensor:
+    place = torch.full((), 0 if offset is None else offset - like.storage_offset(), dtype=torch.long)
+    for axis, (count, step) in enumerate(zip(size, stride, strict=True)):
+        steps = torch.arange(count, device=like.device) * step
+        place = place + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
+    return place

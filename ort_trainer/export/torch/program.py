@@ -1,0 +1,195 @@
+"""Captures a step with torch.export: the forward pass, with symbolic sizes. Imports nothing for ONNX, to be fast."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import sympy
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...core.errors import ExportError
+from ...options import InputDescription
+from .checkpoint_marks import marked_checkpoints
+from .composites import exportable_functions
+from .explain import explain
+from .guard.autograd_watch import watch_autograd
+from .guard.size_one import watch_size_one
+from .source_lines import source_line, users_lines_of_conditions
+from .step_module import StepModule
+from .value_checks import value_checks_passed
+
+__all__ = ["Program", "capture_program", "capturing", "names_in_model"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured forward pass.
+
+    Attributes:
+        exported: torch.export's program of the step.
+        inputs: The batch as the exporter traced it, with symbolic sizes.
+        special: Symbols whose size 1 the model treats differently.
+        as_it_stands: Whether the module itself must be differentiated, because the model has custom backward passes or
+            hooks, which the exported program lacks.
+        checks: The lines of checks on values that are assumed to pass.
+    """
+
+    exported: torch.export.ExportedProgram
+    inputs: tuple[torch.Tensor, ...]
+    special: frozenset[sympy.Symbol]
+    as_it_stands: bool
+    checks: tuple[str, ...] = ()
+
+    @property
+    def fake_mode(self) -> Any:
+        """The fake mode of the inputs; its ``shape_env`` has the symbolic sizes and the conditions on them."""
+        return self.inputs[0].fake_mode  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def capturing(autocast: torch.autocast, fused_attention: bool = False) -> Iterator[list[str]]:
+    """The context for capturing a model and for differentiating the captured program.
+
+    Yields the lines of checks on values that are assumed to pass.
+
+    Args:
+        autocast: The autocast context, enabled or not.
+        fused_attention: Whether attention may become one of PyTorch's fused kernels. Their backward operators have no
+            ONNX translation; the plain formula's have one.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
+    with sdpa_kernel(backends), exportable_functions(), autocast, value_checks_passed() as checks:
+        yield checks
+
+
+def capture_program(
+    module: StepModule,
+    inputs: Sequence[InputDescription],
+    sample: Sequence[torch.Tensor],
+    autocast: torch.autocast,
+    held: Collection[str] = (),
+) -> Program:
+    """Captures a step.
+
+    Args:
+        module: The step, already in the graph's mode and with its trainable parameters.
+        inputs: Descriptions of the batch.
+        sample: A batch; sizes of symbolic dimensions must be at least 2.
+        autocast: The autocast context, enabled or not.
+        held: Symbolic dimensions to capture with the sample's fixed size.
+
+    Raises:
+        ExportError: If PyTorch can't export the model.
+    """
+    _refuse_hooks(module)
+    dims = tuple(
+        {
+            axis: torch.export.Dim.AUTO
+            for axis, size in enumerate(entry.shape)
+            if isinstance(size, str) and size not in held
+        }
+        for entry in inputs
+    )
+    with (
+        capturing(autocast) as checks,
+        watch_autograd() as custom_backward,
+        watch_size_one() as special,
+        marked_checkpoints(),
+        users_lines_of_conditions(),
+        _without_drawing_outside_torch(type(module.model).__name__),
+    ):
+        exported = _export(module, tuple(sample), dims)
+    _refuse_changed_constants(exported)
+    # The program's own fake inputs keep the symbolic sizes; the user's module might look at sizes.
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
+    return Program(exported, fakes, frozenset(special), bool(custom_backward), tuple(checks))
+
+
+@contextlib.contextmanager
+def _without_drawing_outside_torch(model: str) -> Iterator[None]:
+    """Refuses random numbers of Python and NumPy: a graph would have those of its capture in every step.
+
+    Raises:
+        ExportError: If their global generators were used.
+    """
+    before, of_numpy = random.getstate(), numpy.random.get_state()
+    yield
+    used = [] if random.getstate() == before else ["random"]
+    if any(not numpy.array_equal(now, then) for now, then in zip(numpy.random.get_state(), of_numpy, strict=True)):
+        used.append("numpy.random")
+    if used:
+        raise ExportError(
+            f"forward() of {model} or the loss draws numbers from {' and '.join(used)}, which would be the same in "
+            "every step of a graph: draw them with torch (torch.rand), or before the step and pass them as inputs. In "
+            "models for speech it is SpecAugment, which config.apply_spec_augment=False turns off"
+        )
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+
+
+def names_in_model(module: StepModule) -> dict[str, str]:
+    """Maps the names of the step's tensors that belong to the model to their canonical names.
+
+    Other tensors of a loss function are not part of the model: they are constants.
+    """
+    model, step = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (module.model, module)
+    )
+    own: dict[int, str] = {}
+    for name, tensor in model:
+        own.setdefault(id(tensor), f"model.{name}")
+    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
+
+
+def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
+    """Raises if the model changes a tensor in place that is neither parameter nor buffer: the change would be lost."""
+    kept = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            base = value
+            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
+                base = base.args[0] if base.target.is_view else None
+            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+                name = str(kept[base.name])
+                name = name.removeprefix("model.")
+                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
+                raise ExportError(
+                    f"forward() changes {what} in place, a plain tensor, so the change would be lost: make it a "
+                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
+                )
+
+
+def _export(
+    module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
+) -> torch.export.ExportedProgram:
+    try:
+        # Before raising, it prints the partial graph.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error

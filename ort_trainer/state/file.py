@@ -1,0 +1,231 @@
+"""Reads and writes checkpoint files.
+
+A file is written beside its target, synced and renamed, so the old or the new file is always there, complete.
+Everything in it has a checksum, which is verified before anything is restored. Nothing in a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..core.atomic import atomic_path
+from ..core.errors import CheckpointError
+from ..core.foreign import refuse_upstream_checkpoint
+from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
+from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
+from .manifest import decode, encode, referenced
+
+__all__ = [
+    "PathOrFile",
+    "as_stored",
+    "as_tensor",
+    "load_checkpoint_file",
+    "read_parts",
+    "read_user_dict",
+    "save_checkpoint_file",
+]
+
+PathOrFile = str | os.PathLike[str] | BinaryIO
+_FORMAT = "ort_trainer checkpoint"
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or before PyTorch 1.6 a bare pickle
+
+
+def save_checkpoint_file(
+    file: PathOrFile,
+    state: Mapping[str, Any],
+    user_dict: Mapping[str, Any],
+    overwrite: bool = False,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Writes a checkpoint.
+
+    Args:
+        file: A path, or an open binary file.
+        state: The trainer's state dict.
+        user_dict: The user's own values: JSON values, tensors and arrays.
+        overwrite: Whether to replace an existing file.
+        parts: More dicts of this package's own, by name; :func:`read_parts` returns them.
+
+    Raises:
+        FileExistsError: If the path exists and ``overwrite`` is False.
+        TypeError: If a value can't be stored.
+    """
+    if not isinstance(user_dict, Mapping):
+        raise TypeError(f"user_dict must be a dict, but a {type(user_dict).__name__} was given")
+    tensors: dict[str, torch.Tensor] = {}
+    seen: dict[int, str] = {}
+    manifest = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "state": encode(state, "state", tensors, seen),
+        "user": encode(user_dict, "user", tensors, seen),
+        **{name: encode(part, name, tensors, seen) for name, part in (parts or {}).items()},
+    }
+    metadata = {"manifest": json.dumps(manifest)}
+    stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
+    if not isinstance(file, (str, os.PathLike)):
+        if not hasattr(file, "write"):
+            raise TypeError(f"path must be a path or a binary file, but a {type(file).__name__} was given")
+        whole = io.BytesIO()  # because write() seeks, which the given file may not support
+        write(whole, stored, metadata)
+        file.write(whole.getbuffer())
+        return
+    target = Path(file)
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{str(target)!r} already exists: choose another path, or pass overwrite=True")
+    with atomic_path(target) as temporary, temporary.open("wb") as opened:
+        write(opened, stored, metadata)
+
+
+def as_stored(tensor: torch.Tensor) -> Stored:
+    """Returns a tensor in the form for writing."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # An empty tensor may have any strides, so it can't be viewed.
+    flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+    return dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()
+
+
+def as_tensor(entry: Entry, data: Array) -> torch.Tensor:
+    """Returns the tensor with the given bytes."""
+    dtype = getattr(torch, DTYPES[entry.dtype])
+    return (
+        torch.from_numpy(data).view(dtype).reshape(entry.shape) if data.size else torch.empty(entry.shape, dtype=dtype)
+    )
+
+
+def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a checkpoint: one of ours, or an HDF5 file of the legacy ``ORTTrainer``, recognized by its first bytes.
+
+    Args:
+        file: A path, or an open binary file.
+        *more: The files of the other ranks, for a legacy run with ZeRO.
+
+    Returns:
+        The trainer's state dict and the user's dict.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint.
+    """
+    if more:
+        return aggregate_legacy_files([file, *more]), {}
+    with _on_disk(file) as (path, name):
+        if is_legacy_file(path):
+            return load_legacy_file(path, name), {}
+        state, user = _load(path, name, "state", "user")
+        return state, user
+
+
+def read_user_dict(path: PathOrFile) -> dict[str, Any]:
+    """Returns the user's dict of a checkpoint, without a trainer; reads only the tensors in the dict.
+
+    Args:
+        path: The checkpoint, as a path or an open binary file.
+
+    Returns:
+        The ``user_dict`` that was given to ``save_checkpoint``.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint; or if it comes from the legacy ``ORTTrainer``,
+            whose user's dict is a pickle.
+
+    Example:
+        >>> trainer.save_checkpoint("run.ortckpt", {"epoch": 3})
+        >>> ort_trainer.read_user_dict("run.ortckpt")
+        {'epoch': 3}
+    """
+    with _on_disk(path) as (found, name):
+        if is_legacy_file(found):
+            raise CheckpointError(
+                f"{name} is a checkpoint of the legacy ORTTrainer, whose user's dict is a pickle, which could execute "
+                "anything: read it in the old environment, and store it as JSON"
+            )
+        return _load(found, name, "user")[0]
+
+
+def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
+    """Returns ``parts`` that were given to :func:`save_checkpoint_file`; reads only the tensors in them.
+
+    Args:
+        path: The checkpoint, as a path or an open binary file.
+        *names: The names of the parts.
+
+    Returns:
+        The parts; an empty dict for a part that the file lacks.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If the file is damaged or not a checkpoint of ours.
+    """
+    with _on_disk(path) as (found, name):
+        return _load(found, name, *names, default={})
+
+
+@contextlib.contextmanager
+def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
+    """Yields the path of a file and its name for errors; copies an open file to a temporary one."""
+    if isinstance(file, (str, os.PathLike)):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"there is no checkpoint {str(file)!r}")
+        yield Path(file), repr(str(file))
+        return
+    if not hasattr(file, "read"):
+        raise TypeError(f"path must be a path or a binary file, but a {type(file).__name__} was given")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkpoint"
+        copy.write_bytes(file.read())
+        yield copy, "the given file"
+
+
+def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[str, Any]]:
+    """Returns parts of a checkpoint of ours (``state``, ``user``, ...), or ``default`` for a missing part."""
+    with path.open("rb") as opened:
+        head = opened.read(8)
+        refuse_upstream_checkpoint(
+            head,
+            name,
+            "give ort_trainer.artifacts.trainer_state_dict(path) to load_state_dict(..., strict=False); "
+            "docs/upstream_runtimes.md shows how",
+        )
+        if head[:4] in _PICKLES:
+            raise CheckpointError(
+                f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
+                "not read here: if you trust the file, pass the result of torch.load(path, weights_only=True) to "
+                "load_state_dict; docs/migration.md shows how"
+            )
+        return _read(opened, name, parts, default)
+
+
+def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list[dict[str, Any]]:
+    header = read_header(file, name)
+    try:
+        manifest = json.loads(header.metadata.get("manifest", "null"))
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{name} is a safetensors file, but not a checkpoint of ort_trainer. To load a checkpoint of "
+                "ort_trainer.api, use load_state_dict(ort_trainer.artifacts.trainer_state_dict(path)); 'ort-trainer "
+                "convert SOURCE TARGET --to trainer' converts it, or a file of weights alone"
+            )
+        check_version(manifest.get("version"), header, name)
+        kept = [manifest.get(part, default) for part in parts]
+        wanted = referenced(kept)
+        read = read_tensors(file, header, name, [key for key in header.tensors if key in wanted])
+        tensors = {key: as_tensor(header.tensors[key], data) for key, data in read.items()}
+        found = [decode(part, tensors) for part in kept]
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError, TypeError) as error:
+        raise CheckpointError(f"{name} is damaged or not a checkpoint of ort_trainer: {error}") from error
+    if not all(isinstance(part, dict) for part in found):
+        raise CheckpointError(f"{name} is damaged: its manifest lacks the state or the user dict")
+    return found

@@ -1,0 +1,124 @@
+"""Writes a graph as a standalone ONNX file that includes the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from ..core.atomic import atomic_path, check_target, explained, sync, temporary_folder
+from ..core.interrupts import uninterrupted
+from .training_graph import TrainingGraph
+
+__all__ = ["WEIGHTS", "save_model", "with_weights"]
+
+WEIGHTS = "ort_trainer.weights"
+"""Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
+
+# protobuf's limit is 2 GiB; the rest of the model needs some of it.
+_MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
+
+
+def save_model(
+    graph: TrainingGraph,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    trained: Collection[str],
+    path: Path,
+    limit: int = _MAXIMUM_PROTOBUF,
+) -> None:
+    """Writes a graph with its parameters and buffers as initializers.
+
+    The model's metadata lists which initializers are weights, so that the file can be trained further.
+
+    Args:
+        graph: An evaluation graph; it is not changed.
+        parameters: Parameters by name.
+        buffers: Buffers by name.
+        trained: Names of the parameters that are trained.
+        path: The file; an existing one is replaced.
+        limit: Size in bytes above which the weights are written to a second file, ``<path>.data``.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist.
+    """
+    model = with_weights(graph, parameters, buffers, trained)
+    weights = model.graph.initializers.values()
+    size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
+    if size <= limit:
+        with atomic_path(path) as temporary:
+            ir.save(model, temporary)
+        return
+    check_target(path)  # otherwise an error would show only after the data has been moved
+    # The model names its data file, so both are written under their final names in a temporary folder. The data is
+    # moved first, so a crash in between never leaves the new model without its data.
+    data = f"{path.name}.data"
+    with explained(path), temporary_folder(path.parent, path.name) as folder:
+        ir.save(model, folder / path.name, external_data=data)
+        for name in (data, path.name):
+            sync(folder / name)
+        with uninterrupted():
+            for name in (data, path.name):
+                (folder / name).replace(path.with_name(name))
+    sync(path.parent)
+
+
+def with_weights(
+    graph: TrainingGraph,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    trained: Collection[str],
+) -> ir.Model:
+    """Returns the model of a graph with exactly its parameters and buffers as initializers.
+
+    Args:
+        graph: An evaluation graph; it is not changed.
+        parameters: Parameters by name.
+        buffers: Buffers by name.
+        trained: Names of the parameters that are trained.
+    """
+    model = graph.model.clone()
+    state = {**parameters, **buffers}
+    frozen = [name for name in parameters if name not in trained]
+    # Buffers of a loaded file, which are constants in its graph.
+    held = [name for name in _buffers(model) if name in model.graph.initializers]
+    known = {"trained": list(trained), "frozen": frozen, "buffers": [*buffers, *held]}
+    model.metadata_props[WEIGHTS] = json.dumps(known)
+    _constants_as_nodes(model.graph, held)
+    names = {value: name for name, value in graph.state.items()}
+    weights = [value for value in model.graph.inputs if value.name in names]
+    for value in weights:
+        assert value.name is not None
+        value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
+        model.graph.register_initializer(value)
+    for name in held:  # after the parameters, as other buffers
+        model.graph.initializers[name] = model.graph.initializers.pop(name)
+    kept = [value for value in model.graph.inputs if value.name not in names]
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(kept)
+    return model
+
+
+def _buffers(model: ir.Model) -> Collection[str]:
+    known: Collection[str] = json.loads(model.metadata_props.get(WEIGHTS, "{}")).get("buffers", ())
+    return known
+
+
+def _constants_as_nodes(graph: ir.Graph, held: Collection[str]) -> None:
+    """Turns a graph's existing initializers, which are constants in the code, into nodes, except those of ``held``."""
+    for value in list(graph.initializers.values()):
+        assert value.name is not None
+        if value.name in held or value.is_graph_input() or value.is_graph_output() or value.const_value is None:
+            continue
+        del graph.initializers[value.name]
+        node = ir.node(
+            "Constant",
+            [],
+            {"value": value.const_value},
+            outputs=[ir.Value(name=value.name, type=value.type, shape=value.shape)],
+        )
+        ir.convenience.replace_all_uses_with(value, node.outputs[0])
+        graph.insert_before(graph[0], node)

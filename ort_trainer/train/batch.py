@@ -1,0 +1,207 @@
+"""Turns the arguments of a step into tensors by name, and checks them before any counter or state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import shown
+from ..options import InputDescription, ModelDescription
+from ..options.nested import Layout, argument_of, default_layout, flatten
+
+__all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
+
+
+_NO_TENSOR = "input {!r} must be a torch.Tensor or a numpy array, but a {} was given: {}"
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors by input name.
+
+    Attributes:
+        layouts: Each argument that is not a single tensor, with its layout; graphs depend on them.
+    """
+
+    layouts: tuple[tuple[str, Layout], ...] = ()
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """Returns a batch with these tensors and the same layouts."""
+        batch = Batch(tensors)
+        batch.layouts = self.layouts
+        return batch
+
+
+def read_batch(
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    optional: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    constants: Collection[str] = (),
+) -> Batch:
+    """Assigns the arguments of ``train_step`` or ``eval_step`` to the described inputs.
+
+    Args:
+        names: The inputs, in the order of the description. Each part of a tuple or dict argument is named by the
+            argument, a dot, and its key or index.
+        args: Positional arguments in that order; or one dict, list or tuple that holds the batch.
+        kwargs: Keyword arguments, for the inputs not given by position.
+        optional: Inputs that may be left out.
+        arguments: The arguments in order; derived from ``names`` if empty.
+        constants: Names of further arguments, which may be None, bools, numbers or strings.
+
+    Returns:
+        Name -> contiguous, detached tensor, in the order of the description.
+
+    Raises:
+        TypeError: If an argument is missing, unknown, given twice, or not a tensor.
+    """
+    args, kwargs = unpack(args, kwargs)
+    arguments = arguments or tuple(dict.fromkeys(map(argument_of, names)))
+    if len(args) > len(arguments):
+        raise TypeError(
+            f"{len(args)} inputs were given, but the model description has {len(arguments)}: {list(arguments)}"
+        )
+    given = dict(zip(arguments, args, strict=False))
+    if kwargs:
+        unknown = [name for name in kwargs if name not in names and name not in arguments and name not in constants]
+        if unknown:
+            raise TypeError(f"unknown inputs {unknown}: the model description has {list(names)}")
+        twice = [name for name in kwargs if name in given]
+        if twice:
+            raise TypeError(f"inputs {twice} were given both by position and by name")
+        given.update(kwargs)
+    layouts: dict[str, Layout] = {}
+    if any(not isinstance(value, (torch.Tensor, np.ndarray)) for value in given.values()):
+        given, layouts = _taken_apart(given, names)
+    strange = [name for name in given if name not in names]
+    if strange:
+        raise TypeError(
+            f"inputs {strange} are tensors, but the model description has no such tensors: it has {list(names)}"
+        )
+    if len(given) < len(names):
+        missing = [name for name in names if name not in given and name not in optional]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}")
+    batch = Batch({name: to_tensor(name, given[name]) for name in names if name in given})
+    for name in batch:
+        argument = argument_of(name)
+        if argument != name and argument not in layouts:  # the caller gave its parts by their own names
+            layouts[argument] = default_layout(argument, batch)
+    batch.layouts = tuple(sorted(layouts.items()))
+    return batch
+
+
+def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Layout]]:
+    """Returns the leaves of all arguments by input name, and the layout of each argument that is not one tensor."""
+    leaves: dict[str, Any] = {}
+    layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+    layouts = {argument: layout for argument, layout in layouts.items() if layout != ("tensor", argument)}
+    for argument, layout in layouts.items():
+        expected = [name for name in names if argument_of(name) == argument]
+        found = [name for name in leaves if argument_of(name) == argument]
+        if sorted(found) != sorted(expected):
+            if expected == [argument]:
+                raise TypeError(_NO_TENSOR.format(argument, type(given[argument]).__name__, shown(given[argument])))
+            what = shown(given[argument]) if layout[0] == "value" else f"a nested value with the parts {found}"
+            raise TypeError(
+                f"input {argument!r} is {what}, but the model description has "
+                + (f"{expected} for it" if expected else "no tensors for it")
+            )
+    return leaves, layouts
+
+
+def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Returns positional and keyword arguments; unpacks a single dict, list or tuple that holds the whole batch."""
+    if len(args) == 1 and not kwargs:
+        (whole,) = args
+        if isinstance(whole, Mapping):
+            return [], whole
+        if isinstance(whole, (list, tuple)):
+            return whole, kwargs
+    return args, kwargs
+
+
+def to_tensor(name: str, value: Any) -> torch.Tensor:
+    """Returns an input as a contiguous, detached tensor.
+
+    Raises:
+        TypeError: If it is neither a dense tensor nor a numpy array.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        # PyTorch supports neither negative strides nor foreign byte orders, and must not write to a read-only array.
+        array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
+        value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(_NO_TENSOR.format(name, type(value).__name__, shown(value)))
+    if value.layout != torch.strided:
+        raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
+    return value.detach().contiguous()
+
+
+def check_batch(
+    description: ModelDescription,
+    batch: Batch,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Checks a batch against the description.
+
+    Args:
+        description: The model description.
+        batch: The inputs by name.
+        device: Where the tensors must be.
+        dtypes: The dtypes that the exported graph takes; None before the first export.
+
+    Raises:
+        TypeError: If a tensor has the wrong dtype.
+        ValueError: If a tensor has the wrong shape, is empty, or is on another device; or if two inputs give one
+            symbolic dimension different sizes.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for entry in description.inputs:
+        if entry.name in batch:
+            _check(entry, batch[entry.name], device, (dtypes or {}).get(entry.name), sizes)
+
+
+def _check(
+    entry: InputDescription,
+    value: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    sizes: dict[str, tuple[int, str]],
+) -> None:
+    shape = list(value.shape)
+    described = list(entry.shape)
+    if len(shape) != len(described):
+        raise ValueError(
+            f"input {entry.name!r} has {len(shape)} dimensions, shape {shape}, but the model description says "
+            f"{len(described)}: {described}"
+        )
+    for axis, (size, expected) in enumerate(zip(shape, described, strict=True)):
+        if size == 0:
+            raise ValueError(f"input {entry.name!r} is empty: its shape is {shape}. Skip empty batches")
+        if isinstance(expected, int):
+            if size != expected:
+                raise ValueError(
+                    f"input {entry.name!r} has size {size} in dimension {axis}, but the model description says "
+                    f"{expected}: {described}. If the size may change, give the dimension a name there"
+                )
+            continue
+        known, where = sizes.setdefault(expected, (size, entry.name))
+        if known != size:
+            raise ValueError(
+                f"Mismatch in dynamic shape {expected}: it is {known} in input {where!r} and {size} in input "
+                f"{entry.name!r}, whose shape is {shape}"
+            )
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(
+            f"input {entry.name!r} has dtype {value.dtype}, but training began with {dtype}: use .to({dtype})"
+        )
+    if value.device != device:
+        raise ValueError(
+            f"input {entry.name!r} is on {value.device}, but training runs on {device}: move it with .to('{device}')"
+        )

@@ -1,0 +1,108 @@
+"""The options ``debug.graph_save_paths``: writes a training graph at each stage of its construction."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.atomic import atomic_path, check_target
+from ..engine import StepSession
+from ..optim import OptimizerConfig
+from ..options import ORTTrainerOptions
+from ..step import TrainingGraph
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["check_graph_paths", "save_graphs"]
+
+_log = logging.getLogger(__name__)
+
+
+def check_graph_paths(paths: Mapping[str, str]) -> None:
+    """Checks that the files can be written, before the work to produce them starts.
+
+    Raises:
+        FileNotFoundError: If a folder does not exist.
+        IsADirectoryError: If a path is a folder.
+    """
+    for key, path in paths.items():
+        if path:
+            try:
+                check_target(Path(path))
+            except OSError as error:
+                raise type(error)(f"debug.graph_save_paths.{key}: {error}") from None
+
+
+def save_graphs(
+    options: ORTTrainerOptions,
+    graph: TrainingGraph,
+    session: StepSession,
+    config: OptimizerConfig,
+    accumulate: bool,
+    check_finite: bool,
+) -> None:
+    """Writes the graphs requested in the options.
+
+    Args:
+        options: All settings.
+        graph: The first training graph.
+        session: The session; it knows the trained parameters and ONNX Runtime's settings.
+        config: The update rule.
+        accumulate: Whether an update uses the gradients of several micro-batches.
+        check_finite: Whether an update is skipped when gradients are not finite.
+    """
+    paths = options.debug.graph_save_paths.to_dict()
+    if not any(paths.values()):
+        return
+    # Few users need these files, and the modules that write them take half a second to import.
+    from ..optim.onnx_update import with_optimizer
+    from ..optim.update_writer import ParameterUpdate
+    from ..step.prune import prune
+
+    writers: dict[str, Any] = {
+        # The forward pass with the loss, after all passes over the joint graph.
+        "model_after_graph_transforms_path": lambda to: _write(
+            prune(graph.model, [spec.name for spec in graph.outputs]), to
+        ),
+        "model_with_gradient_graph_path": lambda to: _write(graph.model, to),
+        "model_with_training_graph_path": lambda to: _write(
+            with_optimizer(
+                graph,
+                {
+                    name: ParameterUpdate(config.rule, index, hyper, limit, options.utils.max_grad_value or math.inf)
+                    for index, hyper, limit, names in session.optimizer.groups
+                    for name in names
+                },
+                rates=len(config.learning_rates),
+                accumulate=accumulate,
+                check_finite=check_finite,
+            ),
+            to,
+        ),
+        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(session, graph, to),
+    }
+    for key, path in paths.items():
+        if path:
+            with atomic_path(Path(path)) as temporary:
+                writers[key](temporary)
+            _log.info("wrote %s: %s", key.removesuffix("_path"), path)
+
+
+def _write(model: ir.Model, path: Path) -> None:
+    import onnx_ir as ir
+
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+
+
+def _write_optimized(session: StepSession, graph: TrainingGraph, path: Path) -> None:
+    try:
+        session.save_optimized(graph, path)
+    except Exception as error:  # ONNX Runtime has no exception class for a file that it can't write
+        raise OSError(
+            f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "
+            "choose another folder"
+        ) from error

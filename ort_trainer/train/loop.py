@@ -1,0 +1,399 @@
+"""The step loop: forward and backward pass, accumulation window, loss scale, schedule, update, and their counters.
+
+All interfaces of the trainer translate arguments and run this one loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.interrupts import uninterrupted
+from ..engine import Check, Plan, StepSession
+from ..export import BORROWED, ModelSource
+from ..optim import OptimizerConfig
+from ..optim.step_info import TrainStepInfo
+from ..optim.update import Again
+from ..options import ORTTrainerOptions
+from ..profiling import Profiler
+from ..step import TrainingGraph
+from .batch import Batch
+from .debug_files import check_graph_paths, save_graphs
+from .finite_losses import FiniteLosses
+from .indices import check_indices
+from .layout import Layout
+from .learning_rates import learning_rates
+from .make_session import make_session
+from .precision import choose_precision
+from .read_state import Restored, apply_to_session
+from .step_graphs import StepGraphs
+from .strategy import SingleProcess, Strategy, noted
+from .traits import traits_of
+from .undo import undone_without_update
+from .update import follow, update
+from .user_objects import claim
+from .window import AccumulationWindow
+
+__all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
+
+GRADIENT_WEIGHT = "gradient_weight"
+
+
+class TrainingLoop:
+    """Trains one model, step by step.
+
+    Args:
+        source: The model with its loss.
+        model_desc: The description as the user gave it, or ``"auto"``.
+        config: The optimizer.
+        options: All settings.
+        device: Where training runs.
+        strategy: How several processes work together; None for one process.
+
+    Attributes:
+        source, config, options, device: As given.
+        graphs: The description and the graphs.
+        window: The micro-batches since the last update.
+        precision: Loss scale and check for finite gradients.
+        rates: The learning rates.
+        strategy: Combines the gradients of several processes.
+        info: The counters.
+        losses: Checks that losses are finite.
+        profiler: Measures steps while a profile is running; else None.
+        layout: The contents of the state.
+        holds_gradients: Whether ``p.grad`` holds gradients for an update.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model_desc: Mapping[str, Any] | str,
+        config: OptimizerConfig,
+        options: ORTTrainerOptions,
+        device: torch.device,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self.source, self.config, self.options = source, config, options
+        self.device = device
+        check_graph_paths(options.debug.graph_save_paths.to_dict())
+        self.graphs = StepGraphs(source, model_desc, device, options.lenient, self._graph_built)
+        self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
+        self.precision = choose_precision(options.mixed_precision)
+        self.rates = learning_rates(config, options.lr_scheduler)
+        self.strategy = SingleProcess() if strategy is None else strategy
+        self.info = TrainStepInfo(config)
+        self.layout = Layout.of(source, config, device)
+        self.losses = FiniteLosses(options.debug.max_nonfinite_losses)
+        self.profiler: Profiler | None = None
+        self.holds_gradients = False
+        self._pending: Restored | None = None
+        self.pending_dict: Mapping[str, Any] = {}
+        if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
+            raise ValueError(
+                f"batch.gradient_reduction 'weighted' reserves the argument {GRADIENT_WEIGHT!r} of train_step, but "
+                "the model has an input of that name: rename the input"
+            )
+        traits = {}
+        if self.strategy.world_size > 1:
+            source.check_joint()
+            config.check_joint(self.strategy.zero_stage)
+            traits = traits_of(self)
+        with BORROWED:
+            tensors = {**source.parameters, **source.buffers}
+            self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
+        # A PyTorch model may change until the first step; an ONNX model is fixed, so its session is created at once.
+        self._session = self._make_session() if source.fixed else None
+        # Last, so that a constructor that fails claims nothing.
+        for thing, option in (
+            (self.precision.scaler, "mixed_precision.loss_scaler"),
+            (self.rates.scheduler, "lr_scheduler"),
+            (getattr(config, "optimizer", None), "optim_config"),
+        ):
+            if hasattr(thing, "state_dict"):  # a function may serve any number of trainers
+                claim(thing, self, option, options.lenient)
+
+    @property
+    def session(self) -> StepSession | None:
+        """The session with all tensors; None before the first step of a PyTorch model.
+
+        Raises:
+            RuntimeError: If a tensor of the model was replaced by one that the session can't use.
+        """
+        if self._session is not None:
+            self.graphs.refresh(self._session)
+        return self._session
+
+    @property
+    def pending(self) -> Restored | None:
+        """The loaded state that is applied when training begins; None if there is none."""
+        return self._pending
+
+    def wait_with(self, restored: Restored, state_dict: Mapping[str, Any]) -> None:
+        """Keeps a state to apply when training begins, merged over one kept earlier.
+
+        Args:
+            restored: The state.
+            state_dict: As the user gave it.
+        """
+        restored = restored.over(self._pending)
+        with BORROWED:
+            restored.tensors = dict(self.source.put(restored.tensors))
+        self._pending, self.pending_dict = restored, state_dict
+
+    def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
+        """Returns the plan that runs a step for a batch; makes the session and the graph if needed.
+
+        Args:
+            batch: A checked batch, from ``graphs.bind``.
+            training: Whether for :meth:`step`, or for evaluation.
+            names: Outputs to return, from ``graphs.fetches``.
+            backward: Whether a step computes gradients.
+
+        Raises:
+            ExportError: If the model can't be exported. The loop is unchanged then.
+            TypeError: If a required input is missing.
+        """
+        if self.graphs.has_started:
+            assert self._session is not None
+            return self.graphs.plan(self._session, batch, training, names, backward)
+        return self._start(batch, training, names, backward)
+
+    def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
+        """Calls :meth:`prepare` for a batch that is about to run, and checks its values.
+
+        Raises:
+            IndexError: If an index is out of range.
+            ValueError: If losses are to be checked, but the loss is not fetched.
+        """
+        plan = self.prepare(batch, training, names, backward)
+        if training and backward:
+            self.losses.check_fetched(names, plan.runner.graph.loss)
+        if self.options.debug.check_indices:
+            check_indices(plan, batch)
+        return plan
+
+    def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Binds arguments to inputs and runs a :meth:`step`.
+
+        Args:
+            args: Arguments by position, as for ``ORTTrainer.train_step``.
+            kwargs: Arguments by name, including the weight of the micro-batch if the window needs one.
+
+        Returns:
+            The outputs named in ``info.fetches``.
+        """
+        profiler = self.profiler
+        if profiler is None:
+            return self._train(args, kwargs)
+        outputs = profiler.step(lambda: self._train(args, kwargs))
+        if profiler.finished:
+            self.profiler = None  # first, so that no later step is measured even if the report fails
+            profiler.report()
+        return outputs
+
+    def step(
+        self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
+    ) -> list[torch.Tensor]:
+        """Runs :meth:`backward` and, at the end of a window, :meth:`optimizer_step`.
+
+        Args:
+            plan: From :meth:`prepare`, for this batch.
+            batch: The batch.
+            weight: The weight of the micro-batch in the window's mean.
+            rates: Learning rates, one for all parameters or one per group and one for the others; None to take them
+                from the schedule or config.
+
+        Returns:
+            The outputs that the plan fetches.
+        """
+        again = None
+        if self.config.needs_closure:
+            if self.window.size > 1:
+                raise RuntimeError(
+                    f"{self.config.name} computes the loss several times in an update, but the batches of a window are "
+                    "not kept: set gradient_accumulation_steps to 1, or write the loop with forward_backward() and "
+                    "optimizer.step(closure)"
+                )
+            again = functools.partial(self._again, batch)
+        # Before anything changes, because both may raise.
+        self.config.check()
+        rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
+        with undone_without_update(self, plan):
+            outputs = self.backward(plan, batch, weight)
+            if self.window.complete:
+                self.optimizer_step(rates, again)
+        return outputs
+
+    def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
+        """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
+
+        Args:
+            plan: From :meth:`prepare`, for this batch.
+            batch: The batch.
+            weight: The weight of the micro-batch in the window's mean.
+
+        Returns:
+            The outputs that the plan fetches.
+        """
+        assert self._session is not None
+        window, scale = self.window, self.precision.loss_scale
+        factor = window.factor(weight, scale)
+        outputs = self._session.train(plan, batch, loss_scale=factor, check=self.losses.check)
+        self.source.publish(plan.runner.graph.buffer_updates)
+        window.add(weight, scale)
+        self.info.step += 1
+        return outputs
+
+    def gradients_of(
+        self, plan: Plan, batch: Batch, check: Check | None = None
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Runs the forward and backward pass; changes only the random state and buffers.
+
+        Args:
+            plan: From :meth:`plan`, for this batch.
+            batch: The batch.
+            check: Called with the outputs before any change; may raise.
+
+        Returns:
+            The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
+        """
+        assert self._session is not None
+        scale = self.precision.loss_scale
+        outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
+        if scale != 1.0 and gradients:
+            torch._foreach_div_(list(gradients.values()), scale)
+        self.source.publish(plan.runner.graph.buffer_updates)
+        return outputs, gradients
+
+    def optimizer_step(self, rates: Sequence[float] | None = None, again: Again | None = None) -> bool:
+        """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
+
+        Args:
+            rates: As for :meth:`step`.
+            again: Recomputes the loss and gradients.
+
+        Returns:
+            Whether all gradients were finite; if not, the weights are unchanged. True if this was not checked.
+
+        Raises:
+            RuntimeError: If the window has no micro-batch. (With several processes, some may have none.)
+        """
+        if self.strategy.world_size == 1 and (self._session is None or not self.window.micro_batches):
+            raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
+        return self.update(None, rates, again)
+
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor] | None,
+        rates: Sequence[float] | None = None,
+        again: Again | None = None,
+    ) -> bool:
+        """Updates the weights and ends the window.
+
+        Args:
+            gradients: By parameter name; they are divided and clipped in place. None for those of the window.
+            rates: As for :meth:`step`.
+            again: Recomputes the loss and gradients.
+
+        Returns:
+            As :meth:`optimizer_step`.
+        """
+        return update(self, gradients, rates, again)
+
+    def follow(self) -> str:
+        """Joins the other processes' next operation, without data of its own; returns its kind."""
+        with uninterrupted():
+            return follow(self)
+
+    def discard_gradients(self) -> None:
+        """Ends the window without an update."""
+        self.window.reset()
+        if self._session is not None:
+            self._session.lazy_reset_grad()
+
+    def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> list[torch.Tensor]:
+        """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
+
+        Args:
+            args: Arguments by position, as for ``ORTTrainer.eval_step``.
+            kwargs: Arguments by name.
+            fetches: Outputs to return; all if empty. Inputs that they do not need may be left out.
+
+        Returns:
+            The outputs.
+        """
+        batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
+        plan = self.plan(batch, False, self.graphs.fetches(fetches))
+        assert self._session is not None
+        return self._session.evaluate(plan, batch)
+
+    def take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+        """Returns the weight of the micro-batch in the window's mean, and the other arguments."""
+        if self.window.reduction == "weighted":
+            others = {name: value for name, value in kwargs.items() if name != GRADIENT_WEIGHT}
+            return self.window.checked_weight(kwargs.get(GRADIENT_WEIGHT)), others
+        if GRADIENT_WEIGHT in kwargs and GRADIENT_WEIGHT not in self.graphs.possible_inputs():
+            raise TypeError(
+                f"{GRADIENT_WEIGHT} was given, but batch.gradient_reduction is {self.window.reduction!r}: set it to "
+                "'weighted'"
+            )
+        return 1.0, kwargs
+
+    @noted
+    def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        weight, kwargs = self.take_weight(kwargs)
+        batch = self.graphs.bind(args, kwargs)
+        plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
+        if self.profiler is not None:
+            plan = self.profiler.plan(plan)
+        with uninterrupted():
+            return self.step(plan, batch, weight)
+
+    def _make_session(self) -> StepSession:
+        return make_session(self.source, self.config, self.options, self.device, self._seed, self.strategy)
+
+    def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss and gradients of a batch with the current weights."""
+        assert self._session is not None
+        plan = self.graphs.plan(self._session, batch, True, [self.graphs.description.loss.name])
+        (loss,), gradients = self.gradients_of(plan, batch)
+        return loss, gradients
+
+    def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
+        """Makes the session and the first graph; stores them last, so that a failure leaves the loop unchanged."""
+        missing = [name for name in self.graphs.description.input_names if name not in batch]
+        if missing:
+            raise TypeError(f"inputs {missing} are missing: the first step needs all inputs to export the model")
+        session = self._session or self._make_session()
+        if self.options.debug.check_model_export and not self.source.fixed:
+            self.graphs.check_export(session, batch)
+        plan = self.graphs.plan(session, batch, training, names, backward)
+        with uninterrupted():
+            self._take_session(session)
+            self.graphs.started(batch)
+            self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
+        return plan
+
+    def start_session(self) -> StepSession:
+        """Returns the session; makes it if there is none yet."""
+        if self._session is None:
+            self._take_session(self._make_session())
+        assert self._session is not None
+        return self._session
+
+    def _take_session(self, session: StepSession) -> None:
+        if self._pending is not None:
+            apply_to_session(self._pending, session)
+            self.source.publish({*session.parameters, *session.buffers})
+            self._pending, self.pending_dict = None, {}
+        self._session = session
+
+    def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
+        """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
+        self.precision.name_input(graph)
+        if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
+            accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
+            save_graphs(self.options, graph, session, self.config, accumulate, check_finite)

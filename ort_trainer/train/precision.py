@@ -1,0 +1,116 @@
+"""Precision: the dtype of products and convolutions, the loss scale, and the check for finite gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..amp import DynamicLossScaler, LossScaler
+from ..optim.step_info import TrainStepInfo
+from ..step import TrainingGraph
+from .user_objects import load_state
+
+__all__ = ["Precision", "ScaledPrecision", "choose_precision"]
+
+
+class Precision:
+    """Precision without a loss scale: fp32 or bfloat16, whose exponent range is that of fp32.
+
+    Attributes:
+        mixed: Whether matrix products and convolutions are computed in a narrower dtype.
+        scaler: The loss scaler, or None.
+        checks_finite: Whether an update is skipped if a gradient is not finite.
+    """
+
+    scaler: LossScaler | None = None
+    checks_finite = False
+
+    def __init__(self, mixed: bool) -> None:
+        self.mixed = mixed
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the coming loss for the backward pass."""
+        return 1.0
+
+    def name_input(self, graph: TrainingGraph) -> None:
+        """Records the name of the input by which a new graph takes the scale."""
+
+    def update(self, info: TrainStepInfo) -> None:
+        """Sets the next scale after an update, including a skipped one (see ``info.all_finite``)."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the state for a checkpoint; None if there is none."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """Restores what :meth:`state_dict` returned; does nothing for None, or if there is no scaler.
+
+        Args:
+            state: The state.
+            strict: Whether its keys must be exactly those of the scaler's own state.
+
+        Raises:
+            RuntimeError, ValueError: If it is invalid. The scaler is unchanged then.
+        """
+
+
+class ScaledPrecision(Precision):
+    """Precision with a loss scale, which keeps the small gradients of fp16 from vanishing.
+
+    Args:
+        scaler: The user's own object, or the default.
+
+    Raises:
+        TypeError: If it has no scale.
+    """
+
+    checks_finite = True
+
+    def __init__(self, scaler: LossScaler) -> None:
+        super().__init__(mixed=True)
+        if not hasattr(scaler, "loss_scale"):  # else an error would appear only after the first update
+            raise TypeError(
+                f"mixed_precision.loss_scaler: {type(scaler).__name__} has no scale yet: call "
+                "super().__init__(loss_scale) in its __init__"
+            )
+        self.scaler: LossScaler = scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The scaler's scale."""
+        return self.scaler.loss_scale
+
+    def name_input(self, graph: TrainingGraph) -> None:
+        """Sets the scaler's ``input_name`` to the graph's input."""
+        if graph.loss_scale is not None:
+            self.scaler.input_name = graph.loss_scale.name
+
+    def update(self, info: TrainStepInfo) -> None:
+        """Calls the scaler, which may return the next scale or set it itself."""
+        scale = self.scaler.update(info)
+        if scale is not None:
+            self.scaler.loss_scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scaler's state."""
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """Restores the scaler's state."""
+        if state is not None:
+            load_state(self.scaler, state, "loss_scaler", strict)
+
+
+def choose_precision(mixed_precision: Any) -> Precision:
+    """Returns the precision selected by the options ``mixed_precision``.
+
+    Raises:
+        TypeError: If their loss scaler is incomplete.
+    """
+    if not mixed_precision.enabled:
+        return Precision(mixed=False)
+    scaler = mixed_precision.loss_scaler
+    if scaler is None and mixed_precision.dtype == "float16":
+        scaler = DynamicLossScaler()
+    return Precision(mixed=True) if scaler is None else ScaledPrecision(scaler)

@@ -1,0 +1,220 @@
+"""The state dict: collects all state of a training loop into nested dicts, and restores it."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..core.errors import warn
+from ..core.interrupts import uninterrupted
+from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
+from ..engine import StepSession
+from ..optim import torch_state
+from ..optim.parts import Named
+from .joint_state import Gathered, gather_state, take_own
+from .layout import Layout
+from .read_state import Restored, apply_to_session, copied, read
+from .together import together
+from .update import meet
+
+if TYPE_CHECKING:
+    from .loop import TrainingLoop
+
+__all__ = [
+    "NOT_INITIALIZED",
+    "check_started",
+    "collect",
+    "load",
+    "save",
+    "to_pytorch",
+    "trainer_options",
+    "write_by_one",
+]
+
+StateDict = dict[str, Any]
+NOT_INITIALIZED = (
+    "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
+    "calling ORTTrainer.state_dict()."
+)
+
+
+def check_started(loop: TrainingLoop, method: str) -> None:
+    """Raises a RuntimeError before the first step, when there is nothing to save."""
+    if loop.session is None:
+        loaded = "" if loop.pending is None else " but the loaded state, which has not changed"
+        raise RuntimeError(
+            f"there is nothing to save yet{loaded}: call prepare(), train_step() or eval_step() before {method}()"
+        )
+
+
+def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = True) -> StateDict:
+    """Returns the complete state in the legacy layout, with additional keys for what legacy omitted.
+
+    Args:
+        loop: A loop with a session.
+        include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
+        copy: Whether arrays are copies; if not, they share the trainer's memory.
+    """
+    gathered = gather_state(loop, meet(loop, "state" if include_optimizer else "model"))
+    return _collect(loop, gathered, include_optimizer, copy)
+
+
+def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict], None], copy: bool = False) -> None:
+    """Passes the complete state to a function that writes it, in one process; the others wait until it is done.
+
+    Args:
+        loop: A loop with a session.
+        include_optimizer: As for :func:`collect`.
+        write: Writes the state.
+        copy: As for :func:`collect`; True for a function that writes later.
+
+    Raises:
+        DistributedError: If another process failed to write it.
+    """
+    write_by_one(loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy)))
+
+
+def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[Gathered], None]) -> None:
+    """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
+
+    Args:
+        loop: A loop with a session.
+        include_optimizer: As for :func:`collect`.
+        write: Called in the writing process only.
+
+    Raises:
+        DistributedError: If another process failed to write it.
+    """
+    meeting = meet(loop, "state" if include_optimizer else "model")
+    is_writer = meeting.doing == loop.strategy.world_rank
+    gathered = gather_state(loop, meeting, keep=is_writer)
+    together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
+
+
+def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, copy: bool) -> StateDict:
+    session, layout, strategy = loop.session, loop.layout, loop.strategy
+    assert session is not None
+
+    def array(value: torch.Tensor) -> Any:
+        value = value.detach().cpu()
+        return (value.clone() if copy else value).numpy()
+
+    tensors = {**session.parameters, **session.buffers}
+    arrays = {name: array(value) for name, value in tensors.items()}
+    state: StateDict = {
+        "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
+        "trainer_options": trainer_options(loop),
+        "train_step_info": {"optimization_step": loop.info.optimization_step, "step": loop.info.step},
+        "window": gathered.window,
+        "random": array(gathered.random_states[0]),
+    }
+    if strategy.world_size > 1:
+        state["random_states"] = torch.stack(gathered.random_states).numpy()
+    if layout.non_persistent:
+        state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
+    if include_optimizer:
+        state["optimizer"] = _collect_optimizer(session.optimizer.counts, gathered.slots, layout, array)
+        if layout.torch_config is not None:
+            state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
+        state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
+    kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
+    return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
+
+
+def trainer_options(loop: TrainingLoop) -> StateDict:
+    """Returns the part of a state dict that describes the trainer."""
+    strategy = loop.strategy
+    return {
+        "mixed_precision": loop.precision.mixed,
+        "zero_stage": strategy.zero_stage,
+        "world_rank": strategy.world_rank,
+        "world_size": strategy.world_size,
+        "optimizer_name": loop.layout.rule.name,
+        "data_parallel_size": strategy.world_size,
+        "horizontal_parallel_size": 1,
+        "gradient_accumulation_steps": loop.window.size,
+    }
+
+
+def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:
+    """Returns state tensors and update counts; legacy counts start at 1, so 1 is added to the completed updates."""
+    state: StateDict = {name: {slot: array(value) for slot, value in own.items()} for name, own in slots.items() if own}
+    counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in counted.items()}
+    if layout.rule.shares_count:
+        state[SHARED] = {STEP: max(counts.values(), default=np.array([1], dtype=np.int64))}
+    else:
+        for name, count in counts.items():
+            state.setdefault(name, {})[UPDATE_COUNT] = count
+    return state
+
+
+def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
+    """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
+    session, layout = loop.session, loop.layout
+    assert session is not None
+    tensors = {**session.parameters, **session.buffers}
+    return {
+        name: tensors[layout.canonical[name]].detach().to("cpu", like.dtype, copy=True)
+        for name, like in layout.tensors.items()
+    }
+
+
+def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
+    """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
+
+    Args:
+        loop: The loop to restore. Before its first step, the state is kept until training begins.
+        given: Returns the state, which must be the same in all processes.
+        strict: Whether names must match exactly; if not, only names that both have are restored.
+        owned: Whether nothing else uses the state's memory, so that it need not be copied.
+
+    Raises:
+        RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
+        TypeError, ValueError: If a value is invalid. Nothing has changed then, in any process.
+        DistributedError: If another process failed to read it, or got a different state.
+    """
+
+    def checked() -> tuple[Mapping[str, Any], Restored, StepSession | None]:
+        session = loop.session  # raises if the user replaced tensors of the model by unusable ones
+        state_dict = given()
+        own = state_dict if owned and session is not None else copied(state_dict)
+        return state_dict, read(own, loop.layout, loop.window, strict), session
+
+    state_dict, restored, session = together(loop.strategy, "load", checked)
+    if loop.strategy.world_size > 1:
+        take_own(restored, loop.strategy, loop.layout.device)
+    precision, rates, info = loop.precision, loop.rates, loop.info
+    own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
+    if restored.window is not None and "window" in state_dict:
+        _warn_of_difference("loss_scaler", own_scale, restored.loss_scaler)
+        _warn_of_difference("lr_scheduler", rates.state_dict(), restored.lr_scheduler)
+    with uninterrupted():
+        precision.load_state_dict(restored.loss_scaler, strict)
+        try:
+            rates.load_state_dict(restored.lr_scheduler, strict)
+            if restored.torch_optimizer is not None and loop.layout.torch_config is not None:
+                torch_state.restore(loop.layout.torch_config, restored.torch_optimizer)
+        except BaseException:
+            precision.load_state_dict(own_scale, strict=True)
+            rates.load_state_dict(own_rates, strict=True)
+            raise
+        if session is not None:
+            apply_to_session(restored, session)
+            loop.source.publish({*session.parameters, *session.buffers})
+        else:
+            loop.wait_with(restored, state_dict)
+        loop.window = restored.window or loop.window
+        info.step = info.step if restored.step is None else restored.step
+        if restored.optimization_step is not None:
+            info.optimization_step = restored.optimization_step
+
+
+def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> None:
+    """Warns if only one of the trainer and a complete state dict has the state of a scaler or schedule."""
+    if (own is None) != (given is None):
+        what = f"Missing key: {key} in" if given is None else f"The trainer has no {key}, so it ignores that of"
+        warn(f"{what} state_dict")

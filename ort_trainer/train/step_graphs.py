@@ -1,0 +1,392 @@
+"""Finds the graph for a batch or builds one: the model description, its symbolic sizes, and the exports."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import shown, warn
+from ..engine import Plan, StepSession
+from ..engine.memory import return_freed_memory
+from ..export import BORROWED, Builder, ModelSource
+from ..options import ModelDescription
+from ..options.nested import Layout, argument_of, constants_of, flatten, has_tensors
+from ..step import TrainingGraph
+from .batch import Batch, check_batch, read_batch, to_tensor, unpack
+
+__all__ = ["StepGraphs"]
+
+_log = logging.getLogger(__name__)
+# Each graph costs an export; a model that fixes a dimension must not be exported without end.
+_MAXIMUM_GRAPHS = 16
+# Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
+_MAXIMUM_KINDS = 1024
+
+
+class StepGraphs:
+    """Holds the model description and builds the graphs of a trainer.
+
+    Args:
+        source: The model.
+        model_desc: The description as the user gave it, or ``"auto"``.
+        device: Where training runs.
+        lenient: Whether fixed sizes and ranks that contradict a batch are corrected, with a warning.
+        built: Called with every new graph, after it was added to the session.
+
+    Attributes:
+        loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
+
+    Raises:
+        TypeError, ValueError: If the description is invalid or does not match the model.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model_desc: Mapping[str, Any] | str,
+        device: torch.device,
+        lenient: bool,
+        built: Callable[[StepSession, TrainingGraph], None],
+    ) -> None:
+        self._source = source
+        self._device = device
+        self._lenient = lenient
+        self._built = built
+        self._description: ModelDescription | None = None
+        self._narrower: ModelDescription | None = None
+        self._input_names: tuple[str, ...] = ()
+        self._arguments: tuple[str, ...] = ()
+        self._layouts: dict[str, Layout] = {}
+        self.loss_parameters: dict[str, float] = {}
+        self._parameters: dict[str, tuple[float, torch.Tensor]] = {}
+        self._output_names: tuple[str, ...] = ()
+        self._fitting: set[tuple[Any, ...]] = set()
+        self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        if not isinstance(model_desc, str):
+            self._set_description(ModelDescription(model_desc))
+        elif model_desc != "auto":
+            raise ValueError(f"model_desc must be a dict or 'auto', but {shown(model_desc)} was given")
+
+    @property
+    def description(self) -> ModelDescription:
+        """The model description.
+
+        Raises:
+            RuntimeError: With ``"auto"``, before the first batch.
+        """
+        if self._description is None:
+            raise RuntimeError(
+                "model_desc='auto' is derived from the first batch: call prepare(), train_step() or eval_step() first"
+            )
+        return self._description
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the described outputs, in order; empty while there is no description."""
+        return self._output_names
+
+    def possible_inputs(self) -> set[str]:
+        """Returns all valid input names: the model's, and the description's if there is one."""
+        return {*self._source.inputs, *self._input_names}
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], partly: bool = False) -> Batch:
+        """Returns the arguments of a step as a checked batch; with ``partly``, inputs may be left out.
+
+        Raises:
+            TypeError, ValueError: If they do not match the description.
+        """
+        if self._description is None:
+            self._describe(args, kwargs)
+        try:
+            names = self._input_names
+            batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
+            self._add_parameters(batch)
+            if partly and self._layouts:  # arguments that are left out keep their known layouts
+                known = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
+                batch.layouts = tuple(sorted({**known, **dict(batch.layouts)}.items()))
+            kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
+            if kind not in self._fitting:
+                self._check(batch)
+                if len(self._fitting) >= _MAXIMUM_KINDS:
+                    self._fitting.clear()
+                self._fitting.add(kind)
+            return batch
+        except (TypeError, ValueError) as error:
+            if not self.description.inferred:
+                raise
+            raise type(error)(
+                f"{error}. (model_desc='auto' derived the description from the first batch: if batches differ in ways "
+                "that it does not cover, write a description. To get outputs without a label, set "
+                "train_step_info.fetches)"
+            ) from error
+
+    @property
+    def has_started(self) -> bool:
+        """Whether training or evaluation has begun."""
+        return self._sample is not None
+
+    def started(self, batch: Batch) -> None:
+        """Records the shapes and dtypes of the first batch."""
+        self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
+        self._layouts = dict(batch.layouts)
+        self._fitting.clear()
+
+    def blank_batch(self) -> Batch:
+        """Returns a batch of zeros like the first: an evaluation graph depends only on dtypes and fixed sizes.
+
+        Raises:
+            RuntimeError: If there was no batch yet, and the model does not define its inputs itself.
+        """
+        if self._sample is None:
+            return Batch(self._source.blank_batch(self.description))
+        batch = Batch(
+            {
+                name: torch.zeros(shape, dtype=dtype, device=self._device)
+                for name, (shape, dtype) in self._sample.items()
+            }
+        )
+        batch.layouts = tuple(self._layouts.items())
+        return batch
+
+    def fetches(self, names: Sequence[str]) -> Sequence[str]:
+        """Returns the names of a step's outputs: the given ones, or all if none is given.
+
+        Raises:
+            RuntimeError: If a name is unknown or repeated.
+        """
+        known = self._output_names
+        if not names:
+            return known
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise RuntimeError(
+                f"The specified fetches list contains invalid output names: {list(names)}; it may contain each of "
+                f"{list(known)} once"
+            )
+        return names
+
+    def refresh(self, session: StepSession) -> None:
+        """Makes the session use tensors that the user replaced in the model.
+
+        Raises:
+            RuntimeError: If the session can't use one of them.
+        """
+        with BORROWED:
+            changed = self._source.take_changes()
+        if changed:
+            session.rebind(changed)
+
+    def plan(
+        self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
+    ) -> Plan:
+        """Returns the session's plan for a batch; builds a graph if none accepts the batch's sizes.
+
+        Args:
+            session: Has the graphs.
+            batch: The batch.
+            training: Whether in training mode.
+            names: Outputs to return.
+            backward: Whether a run in training mode computes gradients.
+
+        Raises:
+            RuntimeError: If there are too many graphs already, or the model has changed incompatibly.
+            ExportError: If the model can't be exported.
+            TypeError: If an input that the outputs need was left out.
+        """
+        self._choose_variant(session, batch, training)
+        self.refresh(session)
+        plan = session.plan(training, batch, names, backward)
+        if plan is None:
+            self._add_graph(session, batch, training)
+            plan = session.plan(training, batch, names, backward)
+            assert plan is not None
+        return plan
+
+    def portable(self, session: StepSession, training: bool) -> TrainingGraph:
+        """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the session uses.
+
+        Args:
+            session: Has the graphs; a suitable one is reused.
+            training: Whether in training mode.
+
+        Raises:
+            RuntimeError: If the model has changed incompatibly.
+            ExportError: If the model can't be exported.
+        """
+        batch = self.blank_batch()
+        self._choose_variant(session, batch, training)
+        known = session.plan(training, batch, self._output_names)
+        if known is not None and known.runner.graph.is_standard:
+            return known.runner.graph
+        return self._build(batch, training, portable=True)
+
+    def check_export(self, session: StepSession, batch: Batch) -> None:
+        """Compares the exported graph with the model: the option ``debug.check_model_export``.
+
+        Raises:
+            RuntimeError: If their outputs differ.
+        """
+        plan = self.plan(session, batch, False, self._output_names)
+        found = session.evaluate(plan, batch)
+        with BORROWED:
+            reference = self._builder(batch).reference(batch)
+        for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
+            if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
+                difference = (ours.float() - theirs.float()).abs().max().item()
+                raise RuntimeError(
+                    f"debug.check_model_export: output {output.name!r} of the exported graph differs from PyTorch's by "
+                    f"up to {difference:.3g} (allowed: relative 1e-2, absolute 1e-6)"
+                )
+
+    def _set_description(self, description: ModelDescription, parameters: Sequence[str] | None = None) -> None:
+        # This checks the description; which arguments of a loss are its parameters is known from the first batch on.
+        self._source.builder(description, parameters=parameters)
+        self._description, self._input_names = description, tuple(description.input_names)
+        self._output_names = tuple(description.output_names)
+        self._arguments = self._arguments or tuple(dict.fromkeys(map(argument_of, self._input_names)))
+        self._fitting.clear()
+
+    def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Derives the description from the first batch."""
+        given = self._source.name_inputs(*unpack(args, kwargs), self.loss_parameters)
+        leaves: dict[str, Any] = {}
+        layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+        batch = {name: to_tensor(name, value) for name, value in leaves.items()}
+        parameters = Batch()
+        self._add_parameters(parameters)
+        with BORROWED:
+            self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
+        # Positional arguments keep the order of the first batch, with the labels last.
+        in_order = iter(self._arguments)
+        self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
+        _log.info("derived from the first batch: %s", self._description)
+
+    def _choose_variant(self, session: StepSession, batch: Batch, training: bool) -> None:
+        with BORROWED:  # an export in another thread may have set other modes for a while
+            session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
+
+    def _builder(self, batch: Batch, portable: bool = False) -> Builder:
+        """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""
+        description = self.description
+        if self._parameters:
+            known = description.to_dict()
+            inputs = [*known["inputs"], *((name, []) for name in self._parameters)]
+            description = ModelDescription({**known, "inputs": inputs}, description.inferred, description.corrected)
+        return self._source.builder(description, batch.layouts, tuple(self._parameters), portable)
+
+    def _add_parameters(self, batch: Batch) -> None:
+        """Adds the loss parameters to a batch, as tensors that are refilled when a number has changed."""
+        if self._parameters.keys() != self.loss_parameters.keys():
+            taken = [name for name in self.loss_parameters if name in self._input_names or not name.isidentifier()]
+            if taken:
+                raise ValueError(f"loss_parameters {taken} must be valid argument names and differ from the inputs")
+            self._parameters = {name: (math.nan, torch.zeros((), device=self._device)) for name in self.loss_parameters}
+        for name, value in self.loss_parameters.items():
+            known, tensor = self._parameters[name]
+            if known != value:
+                if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                    raise TypeError(f"loss_parameters[{name!r}] must be a number, but {shown(value)} was given")
+                self._parameters[name] = (float(value), tensor.fill_(float(value)))
+            batch[name] = tensor
+
+    def _check(self, batch: Batch) -> None:
+        """Checks a batch of a new kind, after widening a derived description for it."""
+        if self.description.inferred or self._lenient:
+            self._widen(batch)
+        dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
+        try:
+            check_batch(self.description, batch, self._device, dtypes)
+        except BaseException:
+            self._narrow()
+            raise
+
+    def _widen(self, batch: Batch) -> None:
+        known = self.description
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        wider = known.widened(shapes, correct=self._lenient and not known.inferred)
+        if wider.inputs != known.inputs:
+            changed = [entry for entry in wider.inputs if entry not in known.inputs]
+            if known.inferred:
+                sizes = ", ".join(map(str, changed))
+                _log.warning("a batch has other sizes than earlier ones, so the model is exported again: %s", sizes)
+            else:
+                wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
+                warn(
+                    f"model_desc contradicts the batch and is corrected: inputs {', '.join(wrong)} have the shapes "
+                    f"{', '.join(str(list(shapes[entry.name])) for entry in changed)}"
+                )
+            self._narrower = known
+            self._set_description(wider)
+
+    def _narrow(self) -> None:
+        """Restores the description from before :meth:`_widen`: the batch was wrong, not the description."""
+        narrower, self._narrower = self._narrower, None
+        if narrower is not None:
+            self._set_description(narrower)
+
+    def _add_graph(self, session: StepSession, batch: Batch, training: bool) -> None:
+        sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
+        graphs = session.graphs(training)
+        if graphs:
+            _log.info("exporting again: %s", self._why_again(session, batch, training))
+        if len(graphs) >= _MAXIMUM_GRAPHS:
+            fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
+            raise RuntimeError(
+                f"the model fixes dimensions ({fixed}) and has been exported for {len(graphs)} sizes already; "
+                f"{sizes} would be one more. Pad the inputs to fewer different sizes"
+                if fixed
+                else "modes and settings of the model (a dropout's p, a float attribute) or inputs that are not "
+                f"tensors (numbers, bools) have changed so often that it has been exported {len(graphs)} times "
+                "already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
+            )
+        if self._sample is not None:
+            # An export needs all inputs, also those that the requested outputs do not depend on. Their sizes follow
+            # the dimensions that they were equal to in the first batch.
+            first = self.description.sizes({name: tuple(shape) for name, (shape, _) in self._sample.items()})
+            like = {first[name]: size for name, size in sizes.items()}
+            sizes = {name: like.get(size, size) for name, size in first.items()} | sizes
+            for entry in self.description.inputs:
+                if entry.name not in batch:
+                    shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
+                    blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
+                    batch = batch.with_tensors({**batch, entry.name: blank})
+        graph = self._build(batch, training)
+        try:
+            session.add_graph(graph)
+        except RuntimeError:
+            if graph.kept:  # a later process must not find a cached graph that fails to load
+                Path(graph.kept).unlink(missing_ok=True)
+            raise
+        return_freed_memory()
+        self._built(session, graph)
+
+    def _why_again(self, session: StepSession, batch: Batch, training: bool) -> str:
+        """Returns why no graph can be used for a batch."""
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        graphs = session.graphs_of_variant(training)
+        if graphs:
+            return next(graphs[-1].objections(shapes))
+        constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
+        if self._source.last_change:
+            return f"the model has changed: {self._source.last_change}"
+        return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
+
+    def _build(self, batch: Batch, training: bool, portable: bool = False) -> TrainingGraph:
+        try:
+            with BORROWED, torch.enable_grad():  # the caller may be under no_grad
+                graph = self._builder(batch, portable).build(_without_inference(batch), training)
+        except BaseException:
+            self._narrow()
+            raise
+        self._narrower = None
+        return graph
+
+
+def _without_inference(batch: Batch) -> Batch:
+    """Returns a batch of ordinary tensors."""
+    return batch.with_tensors({name: value.clone() if value.is_inference() else value for name, value in batch.items()})

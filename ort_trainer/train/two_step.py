@@ -1,0 +1,181 @@
+"""``TwoStepSession``: a trainer's session, which runs passes and updates through the trainer's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.errors import shown
+from ..core.interrupts import uninterrupted
+from ..engine import StepSession
+from ..step import TrainingGraph
+from . import own_loop
+from .batch import Batch
+from .inference_mode import outside_inference_mode
+from .loop import GRADIENT_WEIGHT, TrainingLoop
+
+if TYPE_CHECKING:
+    from ..engine.ort import InferenceSession
+
+__all__ = ["TwoStepSession"]
+
+
+class TwoStepSession:
+    """The session of a started trainer, with the methods of ONNX Runtime's C++ class ``TrainingSession``.
+
+    ``train_step`` adds to the gradients, ``optimizer_step`` applies them, ``lazy_reset_grad`` drops them. They use the
+    trainer's accumulation window and counters, so they can be mixed with the trainer's own steps. An update also ends
+    the window: the next ``train_step`` starts from zero.
+
+    Args:
+        loop: A loop with a session.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    def input_names(self, training: bool = True) -> list[str]:
+        """Returns the names of the inputs, in the order in which steps take them; the same in both modes."""
+        return list(self._loop.graphs.description.input_names)
+
+    def output_names(self, training: bool = True) -> list[str]:
+        """Returns the names of the outputs, in the order in which steps return them; the same in both modes."""
+        return list(self._loop.graphs.description.output_names)
+
+    @outside_inference_mode
+    def train_step(
+        self, inputs: Sequence[Any], *, names: Sequence[str] | None = None, gradient_weight: float | None = None
+    ) -> list[torch.Tensor]:
+        """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch; no update.
+
+        If it fails, gradients and counters are unchanged.
+
+        Args:
+            inputs: The batch in the order of :meth:`input_names`.
+            names: Outputs to return; None for all.
+            gradient_weight: As for ``ORTTrainer.train_step``.
+
+        Returns:
+            The outputs as new tensors, in the order of ``names``.
+
+        Raises:
+            TypeError, ValueError: If the batch does not match the description.
+        """
+        loop = self._loop
+        weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
+        batch: Batch = loop.graphs.bind((self._named(inputs),), {})
+        plan = loop.plan(batch, True, loop.graphs.fetches(_checked_names(names)))
+        with uninterrupted():
+            return loop.backward(plan, batch, weight)
+
+    @outside_inference_mode
+    def eval_step(self, inputs: Sequence[Any], *, names: Sequence[str] | None = None) -> list[torch.Tensor]:
+        """Runs the forward pass in evaluation mode; changes nothing.
+
+        Args:
+            inputs: The batch in the order of :meth:`input_names`. An input that the ``names`` do not need may be None.
+            names: Outputs to return; None for all.
+
+        Returns:
+            The outputs as new tensors, in the order of ``names``.
+
+        Raises:
+            TypeError: If an input that the outputs need is None.
+        """
+        return self._loop.evaluate((self._named(inputs),), {}, _checked_names(names))
+
+    @outside_inference_mode
+    def optimizer_step(self) -> bool:
+        """Updates the weights with the gradients so far and steps the schedule, as ``ORTTrainer.optimizer_step``."""
+        return own_loop.optimizer_step(self._loop)
+
+    @outside_inference_mode
+    def lazy_reset_grad(self) -> None:
+        """Drops the gradients and ends the window, as ``ORTTrainer.lazy_reset_grad``."""
+        own_loop.lazy_reset_grad(self._loop)
+
+    def set_learning_rate(self, *learning_rates: float) -> None:
+        """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.
+
+        Args:
+            *learning_rates: One for all parameters, or one per group followed by the default.
+
+        Raises:
+            RuntimeError: If a schedule sets the rates.
+            TypeError, ValueError: If a rate is not a number of at least 0, or the number of rates is wrong.
+        """
+        config, schedule = self._loop.config, self._loop.rates.scheduler
+        if schedule is not None:
+            raise RuntimeError(
+                f"the option lr_scheduler is {shown(schedule)}, which sets the learning rate of every update: leave "
+                "the option out to set it yourself"
+            )
+        count = len(config.learning_rates)
+        config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
+
+    def get_learning_rate(self) -> float:
+        """Returns the learning rate of the coming update; the default rate if parameter groups have their own.
+
+        With a schedule from ``ort_trainer.optim``, or of your own class, returns the rate of the last update; before
+        the first update, the rate that it will use.
+        """
+        return self._loop.rates.current(self._loop.info)[-1]
+
+    @property
+    def inference_session(self) -> InferenceSession:
+        """The ONNX Runtime session of the first training graph.
+
+        Raises:
+            RuntimeError: If there is no training graph yet.
+        """
+        return self._session.inference_session
+
+    def graphs(self, training: bool) -> list[TrainingGraph]:
+        """Returns the graphs of a mode, for all variants of the model, oldest first."""
+        return self._session.graphs(training)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """All parameters by name, trained or not: the live tensors, not copies."""
+        return self._session.parameters
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """All buffers by name: the live tensors, not copies."""
+        return self._session.buffers
+
+    @property
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """The memory of the gradients by parameter name; :meth:`present_gradients` returns the valid ones."""
+        return self._session.gradients
+
+    def present_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradient sums of the window so far, times the loss scale; empty right after an update."""
+        return self._session.present_gradients()
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator of training's random numbers (dropout)."""
+        return self._session.generator
+
+    @property
+    def _session(self) -> StepSession:
+        session = self._loop.session
+        assert session is not None
+        return session
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        own = self.input_names()
+        if not isinstance(inputs, (list, tuple)):
+            raise TypeError(f"inputs must be a list of tensors in the order {own}, but {shown(inputs)} was given")
+        if len(inputs) != len(own):
+            raise TypeError(f"{len(inputs)} inputs were given, but a step takes {len(own)}: {own}")
+        return {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
+
+
+def _checked_names(names: Sequence[str] | None) -> Sequence[str]:
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of names, but {shown(names)} was given")
+    return names or ()

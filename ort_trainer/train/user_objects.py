@@ -1,0 +1,86 @@
+"""The user's loss scalers and schedules, which the trainer uses directly: one trainer per object at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..core.errors import warn
+from .differences import compare_keys
+
+__all__ = ["HasState", "claim", "load_state"]
+
+# id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
+_USERS: dict[int, weakref.ref[Any]] = {}
+
+
+class HasState(Protocol):
+    """An object whose state is part of checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state."""
+        ...
+
+
+def claim(thing: object, user: object, option: str, lenient: bool = False) -> None:
+    """Registers the user of an object.
+
+    Args:
+        thing: The object; ``user`` must keep it alive.
+        user: The trainer's loop that uses it from now on.
+        option: The option that it was passed in, for the message.
+        lenient: Whether to warn instead of raise if another trainer uses it; legacy allowed that.
+
+    Raises:
+        ValueError: If another trainer that still exists uses it.
+    """
+    known = _USERS.get(id(thing))
+    if known is not None and known() is not None:
+        gc.collect()  # a reference cycle may keep a deleted trainer alive
+    other = None if known is None else known()
+    if other is not None and other is not user:
+        message = (
+            f"{option}: another trainer uses this {type(thing).__name__}, and both would change it: give each trainer "
+            "its own, or delete the other trainer first (del trainer)"
+        )
+        if not lenient:
+            raise ValueError(message)
+        warn(message)
+    key = id(thing)
+
+    def forget(gone: weakref.ref[Any]) -> None:
+        if _USERS.get(key) is gone:
+            del _USERS[key]
+
+    _USERS[key] = weakref.ref(user, forget)
+
+
+def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool) -> None:
+    """Restores the state of a scaler or schedule; if that fails, the object is unchanged.
+
+    Args:
+        thing: The object.
+        state: Its state.
+        key: The state's key in the state dict, for messages.
+        strict: Whether its keys must be exactly those of the object's own state; if not, missing keys keep their
+            values.
+
+    Raises:
+        RuntimeError: If keys differ and ``strict`` is True.
+        ValueError: If the object rejects the state.
+    """
+    own = thing.state_dict()
+    compare_keys(own, state, strict, f"state_dict[{key}]")
+    try:
+        thing.load_state_dict(dict(state) if strict else {**own, **state})
+    except Exception as error:
+        thing.load_state_dict(own)
+        if not isinstance(error, (KeyError, TypeError, ValueError)):
+            raise
+        raise ValueError(f"state_dict[{key}] is invalid for {type(thing).__name__}: {error!r}") from error

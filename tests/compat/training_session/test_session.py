@@ -1,0 +1,584 @@
+"""TrainingSession and TrainingParameters: ONNX Runtime's former class, with PyTorch's numbers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ort_trainer import ExportError, TrainingParameters, TrainingSession
+from ort_trainer.compat.training_session import TrainerSession, translate
+
+from ...helpers import MLP, assert_close, mlp_batches, mlp_trainer
+
+pytestmark = pytest.mark.engine
+
+needs_builder = pytest.mark.needs_gradient_builder
+RATE = "Learning_Rate"
+
+
+@pytest.fixture(scope="module")
+def model() -> MLP:
+    torch.manual_seed(4)
+    return MLP()
+
+
+@pytest.fixture(scope="module")
+def path(model: MLP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a loss, as an ONNX file."""
+    trainer = mlp_trainer(model=model)
+    trainer.eval_step(*mlp_batches(1)[0])
+    target = tmp_path_factory.mktemp("model") / "m.onnx"
+    trainer.save_as_onnx(target)
+    return target
+
+
+def parameters(**properties: Any) -> TrainingParameters:
+    found = TrainingParameters()
+    given = {"loss_output_name": "loss", "training_optimizer_name": "AdamOptimizer", "enable_grad_norm_clip": False}
+    for name, value in {**given, **properties}.items():
+        setattr(found, name, value)
+    return found
+
+
+def feed(x: torch.Tensor, y: torch.Tensor, **more: float) -> dict[str, Any]:
+    return {"x": x.numpy(), "label": y.numpy(), **{name: np.array([value], np.float32) for name, value in more.items()}}
+
+
+def evaluation() -> onnxruntime.RunOptions:
+    options = onnxruntime.RunOptions()
+    options.training_mode = False
+    return options
+
+
+@needs_builder
+def test_adam_with_attributes_per_weight_is_pytorchs(model: MLP, path: Path) -> None:
+    session = TrainingSession(
+        str(path),
+        parameters(
+            optimizer_attributes_map={"fc1.weight": {"lambda": 0.1, "alpha": 0.8}, "fc2.bias": {"epsilon": 1e-3}},
+            optimizer_int_attributes_map={"fc1.bias": {"do_bias_correction": 1, "weight_decay_mode": 0}},
+            weights_not_to_train={"fc2.weight"},
+        ),
+    )
+    theirs = copy.deepcopy(model)
+    named = dict(theirs.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [named["fc1.weight"]], "weight_decay": 0.1, "betas": (0.8, 0.999)},
+            {"params": [named["fc1.bias"]]},
+            {"params": [named["fc2.bias"]], "eps": 1e-3},
+        ],
+        weight_decay=0.0,
+    )
+    for step, (x, y) in enumerate(mlp_batches(20)):
+        rate = 1e-2 / (step + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = F.cross_entropy(theirs(x), y)
+        loss.backward()
+        optimizer.step()
+        theirs.zero_grad()
+        ours, logits = session.run(["loss", "logits"], feed(x, y, **{RATE: rate}))
+        assert ours == pytest.approx(loss.item(), rel=1e-4) and logits.shape == (5, 3)
+    state = session.get_state()
+    trained = ["fc1.bias", "fc1.weight", "fc2.bias"]
+    moments = [f"{key}_{name}" for key in ("Moment_1", "Moment_2", "Update_Count") for name in trained]
+    assert sorted(state) == sorted([*trained, *moments])
+    for name in trained:
+        assert_close(torch.from_numpy(state[name]), named[name].detach(), 1e-4, name)
+    assert session.get_optimizer_state()["fc1.bias"]["Update_Count"] == [21]
+    assert set(session.get_model_state()["full_precision"]) == set(trained)
+    (loss_now,) = session.run(["loss"], feed(x, y), evaluation())
+    assert loss_now == pytest.approx(F.cross_entropy(theirs(x), y).item(), rel=1e-4)
+
+
+@needs_builder
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "LambOptimizer"])
+def test_accumulation(model: MLP, path: Path, optimizer: str) -> None:
+    session = TrainingSession(path, parameters(training_optimizer_name=optimizer, gradient_accumulation_steps=2))
+    before = session.get_state()["fc1.weight"]
+    (x, y), (x2, y2) = mlp_batches(2)
+    session.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    assert np.array_equal(session.get_state()["fc1.weight"], before)
+    session.run(["loss"], feed(x2, y2, **{RATE: 0.1}))
+    assert not np.array_equal(session.get_state()["fc1.weight"], before)
+    if optimizer == "SGDOptimizer":
+        theirs = copy.deepcopy(model)
+        (F.cross_entropy(theirs(x), y) + F.cross_entropy(theirs(x2), y2)).div(2).backward()
+        expected = theirs.fc1.weight - 0.1 * theirs.fc1.weight.grad
+        assert_close(torch.from_numpy(session.get_state()["fc1.weight"]), expected.detach(), 1e-5, "fc1.weight")
+    else:
+        assert session.get_state()["Step"] == [2] and "Step" in session.get_optimizer_state()["shared_optimizer_state"]
+
+
+@needs_builder
+def test_gradients_as_outputs_without_an_optimizer(model: MLP, path: Path) -> None:
+    session = TrainingSession(
+        path.read_bytes(), parameters(training_optimizer_name="", set_gradients_as_graph_outputs=True)
+    )
+    names = [f"{name}_grad" for name, _ in model.named_parameters()]
+    assert [entry.name for entry in session.get_outputs()] == ["loss", "logits", *names]
+    assert [entry.name for entry in session.get_inputs()] == ["x", "label"]
+    for x, y in mlp_batches(3):
+        theirs = copy.deepcopy(model)
+        F.cross_entropy(theirs(x), y).backward()
+        for (name, parameter), found in zip(theirs.named_parameters(), session.run(names, feed(x, y)), strict=True):
+            assert_close(torch.from_numpy(found), parameter.grad, 1e-5, name)
+    assert session.get_optimizer_state() == {}
+
+
+@needs_builder
+def test_mixed_precision_feeds_a_scale(path: Path) -> None:
+    session = TrainingSession(path, parameters(use_mixed_precision=True))
+    x, y = mlp_batches(1)[0]
+    assert [entry.name for entry in session.get_inputs()] == ["x", "label", RATE, session.loss_scale_input_name]
+    with pytest.raises(
+        TypeError, match=r"inputs \['loss_scale'\] are missing: pass a float32 array of shape \[1\] for each"
+    ):
+        session.run(None, feed(x, y, **{RATE: 0.1}))
+    before = session.get_state()
+    results = session.run(["all_gradients_finite"], feed(x * torch.inf, y, **{RATE: 0.1, "loss_scale": 4.0}))
+    assert results == [[False]]
+    assert all(np.array_equal(value, before[name]) for name, value in session.get_state().items())
+    scaled = session.run(["loss", "all_gradients_finite"], feed(x, y, **{RATE: 0.1, "loss_scale": 1024.0}))
+    assert scaled[1] == [True]
+    plain = TrainingSession(path, parameters())
+    # The CPU provider does not round to fp16, as docs/limits.md says.
+    close = {"rel": 1e-2} if torch.cuda.is_available() else {"rel": 1e-6}
+    assert scaled[0] == pytest.approx(plain.run(["loss"], feed(x, y, **{RATE: 0.1}))[0], **close)
+    state = session.get_model_state(include_mixed_precision_weights=True)
+    assert state["mixed_precision"]["fc1.weight"].dtype == np.float16
+    assert session.is_output_fp32_node("loss") and not session.is_output_fp32_node("all_gradients_finite")
+    fixed = TrainingSession(path, parameters(use_mixed_precision=True, loss_scale=1024.0))
+    assert fixed.loss_scale_input_name == ""
+    fixed.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    assert_close(
+        torch.from_numpy(fixed.get_state()["fc1.weight"]), torch.from_numpy(session.get_state()["fc1.weight"]), 1e-6, ""
+    )
+
+
+@needs_builder
+def test_bindings_and_ort_values(path: Path) -> None:
+    sessions = [TrainingSession(path, parameters()) for _ in range(3)]
+    x, y = mlp_batches(1)[0]
+    inputs = feed(x, y, **{RATE: 0.1})
+    expected = [sessions[0].run(["logits", "loss"], inputs) for _ in range(2)]
+
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(value) for name, value in inputs.items()}
+    for logits, loss in expected:
+        assert np.array_equal(sessions[1].run_with_ort_values(["loss"], values, evaluation())[0].numpy(), loss)
+        found = sessions[1].run_with_ort_values(["logits", "loss"], values)
+        assert np.array_equal(found[0].numpy(), logits) and np.array_equal(found[1].numpy(), loss)
+
+    binding = sessions[2].io_binding()
+    memory = torch.zeros(5, 3)
+    binding.bind_input("x", "cpu", 0, np.float32, [5, 8], x.data_ptr())
+    binding.bind_cpu_input("label", inputs["label"])
+    binding.bind_ortvalue_input(RATE, values[RATE])
+    binding.bind_output("logits", "cpu", 0, np.float32, [5, 3], memory.data_ptr())
+    binding.bind_output("loss")
+    for logits, loss in expected:
+        binding.synchronize_inputs()
+        sessions[2].run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        assert np.array_equal(memory.numpy(), logits)
+        assert np.array_equal(binding.copy_outputs_to_cpu()[1], loss)
+        assert np.array_equal(binding.get_outputs()[1].numpy(), loss)
+    binding.bind_output("logits", "cpu", 0, np.float32, [5, 4], memory.data_ptr())
+    with pytest.raises(ValueError, match=r"output 'logits' is bound to memory of shape \[5, 4\]"):
+        sessions[2].run_with_iobinding(binding, evaluation())
+    with pytest.raises(ValueError, match="also needs element_type and shape"):
+        binding.bind_output("loss", buffer_ptr=memory.data_ptr())
+    with pytest.raises(ValueError, match="device_type must be 'cpu' or 'cuda', but 'tpu' was given"):
+        binding.bind_input("x", "tpu", 0, np.float32, [1], memory.data_ptr())
+    binding.clear_binding_inputs()
+    binding.clear_binding_outputs()
+    assert binding.get_outputs() == []
+
+
+@needs_builder
+def test_state_goes_into_another_session(path: Path) -> None:
+    batches = mlp_batches(6)
+    first = TrainingSession(path, parameters())
+    for x, y in batches[:3]:
+        first.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    second = TrainingSession(path, parameters())
+    second.load_state(first.get_state(), strict=True)
+    third = parameters()
+    third.set_optimizer_initial_state(first.get_optimizer_state())
+    begun = TrainingSession(path, third)
+    weights = {name: value for name, value in first.get_state().items() if name.startswith("fc")}
+    begun.load_state(weights)
+    first.set_providers(["CPUExecutionProvider"])
+    for x, y in batches[3:]:
+        losses = [s.run(["loss"], feed(x, y, **{RATE: 0.1}))[0] for s in (first, second, begun)]
+        assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(RuntimeError, match="fc2.bias"):
+        second.load_state({name: value for name, value in weights.items() if name != "fc2.bias"}, strict=True)
+    with pytest.raises(ValueError, match="fc2.bias"):
+        second.load_state({**weights, "fc2.bias": np.zeros(9, np.float32)})
+
+
+@needs_builder
+def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    session = TrainingSession(path, parameters(), options, ["CPUExecutionProvider"], [{}])
+    x, y = mlp_batches(1)[0]
+    session.run(None, feed(x, y, **{RATE: 0.1}))
+    assert session.get_providers() == ["CPUExecutionProvider"]
+    assert set(session.get_provider_options()) == {"CPUExecutionProvider"}
+    assert session.get_session_options().enable_profiling
+    assert session.get_profiling_start_time_ns() > 0
+    assert Path(session.end_profiling()).stat().st_size > 100
+    assert session.get_modelmeta().graph_name
+    assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
+    session.disable_fallback()
+    with pytest.raises(NotImplementedError, match="can't fall back to another execution provider"):
+        session.enable_fallback()
+    described = {entry.name: (entry.type, entry.shape) for entry in (*session.get_inputs(), *session.get_outputs())}
+    assert described == {
+        "x": ("tensor(float)", ["batch", 8]),
+        "label": ("tensor(int64)", ["batch"]),
+        RATE: ("tensor(float)", [1]),
+        "loss": ("tensor(float)", []),
+        "logits": ("tensor(float)", ["batch", 3]),
+    }
+
+
+@needs_builder
+def test_a_partial_run_never_updates(path: Path) -> None:
+    session = TrainingSession(path, parameters())
+    before = session.get_state()["fc1.weight"]
+    partial = onnxruntime.RunOptions()
+    partial.only_execute_path_to_fetches = True
+    x, y = mlp_batches(1)[0]
+    session.run(["loss"], feed(x, y), partial)
+    assert np.array_equal(session.get_state()["fc1.weight"], before)
+    # In evaluation, outputs that need no label can be computed without one.
+    assert session.run(["logits"], {"x": x.numpy()}, evaluation())[0].shape == (5, 3)
+
+
+@needs_builder
+def test_windows(model: MLP, path: Path) -> None:
+    (x, y), (x2, y2) = mlp_batches(2)
+    partial = onnxruntime.RunOptions()
+    partial.only_execute_path_to_fetches = True
+    session = TrainingSession(path, parameters(training_optimizer_name="SGDOptimizer", use_mixed_precision=True))
+    session.run(["loss"], feed(x, y, loss_scale=4.0), partial)
+    with pytest.raises(ValueError, match=r"the loss scale is 8.0, but the accumulation window began with 4.0"):
+        session.run(["loss"], feed(x2, y2, **{RATE: 0.1, "loss_scale": 8.0}))
+    session.set_providers(["CPUExecutionProvider"])  # in the middle of a window
+    session.run(["loss"], feed(x2, y2, **{RATE: 0.1, "loss_scale": 4.0}))
+    theirs = copy.deepcopy(model)
+    (F.cross_entropy(theirs(x), y) + F.cross_entropy(theirs(x2), y2)).div(2).backward()
+    expected = theirs.fc1.weight - 0.1 * theirs.fc1.weight.grad
+    assert_close(torch.from_numpy(session.get_state()["fc1.weight"]), expected.detach(), 1e-3, "fc1.weight")
+    # Memory of the wrong size is detected before anything changes.
+    before = session.get_state()["fc1.weight"]
+    binding = session.io_binding()
+    with pytest.raises(ValueError, match="no output is bound"):
+        session.run_with_iobinding(binding)
+    for name, value in feed(x, y, **{RATE: 0.1, "loss_scale": 4.0}).items():
+        binding.bind_cpu_input(name, value)
+    memory = torch.zeros(3)
+    binding.bind_output("logits", "cpu", 0, np.float32, [3], memory.data_ptr())
+    with pytest.raises(ValueError, match=r"bound to memory of shape \[3\]"):
+        session.run_with_iobinding(binding)
+    assert np.array_equal(before, session.get_state()["fc1.weight"])
+
+
+@needs_builder
+def test_weights_that_the_file_froze_can_be_trained(path: Path, tmp_path: Path) -> None:
+    trainer = mlp_trainer({"utils": {"frozen_weights": ["fc1.weight"]}})
+    trainer.eval_step(*mlp_batches(1)[0])
+    trainer.save_as_onnx(tmp_path / "m.onnx")
+    assert "fc1.weight" not in TrainingSession(tmp_path / "m.onnx", parameters()).get_state()
+    chosen = TrainingSession(tmp_path / "m.onnx", parameters(weights_to_train={"fc1.weight"})).get_state()
+    assert "fc1.weight" in chosen and "fc1.bias" not in chosen
+
+
+@needs_builder
+def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
+    given = {
+        f"model_{kind}_path": str(tmp_path / f"{kind}.onnx")
+        for kind in ("after_graph_transforms", "with_gradient_graph", "with_training_graph")
+    }
+    session = TrainingSession(path, parameters(**given))
+    assert sorted(file.stem for file in tmp_path.iterdir()) == sorted(
+        ["after_graph_transforms", "with_gradient_graph", "with_training_graph"]
+    )
+    x, y = mlp_batches(1)[0]
+    onnxruntime.InferenceSession(tmp_path / "with_training_graph.onnx")
+    session.run(["loss"], feed(x, y, **{RATE: 0.1}))
+
+    proto = onnx.load(path)
+    (bias,) = (i for i in proto.graph.initializer if i.name == "fc2.bias")
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.full(3, 0.25, np.float32), "fc2.bias"))
+    constant = {"Gemm": {2: 0.25}}
+    session = TrainingSession(proto.SerializeToString(), parameters(immutable_weights=constant))
+    assert "fc2.bias" not in session.get_state() and "fc1.bias" in session.get_state()
+
+
+@needs_builder
+@pytest.mark.parametrize(
+    ("properties", "error", "message"),
+    [
+        (
+            {"loss_output_name": "x"},
+            ValueError,
+            r"the loss 'x' is not an output of the ONNX model: it has \['loss', 'logits'",
+        ),
+        ({"training_optimizer_name": "Adam"}, ValueError, "must be one of .*'AdamOptimizer'.* but 'Adam' was given"),
+        ({"weights_to_train": {"w"}}, ValueError, r"weights_to_train has \['w'\], which are not weights of the model"),
+        ({"weights_not_to_train": ["w"]}, ValueError, "weights_not_to_train has"),
+        ({"optimizer_attributes_map": {"w": {}}}, ValueError, "optimizer_attributes_map has"),
+        (
+            {"optimizer_attributes_map": {"fc1.bias": {"x": 1.0}}},
+            ValueError,
+            "sets 'x', which AdamConfig lacks",
+        ),
+        (
+            {"training_optimizer_name": "SGDOptimizer", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
+            ValueError,
+            "sets 'alpha', which SGDConfig lacks",
+        ),
+        (
+            {"training_optimizer_name": "", "optimizer_attributes_map": {"fc1.bias": {"alpha": 1.0}}},
+            ValueError,
+            "need a training_optimizer_name: set it",
+        ),
+        ({"lr_params_feed_name": "x"}, ValueError, "must be a new input name, but 'x' was given"),
+        ({"lr_params_feed_name": ""}, ValueError, "must be a new input name, but '' was given"),
+        ({"immutable_weights": {"Add": {"a": "b"}}}, TypeError, "must be a dict, input position -> number"),
+        ({"optimizer_attributes_map": {"fc1.bias": 3}}, TypeError, "must be a dict of attributes, but it is 3"),
+        ({"optimizer_initial_state": {"w": {}}}, ValueError, "set_optimizer_initial_state has 'w'"),
+        ({"optimizer_initial_state": {"fc1.bias": {"Moment_3": 1}}}, ValueError, "has 'fc1.bias': .'Moment_3'."),
+        (
+            {"optimizer_initial_state": {"fc1.bias": {}}, "training_optimizer_name": ""},
+            ValueError,
+            "has no effect without training_optimizer_name",
+        ),
+        (
+            {"use_fp16_moments": True},
+            ValueError,
+            "use_fp16_moments is not supported: exact training needs fp32 moments",
+        ),
+        ({"loss_scale": 2.0}, ValueError, "loss_scale has no effect without use_mixed_precision"),
+        ({"loss_scale": -2.0, "use_mixed_precision": True}, ValueError, "loss_scale must be at least 0, but -2.0"),
+        ({"world_size": 2}, ValueError, "world_size is 2, but this process was launched alone"),
+        ({"world_rank": 1}, ValueError, "world_rank is 1, but this process was launched alone"),
+        ({"deepspeed_zero_stage": 2}, ValueError, "max value is 1"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "min value is 1"),
+        ({"enable_adasum": True}, ValueError, "enable_adasum: has no effect in one process"),
+        ({"gelu_recompute": True}, ValueError, "gelu_recompute has no effect for an ONNX model"),
+        (
+            {"use_memory_efficient_gradient": True},
+            ValueError,
+            "memory_efficient_gradient has no effect for an ONNX model",
+        ),
+        ({"propagate_cast_ops_level": 0}, ValueError, "propagate_cast_ops_config.level: can't be changed"),
+        ({"pipeline_cut_info_string": "a"}, ValueError, "no effect without a pipeline"),
+        (
+            {"model_with_gradient_graph_path": "no/such/folder.onnx"},
+            FileNotFoundError,
+            "model_with_gradient_graph_path",
+        ),
+    ],
+)
+def test_refused_parameters(path: Path, properties: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TrainingSession(path, parameters(**properties))
+
+
+@needs_builder
+def test_refused_arguments(path: Path) -> None:
+    x, y = mlp_batches(1)[0]
+    with pytest.raises(TypeError, match="path_or_bytes must be a path or a serialized model"):
+        TrainingSession(3, parameters())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parameters must be TrainingParameters, but a dict"):
+        TrainingSession(path, {})  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match="not an ONNX model"):
+        TrainingSession(b"abc", parameters())
+    with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], unknown to ONNX Runtime"):
+        TrainingSession(path, parameters(), providers=["NoExecutionProvider"])
+    with pytest.raises(ValueError, match="providers must not repeat a provider"):
+        TrainingSession(path, parameters(), providers=["CPUExecutionProvider", ("CPUExecutionProvider", {"a": 1})])
+    with pytest.raises(ValueError, match=r"there are 1 providers, \['CPUExecutionProvider'\], but 2 provider_options"):
+        TrainingSession(path, parameters(), providers=["CPUExecutionProvider"], provider_options=[{}, {}])
+    session = TrainingSession(path, parameters())
+    before = session.get_state()
+    with pytest.raises(ValueError, match=r"unknown outputs \['y'\]: the outputs are \['loss', 'logits'\]"):
+        session.run(["y"], feed(x, y, **{RATE: 0.1}))
+    with pytest.raises(TypeError, match=r"inputs \['Learning_Rate'\] are missing"):
+        session.run(["loss"], feed(x, y))
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing"):
+        session.run(["loss"], {"x": x.numpy(), RATE: np.ones(1, np.float32)})
+    with pytest.raises(TypeError, match=r"unknown inputs \['z'\]"):
+        session.run(["loss"], {**feed(x, y, **{RATE: 0.1}), "z": np.ones(1)})
+    with pytest.raises(TypeError, match="iobinding must come from the training session's io_binding"):
+        session.run_with_iobinding(3)  # type: ignore[arg-type]
+    for rate, message in ((np.nan, "finite number, at least 0, but nan"), (-1.0, "but -1.0 was given")):
+        with pytest.raises(ValueError, match=message):
+            session.run(["loss"], feed(x, y, **{RATE: rate}))
+    with pytest.raises(
+        ValueError, match=r"'Learning_Rate' must be a float32 array of shape \[1\], but it has shape \[2\]"
+    ):
+        session.run(["loss"], {**feed(x, y), RATE: np.ones(2, np.float32)})
+    with pytest.raises(TypeError, match="the inputs must be a dict of names and values, but a list"):
+        session.run(["loss"], [x])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="output_names must be a list of names, but 'loss'"):
+        session.run("loss", feed(x, y, **{RATE: 0.1}))
+    cpu = "CPUExecutionProvider"
+    for wrong in (cpu, 5, {cpu: {"a": 1}}, [1], [(cpu,)], [(cpu, None)], [(5, {})], [[cpu, {}]]):
+        with pytest.raises(TypeError, match="^providers must be "):
+            session.set_providers(wrong)
+    for wrong in (5, {"a": 1}, [5]):
+        with pytest.raises(TypeError, match="^provider_options must be a list of dicts, one for each of providers"):
+            session.set_providers([cpu], wrong)
+    with pytest.raises(ValueError, match="provider_options.CPUExecutionProvider: has no effect"):
+        session.set_providers([cpu], [{"a": 1}])
+    with pytest.raises(ValueError, match="disabled_optimizers"):
+        session._create_inference_session(None, None, ["A"])
+    with pytest.raises(ValueError, match="unknown output 'y'"):
+        session.is_output_fp32_node("y")
+    assert all(np.array_equal(value, before[name]) for name, value in session.get_state().items())
+
+
+@needs_builder
+@pytest.mark.parametrize(
+    ("providers", "options"),
+    [
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], None),
+        ([("CUDAExecutionProvider", {"device_id": 7}), "TensorrtExecutionProvider"], None),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], [{"device_id": "0"}, {}]),
+    ],
+)
+def test_providers_that_can_not_be_used_are_skipped(
+    path: Path, providers: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x, y = mlp_batches(1)[0]
+    with pytest.warns(
+        UserWarning, match=r"skipping the providers \['CUDAExecutionProvider'.*\], which can't be used here"
+    ):
+        session = TrainingSession(path, parameters(), None, providers, options)
+    plain = TrainingSession(path, parameters())
+    for _ in range(2):
+        found = [s.run(["loss"], feed(x, y, **{RATE: 0.1}))[0] for s in (session, plain)]
+        assert found[0] == found[1]
+    assert session.get_providers() == ["CPUExecutionProvider"]
+    with pytest.warns(UserWarning, match="skipping the providers"):
+        session.set_providers(providers, options)
+
+
+def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
+    monkeypatch.setattr(translate, "available_providers", lambda: [cuda, "DnnlExecutionProvider", cpu])
+    monkeypatch.setattr(translate, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert translate.providers_of([cuda, cpu], None) == ("cuda:0", {cuda: {}, cpu: {}})
+    assert translate.providers_of([(cuda, {"device_id": "1"})], None) == ("cuda:1", {cuda: {"device_id": "1"}})
+    # The CPU takes every node, so nothing is left for the providers after it.
+    assert translate.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
+    assert translate.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
+    assert translate.providers_of(None, None) == ("", {})
+    # Without names, the options belong to all available providers.
+    assert translate.providers_of(None, [{"device_id": 1}, {}, {}])[0] == "cuda:1"
+    for index in (2, "first"):
+        with pytest.raises(ValueError, match=f"providers has {cuda} with device_id '{index}', but there are 2 CUDA"):
+            translate.providers_of([cuda], [{"device_id": index}])
+    with pytest.raises(ValueError, match="providers has .'cuda'., unknown to ONNX Runtime: choose from"):
+        translate.providers_of(["cuda"], None)
+
+
+def test_models_in_onnx_runtimes_own_format(path: Path, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "m.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+    for model in (tmp_path / "m.ort", (tmp_path / "m.ort").read_bytes()):
+        with pytest.raises(ExportError, match=r"is in ORT format \(.ort\), .* use the ONNX model"):
+            TrainingSession(model, parameters())
+
+
+@pytest.mark.parametrize("kind", ["ONNX", "ORT"])
+def test_the_format_that_options_ask_for(kind: str) -> None:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", kind)
+    trainer = mlp_trainer({"session_options": options})
+    x, y = mlp_batches(1)[0]
+    if kind == "ONNX":
+        trainer.train_step(x, y)
+        return
+    with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own format"):
+        trainer.train_step(x, y)
+    assert trainer.train_step_info.step == 0
+
+
+@needs_builder
+def test_the_format_that_options_of_a_session_ask_for(path: Path) -> None:
+    x, y = mlp_batches(1)[0]
+    for kind in ("ONNX", "ORT"):
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.load_model_format", kind)
+        if kind == "ORT":
+            with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own"):
+                TrainingSession(path, parameters(), options)
+        else:
+            assert TrainingSession(path, parameters(), options).run(["loss"], feed(x, y, **{RATE: 0.1}))[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("world_size", 1.0, "world_size must be a int, but 1.0"),
+        ("world_size", True, "world_size must be a int, but True"),
+        ("use_mixed_precision", 1, "use_mixed_precision must be a bool, but 1"),
+        ("loss_scale", "1", "loss_scale must be a float or int, but '1'"),
+        ("loss_output_name", None, "loss_output_name must be a str, but None"),
+        ("weights_to_train", "fc1", "weights_to_train must be a set or frozenset or list or tuple, but 'fc1'"),
+        ("optimizer_attributes_map", [], r"optimizer_attributes_map must be a dict, but \[\]"),
+    ],
+)
+def test_properties_are_checked(name: str, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        setattr(TrainingParameters(), name, value)
+
+
+def test_parameters_are_values() -> None:
+    one, other = TrainingParameters(), TrainingParameters()
+    one.weights_to_train = ["a"]  # type: ignore[assignment]
+    assert one.weights_to_train == {"a"} and other.weights_to_train == set() and one != other
+    one.loss_scale = 2
+    assert isinstance(one.loss_scale, float)
+    with pytest.raises(AttributeError, match="TrainingParameters has no property 'wieghts'"):
+        one.wieghts = 3  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="must be a dict of dicts"):
+        one.set_optimizer_initial_state({"a": 3})  # type: ignore[dict-item]
+
+
+def test_methods_that_there_are_not_say_what_there_is_instead(model: MLP) -> None:
+    session = TrainerSession(mlp_trainer(model=model))
+    for name, instead in {
+        "run": r"the trainer's train_step\(\) and eval_step\(\) run it",
+        "run_async": r"call run\(\) in a thread",
+        "load_model": "the constructor reads the model",
+        "__del__": "there is nothing to finalize",
+        "_sess": "there is no C session",
+    }.items():
+        with pytest.raises(AttributeError, match=f"^'TrainerSession' object has no attribute '{name}': {instead}"):
+            getattr(session, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+        session.nothing()
+    assert not hasattr(TrainingSession, "run_async") and hasattr(TrainingSession, "run")

@@ -1,0 +1,107 @@
+"""Programs of PyTorch's operators: as text, as functions, and invalid ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from ort_trainer.core.errors import ExportError
+from ort_trainer.engine.programs import Program
+from ort_trainer.export.torch.kernels.partition import partition
+
+
+def program(**changes: Any) -> str:
+    whole: dict[str, Any] = {
+        "inputs": [["float32", None], ["float32", [1, 0]]],
+        "symbols": {"n": [0, 0]},
+        "steps": [
+            ["aten.mm.default", [{"x": 0}, {"x": 1}], {}],
+            ["aten.sum.dim_IntList", [{"v": 0}, [0], True], {"dtype": {"torch": "float64"}}],
+            ["aten.split.Tensor", [{"v": 0}, 2, 1], {}],
+            ["getitem", [{"v": 2}, 1], {}],
+            ["aten.reshape.default", [{"v": 3}, [{"dim": "dim('n') * 2"}]], {}],
+            ["aten.gt.Scalar", [{"v": 4}, 0.5], {}],
+        ],
+        "results": [[1, None], [3, [1, 0]], [4, None], [5, None]],
+        "outputs": {"0": "total"},
+    }
+    return json.dumps({**whole, **changes})
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_program_does_what_it_says(rows: int) -> None:
+    found = Program.from_text(program())
+    assert Program.from_text(found.to_text()) == found and found.key == Program.from_text(program()).key
+    run = found.compiled()
+    left, right = torch.randn(rows, 6), torch.randn(6, 4)
+    product = left @ right
+    # The second input is passed in memory order, which differs from the order of its dimensions.
+    total, part, flat, large = run(left, right.t().contiguous())
+    torch.testing.assert_close(total, product.sum(0, keepdim=True, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(part, product[:, 2:].t())
+    torch.testing.assert_close(flat, product[:, 2:].reshape(-1))
+    assert part.is_contiguous()
+    assert large.dtype == torch.uint8 and torch.equal(large.bool(), flat > 0.5), "booleans are passed as bytes"
+
+
+def test_a_program_that_is_timed_does_the_same() -> None:
+    found = Program.from_text(program())
+    marks: list[int] = []
+    given = torch.randn(3, 6), torch.randn(4, 6)
+    for ours, theirs in zip(found.compiled(timed=True)(marks.append, *given), found.compiled()(*given), strict=True):
+        assert torch.equal(ours, theirs)
+    assert marks == sorted(marks) and len(marks) == 1 + len(found.steps) + len(found.results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is not an operator on tensors"),
+        ({"steps": [["aten.from_file.default", ["/etc/passwd"], {}]]}, "from_file.default is not an operator on ten"),
+        ({"steps": [["aten.no_such_thing.default", [], {}]]}, "not a program of PyTorch's operators"),
+        ({"steps": [["aten.mm", [], {}]]}, "not enough values"),
+        ({"more": []}, "not a program of PyTorch's operators"),
+    ],
+)
+def test_what_is_no_program_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Program.from_text(program(**changes))
+
+
+def test_a_model_that_opens_a_file_is_refused_before_a_program_is_made() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.from_file.default, ("name", False, 3))
+    node.meta["val"] = torch.empty(3)
+    with pytest.raises(ExportError, match="from_file.default is not one of PyTorch's operators on tensors"):
+        partition(graph)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"torch": "load"}, {"torch": "hub"}, {"dim": "__import__('os')"}, {"eval": "1"}, {"x": "0)+(x0"}],
+)
+def test_an_argument_can_be_no_code(argument: dict[str, str]) -> None:
+    text = program(steps=[["aten.neg.default", [argument], {}]], results=[[0, None]])
+    with pytest.raises((ValueError, TypeError)):
+        Program.from_text(text).compiled()(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_names_of_arguments_can_be_no_code() -> None:
+    text = program(steps=[["aten.neg.default", [{"x": 0}], {"a=1) or print(": 1}]], results=[[0, None]])
+    with pytest.raises(ValueError, match="is not a valid argument name"):
+        Program.from_text(text).compiled()
+
+
+def test_memory_is_free_as_soon_as_nothing_needs_it() -> None:
+    """A chain of steps holds only the value that it reads and the value that it computes."""
+    steps: list[Any] = [["aten.add.Tensor", [{"x": 0}, 1], {}]]
+    steps += [["aten.add.Tensor", [{"v": number}, 1], {}] for number in range(20)]
+    run = Program.from_text(
+        program(inputs=[["float32", None]], symbols={}, steps=steps, results=[[20, None]], outputs={})
+    ).compiled()
+    value = torch.zeros(1000)
+    (result,) = run(value)
+    assert torch.equal(result, value + 21) and torch.equal(value, torch.zeros(1000))

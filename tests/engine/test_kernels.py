@@ -1,0 +1,104 @@
+"""Casts around nodes if the engine has no kernel for their types."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from ort_trainer.engine.kernels import FitToKernelsPass
+from ort_trainer.engine.ort import make_session, session_options
+
+pytestmark = pytest.mark.engine
+
+
+def model_of(text: str) -> ir.Model:
+    return ir.from_proto(onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> {text}'))
+
+
+def run(model: ir.Model, **inputs: np.ndarray) -> list[np.ndarray]:
+    data = ir.to_proto(model).SerializeToString()
+    return make_session(data, session_options(None, False), ["CPUExecutionProvider"]).run(None, inputs)
+
+
+def operators(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def test_whole_numbers_wrap_around_and_outputs_keep_their_names() -> None:
+    model = model_of(
+        "agraph (uint8[n] x, uint8[n] y) => (uint8[n] s) <int64 axis = {0}> { p = Mul(x, y) s = CumSum(p, axis) }"
+    )
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert [value.name for value in model.graph.outputs] == ["s"]
+    x, y = np.array([200, 3, 255], np.uint8), np.array([2, 100, 255], np.uint8)
+    (found,) = run(model, x=x, y=y)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, np.cumsum(x * y, dtype=np.uint8))
+
+
+def test_truth_values_are_compared_as_numbers() -> None:
+    model = model_of("agraph (bool[n] x, bool[n] y) => (bool[n] z) { z = Less(x, y) }")
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    (found,) = run(model, x=np.array([False, True]), y=np.array([True, True]))
+    assert found.tolist() == [True, False]
+
+
+def test_what_has_a_kernel_stays() -> None:
+    model = model_of(
+        "agraph (float[n] x, uint8[n] y, int64[n] i) => (float[n] z, uint8[n] g) { c = Cast <to = 1> (y) z = Add(x, c) "
+        "g = Gather(y, i) }"
+    )
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert operators(model) == ["Cast", "Add", "Gather"]
+
+
+def test_bfloat16_is_computed_in_fp32_and_moved_as_it_is() -> None:
+    model = model_of(
+        "agraph (bfloat16[2, 3] x) => (bfloat16[3, 2] z) { y = Tanh(x) z = Transpose <perm = [1, 0]> (y) }"
+    )
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert operators(model) == ["Cast", "Tanh", "Cast", "Transpose"]
+
+
+def test_halves_are_not_added_where_they_are_scattered() -> None:
+    model = model_of(
+        "agraph (float16[n] x, int64[m] i, float16[m] y) => (float16[n] z) "
+        '{ z = ScatterElements <axis = 0, reduction = "add"> (x, i, y) }'
+    )
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    x, i = np.ones(3, np.float16), np.array([1, 1])
+    assert run(model, x=x, i=i, y=x[:2])[0].tolist() == [1, 3, 1]
+
+
+def test_doubles_are_not_computed_in_less() -> None:
+    model = model_of("agraph (double[n] x) => (double[n] z, double[n] a) { z = Erf(x) a = Add(z, x) }")
+    assert FitToKernelsPass("cpu", lambda node: f"line of {node.op_type}")(model).missing == [
+        "Erf of double: line of Erf"
+    ]
+
+
+def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
+    for _ in range(2):
+        model = model_of(
+            "agraph (int16[n] x, int16[n] y, float[n] f) => (int16[n] z, float[n] g) { a = Max(x, y) b = Max(x, a) "
+            "z = Max(a, b) g = Add(f, f) }"
+        )
+        FitToKernelsPass("cpu", str)(model)
+    assert len(calls) <= 2  # int16, int32
+
+
+def test_products_of_transposed_doubles_run() -> None:
+    model = model_of(
+        "agraph (double[2, 3] x, double[2, 4] y) => (double[3, 4] z) { t = Transpose <perm = [1, 0]> (x) "
+        "z = MatMul(t, y) }"
+    )
+    x, y = np.random.default_rng(0).random((2, 3)), np.random.default_rng(1).random((2, 4))
+    np.testing.assert_allclose(run(model, x=x, y=y)[0], x.T @ y)

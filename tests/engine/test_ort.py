@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+import torch
+
+from ort_trainer.engine import ort as engine
+
+pytestmark = pytest.mark.engine
+
+
+def test_maximum_opset_is_what_the_runtime_loads() -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    def loads(opset: int) -> bool:
+        value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("a", "b")]
+        graph = helper.make_graph([helper.make_node("Abs", ["a"], ["b"])], "g", value[:1], value[1:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+        try:
+            engine.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        except Exception:
+            return False
+        return True
+
+    assert loads(18) and loads(engine.maximum_opset())
+    assert engine.maximum_opset() <= onnx.defs.onnx_opset_version()
+
+
+def test_imports_of_the_engine_leave_logging_and_the_path_alone() -> None:
+    """A plain import of onnxruntime.training adds a handler to the root logger, and two folders to ``sys.path``."""
+    program = """if True:
+        import logging, sys
+        import torch
+        path = list(sys.path)
+        import ort_trainer.compat
+        from ort_trainer.engine.ort import engine
+        engine()
+        ort_trainer.compat.install()
+        from onnxruntime.training import ORTTrainer
+        assert not logging.getLogger().handlers and sys.path == path, (logging.getLogger().handlers, sys.path)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+        logging.getLogger("mine").info("still heard")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "still heard", done.stderr
+
+
+def test_process_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, handler = logging.getLogger(), logging.NullHandler()
+    before = root.level, list(root.handlers), list(sys.path)
+    with pytest.raises(ImportError), engine.process_undisturbed():
+        root.addHandler(handler)
+        root.setLevel(logging.CRITICAL)
+        sys.path.append("elsewhere")
+        raise ImportError
+    assert (root.level, root.handlers, sys.path) == before
+
+
+def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests the choice of CUDA devices without a device."""
+    monkeypatch.setattr(engine, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert engine.resolve_device("cuda", False) == torch.device("cuda", 0)
+    assert engine.resolve_device("cuda:1", True) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="device.id 'cuda:2' was asked for, but there are 2 CUDA devices"):
+        engine.resolve_device("cuda:2", True)
+
+    class Stream:
+        cuda_stream = 1234
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
+    providers = engine.providers_for(torch.device("cuda", 1), {"CUDAExecutionProvider": {"x": "y"}}, mem_limit=99)
+    assert providers == [
+        ("CUDAExecutionProvider", {"device_id": "1", "user_compute_stream": "1234", "gpu_mem_limit": "99", "x": "y"}),
+        ("CPUExecutionProvider", {}),
+    ]

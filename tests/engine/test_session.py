@@ -1,0 +1,163 @@
+"""``StepSession`` by itself, as the loop uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ort_trainer import optim
+from ort_trainer.engine import StepSession
+from ort_trainer.export.torch import ExportedStep, GraphBuilder
+from ort_trainer.options.model_desc import ModelDescription
+from ort_trainer.step import TrainingGraph
+
+from ..helpers import MLP, MLP_DESC, mlp_batches
+
+pytestmark = pytest.mark.engine
+
+X, Y = mlp_batches(1)[0]
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[bool, TrainingGraph]:
+    model = MLP()
+    step = ExportedStep(model, ModelDescription(MLP_DESC), F.cross_entropy, frozenset(dict(model.named_parameters())))
+    return {training: GraphBuilder(step).build({"x": X, "label": Y}, training) for training in (True, False)}
+
+
+@pytest.fixture
+def model() -> MLP:
+    return MLP()
+
+
+@pytest.fixture
+def session(model: MLP, graphs: dict[bool, TrainingGraph]) -> StepSession:
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    session = StepSession(parameters, {}, {name: [name] for name in parameters}, optim.SGDConfig(lr=0.5), clip=False)
+    for graph in graphs.values():
+        session.add_graph(graph)
+    return session
+
+
+def train(
+    session: StepSession, x: torch.Tensor = X, names: Sequence[str] = ("loss", "logits"), loss_scale: float = 1.0
+) -> list[torch.Tensor]:
+    batch = {"x": x, "label": Y}
+    plan = session.plan(True, batch, names)
+    assert plan is not None
+    return session.train(plan, batch, loss_scale=loss_scale)
+
+
+def evaluate(session: StepSession, batch: dict[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
+    plan = session.plan(False, batch, names)
+    assert plan is not None
+    return session.evaluate(plan, batch)
+
+
+def gradients(model: MLP) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    F.cross_entropy(model(X), Y).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def check(session: StepSession, expected: dict[str, torch.Tensor], factor: float) -> None:
+    assert session.present_gradients().keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(session.present_gradients()[name], factor * value, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_add_up_until_a_lazy_reset(session: StepSession, model: MLP) -> None:
+    expected = gradients(model)
+    assert session.present_gradients() == {}
+    for count in (1, 2, 3):
+        loss, logits = train(session)
+        check(session, expected, count)
+    torch.testing.assert_close(logits, model(X).detach())
+    session.lazy_reset_grad()
+    assert session.present_gradients() == {}
+    train(session, loss_scale=8.0)
+    check(session, expected, 8.0)
+    assert train(session, loss_scale=8.0)[0].item() == pytest.approx(loss.item())
+
+
+def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> None:
+    with pytest.raises(RuntimeError, match="there are no gradients to apply"):
+        session.optimizer_step()
+    assert session.get_learning_rate() == 0.5
+    session.set_learning_rate(0.25)
+    assert session.get_learning_rate() == 0.25
+    expected = gradients(model)
+    pointers = {name: value.data_ptr() for name, value in session.parameters.items()}
+    train(session)
+    assert session.optimizer_step() is True
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(session.parameters[name], parameter.detach() - 0.25 * expected[name])
+    assert {name: value.data_ptr() for name, value in session.parameters.items()} == pointers
+    session.lazy_reset_grad()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(session.parameters[name])
+    torch.testing.assert_close(
+        evaluate(session, {"x": X, "label": Y}, ["loss", "logits"])[1], model(X).detach()
+    )  # ONNX Runtime reads the new weights
+
+
+def test_memory_is_shared_not_copied(session: StepSession) -> None:
+    """A weight that changes outside ONNX Runtime affects its next result; gradients never move."""
+    train(session)
+    pointers = {name: value.data_ptr() for name, value in session.gradients.items()}
+    session.parameters["fc2.weight"].zero_()
+    session.parameters["fc2.bias"].zero_()
+    for number in range(3):
+        loss, logits = train(session)
+        assert torch.equal(logits, torch.zeros(5, 3)), number
+        assert loss.item() == pytest.approx(torch.tensor(3.0).log().item())
+    assert {name: value.data_ptr() for name, value in session.gradients.items()} == pointers
+
+
+def test_outputs_are_new_and_can_be_chosen(session: StepSession) -> None:
+    first = train(session)
+    second = train(session, X + 1)
+    assert not torch.equal(first[1], second[1])
+    assert [o.shape for o in train(session, names=["logits"])] == [(5, 3)]
+    assert [o.shape for o in evaluate(session, {"x": X}, ["logits"])] == [(5, 3)]
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing"):
+        evaluate(session, {"x": X}, ["loss", "logits"])
+
+
+def test_a_session_without_a_graph(model: MLP) -> None:
+    session = StepSession({}, {}, {}, optim.SGDConfig())
+    assert session.plan(True, {"x": X, "label": Y}, ["loss"]) is None
+    with pytest.raises(RuntimeError, match="there is no training graph yet"):
+        _ = session.inference_session
+
+
+def test_a_graph_that_the_runtime_can_not_load(session: StepSession, graphs: dict[bool, TrainingGraph]) -> None:
+    broken = TrainingGraph.from_bytes(graphs[False].to_bytes())
+    next(iter(broken.model.graph)).op_type = "NoSuchOperator"
+    with pytest.raises(RuntimeError, match=r"ONNX Runtime can't load the evaluation graph.*NoSuchOperator"):
+        session.add_graph(broken)
+    assert len(session.graphs(False)) == 1
+
+
+def test_graph_round_trip(graphs: dict[bool, TrainingGraph]) -> None:
+    for graph in graphs.values():
+        again = TrainingGraph.from_bytes(graph.to_bytes())
+        for name in (
+            "training",
+            "inputs",
+            "outputs",
+            "loss",
+            "state",
+            "gradients",
+            "buffer_updates",
+            "loss_scale",
+            "random",
+            "guards",
+            "fixed",
+        ):
+            assert getattr(again, name) == getattr(graph, name), name
+        assert [n.op_type for n in again.model.graph] == [n.op_type for n in graph.model.graph]

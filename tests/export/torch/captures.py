@@ -1,0 +1,34 @@
+"""Captures a step: the graph before its translation to ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ort_trainer.export.torch import ExportedStep
+from ort_trainer.export.torch.capture import Capture, differentiate
+from ort_trainer.export.torch.guard.borrow import borrowed
+from ort_trainer.export.torch.program import capture_program
+from ort_trainer.export.torch.step_module import StepModule
+from ort_trainer.options import ModelDescription
+
+
+def captured(
+    model: nn.Module,
+    shapes: dict[str, Sequence[int | str]],
+    *sample: torch.Tensor,
+    training: bool = True,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Capture:
+    """Captures a model whose first output is the loss."""
+    desc = {"inputs": [(name, list(shape)) for name, shape in shapes.items()], "outputs": [("loss", [], True)]}
+    trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    step = ExportedStep(model, ModelDescription(desc), loss_fn, trainable)
+    module = StepModule(step)
+    with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
+        inputs = step.description.inputs
+        program = capture_program(module, inputs, sample, step.autocast_for(sample))
+        return differentiate(program, module, inputs, step.autocast_for(sample))

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.core.dims import evaluate
+from ort_trainer.core.errors import ExportError
+
+from ...helpers import MLP_DESC, assert_same_training, mlp_batches
+
+pytestmark = [pytest.mark.engine, pytest.mark.options(random_numbers="pytorch", kernels="onnxruntime")]
+
+DESC = {"inputs": [("x", ["batch", 6, 8]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "attention dropout": {"graph_transformer": {"attn_dropout_recompute": True}},
+    "gelu": {"graph_transformer": {"gelu_recompute": True}},
+    "layers": {"graph_transformer": {"transformer_layer_recompute": True}},
+    "memory efficient": {"utils": {"memory_efficient_gradient": True}},
+    "all": {
+        "graph_transformer": {
+            "attn_dropout_recompute": True,
+            "gelu_recompute": True,
+            "transformer_layer_recompute": True,
+            "number_recompute_layers": 1,
+        },
+        "utils": {"memory_efficient_gradient": True},
+    },
+}
+
+
+class Layer(nn.Module):
+    """A transformer layer of width 8 with one head, a causal mask and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.norm2 = nn.LayerNorm(8), nn.Linear(8, 24), nn.LayerNorm(8)
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).split(8, dim=-1)
+        x = x + F.scaled_dot_product_attention(query, key, value, dropout_p=0.2, is_causal=True)
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Encoder(nn.Module):
+    """Two layers and a head."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(8, 3)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x[:, 0])
+
+
+def batches(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(3, length, 8, generator=generator), torch.randint(0, 3, (3,), generator=generator))
+        for length in lengths
+    ]
+
+
+def train(options: dict[str, Any], model: nn.Module | None = None) -> tuple[ORTTrainer, list[torch.Tensor]]:
+    """Trains three steps; returns the trainer, and the losses and the weights after them."""
+    if model is None:
+        torch.manual_seed(0)
+        model = Encoder()
+    torch.manual_seed(0)
+    config = optim.SGDConfig(lr=0.1)
+    trainer = ORTTrainer(model, DESC, config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(options))
+    losses = [trainer.train_step(*batch) for batch in batches(6, 6, 6)]
+    return trainer, [*losses, *trainer.state_dict(pytorch_format=True).values()]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, tuple[ORTTrainer, list[torch.Tensor]]]:
+    found = {name: train(options) for name, options in OPTIONS.items()}
+    torch.manual_seed(0)
+    return {**found, "checkpoint": train({}, Encoder(checkpointed=True))}
+
+
+def operators(trainer: ORTTrainer) -> Counter[str]:
+    assert trainer.session is not None
+    return Counter(node.op_type for node in trainer.session.graphs(training=True)[0].model.graph)
+
+
+def kept_bytes(trainer: ORTTrainer) -> int:
+    """Returns the bytes that the forward pass keeps for the backward pass, as ONNX Runtime computes it.
+
+    The backward pass is everything that depends on the loss scale. Inputs of the graph, and values that are computed
+    from weights alone, do not count; a reshaped value counts once.
+    """
+    assert trainer.session is not None
+    graph = trainer.session.graphs(training=True)[0]
+    assert graph.loss_scale is not None
+    proto = ir.to_proto(graph.model)
+    activation = {spec.name for spec in graph.inputs}
+    backward = {graph.loss_scale.name}
+    original: dict[str, str] = {}
+    kept: set[str] = set()
+    for node in proto.graph.node:
+        if backward & {*node.input}:
+            backward |= {*node.output}
+            kept |= {original.get(name, name) for name in node.input if name in activation}
+        elif activation & {*node.input}:
+            activation |= {*node.output}
+            if node.op_type in ("Reshape", "Identity", "Squeeze", "Unsqueeze"):
+                original[node.output[0]] = original.get(node.input[0], node.input[0])
+    names = sorted(kept - {value.name for value in proto.graph.input})
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    sizes = {"batch": 3}
+    state = {graph.state[name]: value.numpy() for name, value in trainer.session.parameters.items()}
+    inputs = zip(graph.inputs, batches(6)[0], strict=True)
+    feeds = {**state, **{spec.name: value.numpy() for spec, value in inputs}}
+    feeds[graph.loss_scale.name] = torch.ones([int(size) for size in graph.loss_scale.shape or ()]).numpy()
+    feeds |= {spec.name: torch.ones([evaluate(size, sizes) for size in spec.shape]).numpy() for spec in graph.random}
+    needed = {value.name for value in session.get_inputs()}
+    return sum(value.nbytes for value in session.run(names, {k: v for k, v in feeds.items() if k in needed}))
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "checkpoint"])
+def test_the_numbers_stay(name: str, trained: dict[str, tuple[ORTTrainer, list[torch.Tensor]]]) -> None:
+    for ours, theirs in zip(trained[name][1], trained["off"][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in (*OPTIONS, "checkpoint") if name != "off"])
+def test_less_is_kept(name: str, trained: dict[str, tuple[ORTTrainer, list[torch.Tensor]]]) -> None:
+    assert kept_bytes(trained[name][0]) < 0.95 * kept_bytes(trained["off"][0])
+
+
+def test_what_is_computed_twice(trained: dict[str, tuple[ORTTrainer, list[torch.Tensor]]]) -> None:
+    """There is one GELU and one softmax per layer; matrix products are repeated for whole layers only."""
+    counts = {name: operators(trainer) for name, (trainer, _) in trained.items()}
+    del counts["memory efficient"]  # this may compute a value several times
+    assert {name: count["Erf"] for name, count in counts.items()} == {
+        "off": 2, "attention dropout": 2, "gelu": 4, "layers": 3, "all": 4, "checkpoint": 4,
+    }  # fmt: skip
+    assert counts["layers"]["Softmax"] == 3 and counts["checkpoint"]["Softmax"] == 4
+    assert counts["gelu"]["Softmax"] == counts["off"]["Softmax"] == 2
+    products = {name: count["MatMul"] + count["Gemm"] for name, count in counts.items()}
+    assert products["off"] == products["gelu"] == products["attention dropout"]
+    assert products["off"] < products["layers"] == products["all"] < products["checkpoint"]
+
+
+def test_same_as_pytorch_with_its_dropout_masks() -> None:
+    torch.manual_seed(0)
+    assert_same_training(
+        Encoder(),
+        {**DESC, "inputs": [("x", ["batch", "length", 8]), ("label", ["batch"])]},
+        batches(5, 6, 7),
+        optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        options=OPTIONS["all"],
+        relative=1e-5,
+        seed=7,
+    )
+
+
+class Blocks(nn.Module):
+    """Residual blocks in a Sequential, with batch norm, whose running statistics must be updated once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))  # noqa: E731
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_layers_of_any_class() -> None:
+    torch.manual_seed(0)
+    trainer = assert_same_training(
+        Blocks(),
+        MLP_DESC,
+        mlp_batches(3),
+        optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        options={"graph_transformer": {"transformer_layer_recompute": True, "number_recompute_layers": 3}},
+        relative=1e-5,
+    )
+    assert operators(trainer)["Tanh"] == 6
+
+
+class NewGELU(nn.Module):
+    """The tanh formula, written out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def test_gelu_that_is_a_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), NewGELU(), nn.Linear(16, 3))
+    desc = {"inputs": [("input", ["batch", 8]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    trainer = assert_same_training(
+        model,
+        desc,
+        mlp_batches(2),
+        optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        options=OPTIONS["gelu"],
+        relative=1e-5,
+    )
+    assert operators(trainer)["Tanh"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_dropout_recompute": True}, "attn_dropout_recompute: the training graph has no dropout on the result"),
+        ({"gelu_recompute": True}, "gelu_recompute: the training graph has no GELU"),
+        (
+            {"transformer_layer_recompute": True, "number_recompute_layers": 4},
+            "number_recompute_layers is 4, but the graph has 3 layers",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
+    trainer = ORTTrainer(
+        Blocks(),
+        MLP_DESC,
+        optim.SGDConfig(lr=0.1),
+        loss_fn=F.cross_entropy,
+        options=ORTTrainerOptions({"graph_transformer": options}),
+    )
+    with pytest.raises(ExportError, match=message):
+        trainer.prepare(mlp_batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"), [(0, "the graph has no layers"), (1, "the graph has no layers"), (2, None)]
+)
+def test_a_single_layer_is_none(layers: int, message: str | None) -> None:
+    parts = [nn.Sequential(nn.Tanh(), nn.Linear(8, 8)) for _ in range(layers)]
+    model = nn.Sequential(*parts, nn.Linear(8, 3))
+    desc = {"inputs": [("input", ["batch", 8]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    options = ORTTrainerOptions(OPTIONS["layers"])
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    if message is None:
+        trainer.train_step(*mlp_batches(1)[0])
+        assert operators(trainer)["Tanh"] == 3
+        return
+    with pytest.raises(ExportError, match=message):
+        trainer.prepare(mlp_batches(1)[0])
+
+
+def test_with_mixed_precision() -> None:
+    """Casts of the weights are computed once; recomputed values keep their precision."""
+    mixed = {"mixed_precision": {"enabled": True}}
+    plain, recomputed = (train({**mixed, **options})[1] for options in ({}, OPTIONS["all"]))
+    for ours, theirs in zip(recomputed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

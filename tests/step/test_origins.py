@@ -1,0 +1,37 @@
+"""Origins of nodes: as text, by names that ONNX Runtime has changed, and in nested modules."""
+
+from __future__ import annotations
+
+from ort_trainer.step.origins import LOSS, Origins, Place, parent_of
+
+MODULES = [("", "Net"), ("first", "Linear"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")]
+
+
+def origins() -> Origins:
+    places = {
+        "program": [Place("body.0", False), None, Place(LOSS, True)],
+        "aten.mm.default/MatMul_6": [Place("body.0", True)],
+        "aten.mm.default/MatMul_60": [Place("", False)],
+    }
+    return Origins.of(places, MODULES)
+
+
+def test_places_survive_as_text() -> None:
+    found = Origins.from_text(origins().to_text())
+    assert found.modules == (("", "Net"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")), "those that occur"
+    assert [found.place("program", step) for step in range(3)] == [Place("body.0", False), None, Place(LOSS, True)]
+
+
+def test_a_node_with_a_new_name() -> None:
+    found = origins()
+    assert found.place("fused aten.mm.default/MatMul_60/MatmulTransposeFusion/") == Place("", False)
+    assert found.place("aten.mm.default/MatMul_6/MatmulTransposeFusion/") == Place("body.0", True)
+    assert found.place("Gather_token_1") is None
+
+
+def test_nothing_is_known_of_an_empty_text() -> None:
+    assert Origins.from_text("").place("anything") is None and not Origins.from_text("").modules
+
+
+def test_parents() -> None:
+    assert [parent_of(path) for path in ("", LOSS, "a", "a.0.b", f"{LOSS}.a")] == [None, None, "", "a.0", LOSS]

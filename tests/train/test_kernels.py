@@ -1,0 +1,256 @@
+"""Steps on PyTorch's kernels and on ONNX Runtime's: the same numbers, and the kernels that were chosen."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.export.torch import model as torch_model
+from ort_trainer.options import ModelDescription
+
+from ..helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
+
+pytestmark = pytest.mark.engine
+needs_pytorch = pytest.mark.skipif(not can_call_pytorch(), reason="the engine can't call PyTorch")
+
+
+class Convolutions(nn.Module):
+    """Convolutions, batch norm, both kinds of pooling, and a mask that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        x = F.dropout(self.second(x).transpose(1, 3), 0.3, self.training).transpose(1, 3)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Texts(nn.Module):
+    """Embedding, LSTM, attention with dropout, a GELU written out, and a split whose parts are used far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True)
+        self.both, self.norm, self.head = nn.Linear(8, 24), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embedding(tokens))
+        query, key, value = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.both(x).split(8, 2))
+        p = 0.2 if self.training else 0.0
+        x = F.scaled_dot_product_attention(query, key, value, dropout_p=p).transpose(1, 2).flatten(2)
+        x = 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
+        return self.head(self.norm(x).mean(1))
+
+
+def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(size)
+    return torch.randn(size, 3, 8, 8, generator=draw), torch.randint(0, 3, (size,), generator=draw)
+
+
+def texts(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(size)
+    return torch.randint(0, 20, (size, 6), generator=draw), torch.randint(0, 3, (size,), generator=draw)
+
+
+MODELS: dict[str, tuple[type[nn.Module], Any, list[Any]]] = {
+    "mlp": (lambda: MLP(dropout=0.25), lambda size: mlp_batches(1, size)[0], ["batch", 8]),  # type: ignore[dict-item]
+    "convolutions": (Convolutions, images, ["batch", 3, 8, 8]),
+    "texts": (Texts, texts, ["batch", 6]),
+}
+
+
+def trainer(model: nn.Module, shape: list[Any], **utils: Any) -> ORTTrainer:
+    desc = {"inputs": [("x", shape), ("label", ["batch"])], "outputs": [("loss", [], True), ("out", ["batch", 3])]}
+    desc["inputs"][0] = ("tokens" if isinstance(model, Texts) else "x", shape)
+    options = ORTTrainerOptions({"utils": utils, "batch": {"gradient_accumulation_steps": 2}})
+    return ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+
+
+def calls_pytorch(trained: ORTTrainer) -> bool:
+    return bool(trained.session.graphs(True)[0].programs)
+
+
+@needs_pytorch
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("numbers", ["fast", "pytorch"])
+def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) -> None:
+    """The masks too, because they follow from the seed. Batch sizes differ and gradients are accumulated."""
+    make, batch, shape = MODELS[name]
+    model = make()
+    trained = []
+    for kernels in ("pytorch", "onnxruntime"):
+        torch.manual_seed(3)
+        ours = trainer(copy.deepcopy(model), shape, kernels=kernels, random_numbers=numbers)
+        losses = [ours.train_step(*batch(size))[0] for size in (4, 4, 6, 3, 1, 2)]
+        trained.append((ours, losses))
+    assert calls_pytorch(trained[0][0]) and not calls_pytorch(trained[1][0])
+    for ours, theirs in zip(trained[0][1], trained[1][1], strict=True):
+        assert_close(ours, theirs, 1e-5, "loss")
+    states = [ours.state_dict(pytorch_format=True) for ours, _ in trained]
+    for key, value in states[0].items():
+        assert_close(value, states[1][key], 1e-5, key)
+    assert_close(trained[0][0].eval_step(*batch(5))[1], trained[1][0].eval_step(*batch(5))[1], 1e-5, "evaluation")
+
+
+@needs_pytorch
+def test_an_error_in_an_operator_is_raised_and_nothing_is_changed() -> None:
+    model = MLP(dropout=0.5)
+    options = {"utils": {"kernels": "pytorch"}, "debug": {"check_indices": False}}
+    ours, theirs = (mlp_trainer(options, model=copy.deepcopy(model)) for _ in range(2))
+    (x, y), later = mlp_batches(2)
+    for one in (ours, theirs):
+        torch.manual_seed(0)
+        one.train_step(x, y)
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        ours.train_step(x, torch.full_like(y, 7))
+    assert torch.equal(ours.train_step(*later)[0], theirs.train_step(*later)[0]), "the masks too"
+
+
+@needs_pytorch
+def test_gradient_modes_and_casts_of_the_caller_change_nothing() -> None:
+    batches = mlp_batches(3)
+    model = MLP()
+    plain, within = (mlp_trainer({"utils": {"kernels": "pytorch"}}, model=copy.deepcopy(model)) for _ in range(2))
+    expected = [plain.train_step(*batch)[0] for batch in batches]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = [within.train_step(*batch)[0] for batch in batches]
+        assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+    assert torch.equal(torch.stack(expected), torch.stack(found))
+
+
+class Doubled(MLP):
+    """Returns one tensor twice, a view of it, and an input; the caller may change all of them."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y, y.t(), x, y > 0
+
+
+@needs_pytorch
+def test_outputs_are_the_callers_own() -> None:
+    names = [("a", ["batch", 3]), ("b", ["batch", 3]), ("c", [3, "batch"]), ("d", ["batch", 8]), ("e", ["batch", 3])]
+    desc = {"inputs": MLP_DESC["inputs"], "outputs": [("loss", [], True), *names]}
+    ours = ORTTrainer(
+        Doubled(),
+        desc,
+        optim.SGDConfig(lr=0.0),
+        loss_fn=lambda outputs, label: F.cross_entropy(outputs[0], label),
+        options=ORTTrainerOptions({"utils": {"kernels": "pytorch"}}),
+    )
+    x, label = mlp_batches(1)[0]
+    before = x.clone()
+    _, a, b, c, d, e = ours.train_step(x, label)
+    assert torch.equal(a, b) and torch.equal(a, c.t()) and torch.equal(d, x) and torch.equal(e, a > 0)
+    a.zero_(), d.zero_()
+    assert b.any() and c.any() and torch.equal(x, before) and e.dtype == torch.bool
+
+
+class Checkpointed(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "recomputation": ({"utils": {"memory_efficient_gradient": True}}, "recomputation in the backward pass requires"),
+    "opset": ({"_internal_use": {"onnx_opset_version": 19}}, "_internal_use.onnx_opset_version requires"),
+    "postprocess": ({"_internal_use": {"extra_postprocess": lambda model: None}}, "extra_postprocess requires"),
+    "simplification": ({"_internal_use": {"enable_internal_postprocess": False}}, "enable_internal_postprocess False"),
+}
+
+
+@needs_pytorch
+@pytest.mark.parametrize("name", REASONS)
+def test_where_pytorchs_kernels_can_not_be_had(name: str) -> None:
+    options, reason = REASONS[name]
+    assert not calls_pytorch(prepared(mlp_trainer(options)))
+    wanted = {**options, "utils": {**options.get("utils", {}), "kernels": "pytorch"}}
+    with pytest.raises(Exception, match=reason):
+        prepared(mlp_trainer(wanted))
+
+
+def prepared(ours: ORTTrainer) -> ORTTrainer:
+    ours.train_step(*mlp_batches(1)[0])
+    return ours
+
+
+@needs_pytorch
+def test_a_model_with_checkpoints_runs_on_onnx_runtimes_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert not calls_pytorch(prepared(mlp_trainer(model=Checkpointed())))
+
+
+@pytest.mark.skipif(can_call_pytorch(), reason="the engine can call PyTorch")
+def test_an_engine_that_can_not_call_pytorch() -> None:
+    assert not calls_pytorch(prepared(mlp_trainer()))
+    with pytest.raises(
+        ValueError, match=r"utils\.kernels is 'pytorch', but the installed ONNX Runtime can't call PyTorch"
+    ):
+        mlp_trainer({"utils": {"kernels": "pytorch"}})
+
+
+@needs_pytorch
+def test_a_program_that_reads_nothing() -> None:
+    """Computations without inputs take so long here that they form a program of their own."""
+
+    class Offset(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            offset = torch.full((3, 9_000_000), 0.5)
+            return super().forward(x) + offset.amax()
+
+    model = Offset()
+    reference = copy.deepcopy(model)
+    ours = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, label in mlp_batches(3):
+        loss = F.cross_entropy(reference(x), label)
+        assert_close(ours.train_step(x, label)[0], loss.detach(), 1e-5, "loss")
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert_same_weights(ours, reference, 1e-5)
+
+
+@needs_pytorch
+def test_twenty_steps_as_pytorch() -> None:
+    model = Convolutions()
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    ours = trainer(model, ["batch", 3, 8, 8], kernels="pytorch", random_numbers="pytorch")
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    draw = torch.get_rng_state()
+    for step in range(20):
+        x, label = images(4 + step % 3)
+        loss = ours.train_step(x, label)[0]
+        torch.set_rng_state(draw)
+        expected = F.cross_entropy(reference(x), label)
+        draw = torch.get_rng_state()
+        assert_close(loss, expected.detach(), 1e-4, f"loss of step {step}")
+        (expected / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(ours, reference, 1e-4)
+
+
+@needs_pytorch
+def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as this can be tested without CUDA: the choice depends on the training device, where the model need not
+    be."""
+    monkeypatch.setattr(torch_model, "has_cuda", lambda: True)
+    options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": "pytorch"}})
+    source = torch_model.TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
+    with pytest.raises(ValueError, match="utils.kernels is 'pytorch', but training does not run on the CPU"):
+        source.builder(ModelDescription(MLP_DESC))
