@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..amp import LossScaler
+    from ..engine.ort import SessionOptions
     from ..optim import LRScheduler
-    from ..runtime.engine import SessionOptions
 
 __all__ = ["Options", "OptionsDict"]
 '''

@@ -4,9 +4,8 @@ It uses only the trainer's public methods, so a loop of your own can do the same
 """
 
 from .callbacks import Callback, Checkpoints, EarlyStopping, ManagedCheckpoints
-from .loggers import CSVLogger, TensorBoardLogger
+from .loggers import CSVLogger, Progress, TensorBoardLogger
 from .loop import fit
-from .progress import Progress
 from .state import FitState
 
 __all__ = [

@@ -6,14 +6,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import shown
 from ..runs import CheckpointManager
+from ..runs.trainer import Trainer
 from .state import FitState
-
-if TYPE_CHECKING:
-    from ..trainer import ORTTrainer
 
 __all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints", "check_interval"]
 
@@ -21,8 +19,8 @@ __all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints", "ch
 class Callback:
     """The base class of callbacks; its methods do nothing and are named as in PyTorch Lightning.
 
-    Each method gets the state of the fit and the trainer, and they are called in the order below. The user's callbacks
-    come first, in the order given, then the progress, then the checkpoints.
+    Each method gets the state of the fit and the :class:`~ort_trainer.ORTTrainer`. They are called in the order below.
+    The user's callbacks come first, in the order given, then the progress, then the checkpoints.
 
     Attributes:
         in_every_process: Whether every process calls it, or only rank 0, for callbacks that write or show something. A
@@ -38,40 +36,40 @@ class Callback:
         if unknown:
             raise TypeError(f"{cls.__name__} has {unknown}, which are never called: the valid names are {moments}")
 
-    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+    def setup(self, state: FitState, trainer: Any) -> None:
         """Called first, even before a checkpoint is loaded: the place for checks."""
 
-    def on_load_checkpoint(self, state: FitState, trainer: ORTTrainer, checkpoint: Mapping[str, Any]) -> None:
+    def on_load_checkpoint(self, state: FitState, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
         """Called after a checkpoint was loaded; ``checkpoint`` is its user dict."""
 
-    def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_start(self, state: FitState, trainer: Any) -> None:
         """Called when the fit begins."""
 
-    def on_train_epoch_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_start(self, state: FitState, trainer: Any) -> None:
         """Called when an epoch begins, or is resumed in the middle (see ``state.batch``)."""
 
-    def on_train_batch_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_batch_start(self, state: FitState, trainer: Any) -> None:
         """Called before the training step of a batch."""
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_batch_end(self, state: FitState, trainer: Any) -> None:
         """Called after the training step of a batch."""
 
-    def on_validation_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_validation_start(self, state: FitState, trainer: Any) -> None:
         """Called after the last batch of an epoch, before the evaluation."""
 
-    def on_validation_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_validation_end(self, state: FitState, trainer: Any) -> None:
         """Called after the evaluation; ``state.metrics`` has its results, and more can be added."""
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Any) -> None:
         """Called when an epoch is complete; ``state.history[-1]`` has its figures."""
 
-    def on_save_checkpoint(self, state: FitState, trainer: ORTTrainer, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, state: FitState, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is saved; ``checkpoint`` is its user dict, and entries can be added."""
 
-    def on_exception(self, state: FitState, trainer: ORTTrainer, exception: BaseException) -> None:
+    def on_exception(self, state: FitState, trainer: Any, exception: BaseException) -> None:
         """Called when an exception was raised, including KeyboardInterrupt."""
 
-    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_end(self, state: FitState, trainer: Any) -> None:
         """Called when the fit ends, in whatever way (see ``state.status``)."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class _Monitor(Callback):
         self.best: float | None = None
         self._name = ""
 
-    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+    def setup(self, state: FitState, trainer: Trainer) -> None:
         self._name = state.default_monitor if self.monitor is None else self.monitor
         if state.expected is not None:
             self._check(state.expected)
@@ -164,10 +162,10 @@ class EarlyStopping(_Monitor):
         super().__init__(monitor, mode, min_delta)
         self.patience, self.waited = patience, 0
 
-    def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         self._stop_if_due(state)  # a fit resumed where this callback had stopped it
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
         self.waited = 0 if self.improved(state) else self.waited + 1
         value = state.history[-1][self._name]
         if not math.isfinite(value):
@@ -199,22 +197,22 @@ class _Saving(Callback):
         self.every_n_batches = every_n_batches
         self._saved = (0, 0)
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
         if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
             self._save_last(state, trainer)
 
-    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         if state.status == "failed":
             return
         due = bool(state.steps) and self._saved != (state.steps, len(state.history))
         if any(row["due"] for row in trainer.gather({"due": due})):
             self._save_last(state, trainer)
 
-    def _save_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None = None) -> None:
+    def _save_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None = None) -> None:
         state.files["last"] = str(self._write_last(state, trainer, metrics))
         self._saved = (state.steps, len(state.history))
 
-    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+    def _write_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None) -> Path:
         """Writes a checkpoint, with the metrics of a complete epoch; returns its path."""
         raise NotImplementedError
 
@@ -259,16 +257,16 @@ class Checkpoints(_Saving, _Monitor):
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
         if self.improved(state):
             state.files["best"] = str(_written(self.best_path, state, trainer))
         self._save_last(state, trainer)
 
-    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+    def _write_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None) -> Path:
         return _written(self.last, state, trainer)
 
 
-def _written(path: Path, state: FitState, trainer: ORTTrainer) -> Path:
+def _written(path: Path, state: FitState, trainer: Trainer) -> Path:
     trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes call it; one writes
     return path
 
@@ -290,14 +288,14 @@ class ManagedCheckpoints(_Saving):
         super().__init__(every_n_batches)
         self.manager = manager
 
-    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+    def setup(self, state: FitState, trainer: Trainer) -> None:
         if self.manager.keep_best is not None and state.expected is not None:
             _check_name("CheckpointManager(keep_best=...)", self.manager.keep_best[0], state.expected)
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
         self._save_last(state, trainer, {name: value for name, value in state.history[-1].items() if value is not None})
 
-    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         super().on_fit_end(state, trainer)
         if state.status == "failed":
             return
@@ -306,5 +304,5 @@ class ManagedCheckpoints(_Saving):
         if best is not None:
             state.files["best"] = str(best)
 
-    def _write_last(self, state: FitState, trainer: ORTTrainer, metrics: Mapping[str, Any] | None) -> Path:
+    def _write_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None) -> Path:
         return self.manager.save(trainer, state.position, metrics, state.checkpoint())

@@ -1,20 +1,21 @@
-"""Callbacks that log the figures of a fit to a CSV file or TensorBoard."""
+"""Callbacks that show the figures of a fit: progress on the terminal, a CSV file, TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import os
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.atomic import atomic_path, check_target
+from ..runs.trainer import Trainer
 from .callbacks import Callback, check_interval
-from .state import EPOCH_COLUMNS, FitState
+from .state import EPOCH_COLUMNS, FitState, shown_number
 
-if TYPE_CHECKING:
-    from ..trainer import ORTTrainer
-
-__all__ = ["CSVLogger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Progress", "TensorBoardLogger"]
 
 
 class CSVLogger(Callback):
@@ -37,10 +38,10 @@ class CSVLogger(Callback):
         self.path, self.every_n_batches = Path(path), every_n_batches
         self._columns: list[str] = []
 
-    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+    def setup(self, state: FitState, trainer: Trainer) -> None:
         check_target(self.path)
 
-    def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         known = self._read() if state.resumed and self.path.exists() else []
         step, epochs = trainer.train_step_info.step, len(state.history)
         # An epoch's row has the step of its last batch, so the step alone would keep the row of an epoch whose
@@ -50,11 +51,11 @@ class CSVLogger(Callback):
         self._columns += [name for row in kept[-1:] for name in row if name not in self._columns]
         self._write(kept)
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
         if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
             self._add({**state.record(trainer), "batch": state.batch})
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
         self._add(state.history[-1])
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -95,13 +96,13 @@ class TensorBoardLogger(Callback):
         self.folder, self.every_n_batches = folder, every_n_batches
         self._writer: Any = None
 
-    def setup(self, state: FitState, trainer: ORTTrainer) -> None:
+    def setup(self, state: FitState, trainer: Trainer) -> None:
         try:
             from torch.utils import tensorboard  # noqa: F401
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("TensorBoardLogger needs tensorboard: pip install tensorboard") from error
 
-    def on_fit_start(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         from torch.utils import tensorboard
 
         writer: Any = tensorboard.SummaryWriter
@@ -109,17 +110,101 @@ class TensorBoardLogger(Callback):
         purged = trainer.train_step_info.step + 1 if state.resumed else None
         self._writer = writer(os.fspath(self.folder), purge_step=purged)
 
-    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
         if state.batch % self.every_n_batches == 0:
             self._add("train", state.record(trainer))
 
-    def on_train_epoch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
         self._add("epoch", state.history[-1])
 
-    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+    def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         self._writer.close()
 
     def _add(self, group: str, row: dict[str, Any]) -> None:
         for name, value in row.items():
             if value is not None and name not in ("step", "update"):
                 self._writer.add_scalar(f"{group}/{name}", value, row["step"])
+
+
+class Progress(Callback):
+    """Writes progress to stderr; the time left covers all epochs, without evaluations.
+
+    Args:
+        seconds: The interval of plain lines within an epoch.
+    """
+
+    in_every_process = False
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.seconds = seconds
+        self._bar: Any = None
+        self._shown = 0.0
+
+    def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
+        if state.resumed:
+            self._write(f"resumed after {len(state.history)} epochs and {state.batch} batches")
+
+    def on_train_epoch_start(self, state: FitState, trainer: Trainer) -> None:
+        self._shown = time.perf_counter()
+        bar = _tqdm() if sys.stderr.isatty() else None
+        if bar is not None:
+            layout = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}{postfix}"
+            title = f"epoch {state.epoch}/{state.epochs}"
+            self._bar = bar(total=state.batches, initial=state.batch, desc=title, bar_format=layout, dynamic_ncols=True)
+
+    def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
+        now = time.perf_counter()
+        if self._bar is not None:
+            # Reading the norm may compute it, so do not read it at every step.
+            if now - self._shown >= 0.2 or state.batch == state.batches:
+                self._shown = now
+                self._bar.set_postfix_str(_figures(state, trainer), refresh=False)
+            self._bar.update()
+        elif now - self._shown >= self.seconds:
+            self._shown = now
+            place = f"batch {state.batch}/{state.batches or '?'}"
+            self._write(f"epoch {state.epoch}/{state.epochs}  {place}  {_figures(state, trainer)}")
+
+    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+        self._close()
+        row = state.history[-1]
+        numbers = "  ".join(f"{name} {shown_number(row[name])}" for name in row if name in ("loss", *state.metrics))
+        self._write(f"epoch {state.epoch}/{state.epochs}  done  {numbers}  {_speed(state, row)}")
+
+    def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
+        self._close()
+        self._write(repr(state).splitlines()[0])
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _write(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _tqdm() -> Any:
+    """Returns tqdm's bar, or None if it is not installed."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return None
+    return tqdm
+
+
+def _figures(state: FitState, trainer: Trainer) -> str:
+    found = state.record(trainer)
+    names = {"loss": "loss", "rate": "learning_rate", "norm": "grad_norm"}
+    return "  ".join([*(f"{short} {shown_number(found[name])}" for short, name in names.items()), _speed(state)])
+
+
+def _speed(state: FitState, row: Mapping[str, Any] | None = None) -> str:
+    """Returns the speed (of all processes, for a row of the history) and the time left."""
+    speed, left = state.samples_per_second if row is None else row["samples_per_second"], state.seconds_left
+    text = "" if speed is None else f"{speed:.0f} samples/s"
+    if left is None:
+        return text
+    minutes, seconds = divmod(round(left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{text}  {hours}:{minutes:02}:{seconds:02} left"

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..core.errors import CheckpointError, shown
 from ..core.interrupts import uninterrupted
-from ..runs import CheckpointManager, Position
+from ..runs import CheckpointManager, Position, StopSignals
 from ..runs.position import own_place
-from .batches import moved, samples
+from ..runs.trainer import Trainer
 from .callbacks import Callback, Checkpoints, ManagedCheckpoints, check_interval
+from .loggers import Progress
 from .metrics import Metrics
-from .progress import Progress
 from .state import EPOCH_COLUMNS, FitState
-from .together import Together, mean
-
-if TYPE_CHECKING:
-    from ..trainer import ORTTrainer
 
 __all__ = ["fit"]
 
-Load = Callable[["ORTTrainer"], dict[str, Any] | None]
+Load = Callable[[Trainer], dict[str, Any] | None]
 _KEY = "fit"
 _ONCE = "pass a list of batches or a DataLoader, not empty and iterable more than once"
 
 
 def fit(
-    trainer: ORTTrainer,
+    trainer: Trainer,
     device: torch.device,
     train_loader: Any,
     eval_loader: Any,
@@ -70,7 +68,7 @@ def fit(
     load = _to_resume(resume, checkpoints)
     if trainer.world_rank:
         every = [callback for callback in every if callback.in_every_process and callback not in shows]
-    together = Together(trainer, state, stop_signals)
+    together = _Together(trainer, state, stop_signals)
     together.check_same(
         {
             "epochs": epochs,
@@ -94,7 +92,7 @@ class _Fit:
 
     def __init__(
         self,
-        trainer: ORTTrainer,
+        trainer: Trainer,
         device: torch.device,
         train_loader: Any,
         eval_loader: Any,
@@ -102,7 +100,7 @@ class _Fit:
         labels: str | None,
         callbacks: list[Callback],
         state: FitState,
-        together: Together,
+        together: _Together,
     ) -> None:
         self.trainer, self.device, self.state, self.together = trainer, device, state, together
         self.train_loader, self.eval_loader = train_loader, eval_loader
@@ -179,7 +177,7 @@ class _Fit:
     def step(self, batch: Any) -> None:
         """Trains on a batch."""
         trainer, state = self.trainer, self.state
-        batch = moved(batch, self.device)
+        batch = _moved(batch, self.device)
         self.call("on_train_batch_start")
         trainer.prepare(_inputs(batch, trainer))  # outside uninterrupted(), because an export may take long
         _loss_place(trainer)
@@ -188,7 +186,7 @@ class _Fit:
         with uninterrupted():
             outputs = trainer.train_step(**batch) if isinstance(batch, Mapping) else trainer.train_step(batch)
             loss, _ = _split(trainer, outputs)
-            state.count(loss, samples(batch), outputs)
+            state.count(loss, _samples(batch), outputs)
             self.position.count()
         self.call("on_train_batch_end")
 
@@ -201,9 +199,9 @@ class _Fit:
         for given in self.eval_loader:
             if self.together.pressed:
                 break
-            batch = moved(given, self.device)
+            batch = _moved(given, self.device)
             loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
-            size = samples(batch)
+            size = _samples(batch)
             total, count = total + loss * size, count + size
             if len(self.metrics):
                 if not outputs:
@@ -215,12 +213,12 @@ class _Fit:
         if not any(counts):
             raise ValueError(f"eval_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
         found = {"eval_loss": total / max(count, 1), **self.metrics.compute()}
-        known = mean(self.trainer.gather(found), counts)
+        known = _mean(self.trainer.gather(found), counts)
         state.metrics = dict(known)
         self.call("on_validation_end")
         if self.together.several:
             own = {name: float(value) for name, value in state.metrics.items() if value != known.get(name)}
-            state.metrics = {**state.metrics, **mean(self.trainer.gather(own), [1] * len(counts))}
+            state.metrics = {**state.metrics, **_mean(self.trainer.gather(own), [1] * len(counts))}
 
     def label_name(self) -> str:
         """Returns the name of the input that metrics compare outputs with."""
@@ -346,14 +344,14 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
     return None
 
 
-def _inputs(batch: Any, trainer: ORTTrainer) -> Any:
+def _inputs(batch: Any, trainer: Trainer) -> Any:
     """Returns a batch without the weight of the micro-batch."""
-    if isinstance(batch, Mapping) and trainer.options.batch.gradient_reduction == "weighted":
+    if isinstance(batch, Mapping) and trainer.loop.options.batch.gradient_reduction == "weighted":
         return {name: value for name, value in batch.items() if name != "gradient_weight"}
     return batch
 
 
-def _loss_place(trainer: ORTTrainer) -> int:
+def _loss_place(trainer: Trainer) -> int:
     """Returns the index of the loss among the outputs of a step."""
     names, loss = trainer.train_step_info.fetches, trainer.model_desc.loss.name
     names = names or trainer.model_desc.output_names
@@ -362,7 +360,129 @@ def _loss_place(trainer: ORTTrainer) -> int:
     return names.index(loss)
 
 
-def _split(trainer: ORTTrainer, outputs: Any) -> tuple[float, list[Any]]:
+def _split(trainer: Trainer, outputs: Any) -> tuple[float, list[Any]]:
     """Splits the outputs of a step into the loss and the others."""
     found, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
     return float(found[place]), found[:place] + found[place + 1 :]
+
+
+class _Together:
+    """The processes of a fit; works for a single process, too.
+
+    Args:
+        trainer: The trainer.
+        state: The state of the fit.
+        signals: Names of the signals that end the fit.
+
+    Attributes:
+        several: Whether there are several processes.
+        interrupted: Whether any process had received a signal at the last :meth:`share`.
+    """
+
+    def __init__(self, trainer: Trainer, state: FitState, signals: Iterable[str]) -> None:
+        self._trainer, self._state, self._strategy = trainer, state, trainer.loop.strategy
+        self.several = trainer.world_size > 1
+        self.interrupted = False
+        self._stop = StopSignals(signals)
+        if self._takes_ctrl_c():
+            self._stop = StopSignals([*self._stop.signals, "SIGINT"])
+
+    @property
+    def pressed(self) -> bool:
+        """Whether this process received a signal to stop."""
+        return bool(self._stop)
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Compares settings that must be equal in all processes.
+
+        Raises:
+            ValueError: If a setting differs; it is raised in all processes.
+        """
+        rows = self._trainer.gather(settings)
+        for name, value in rows[0].items():
+            different = {rank: row[name] for rank, row in enumerate(rows) if row[name] != value}
+            if different:
+                found = ", ".join(f"{other} in rank {rank}" for rank, other in different.items())
+                raise ValueError(
+                    f"fit() was called with another {name} in rank {', '.join(map(str, different))}: it is {value} in "
+                    f"rank 0, but {found}; pass the same arguments in all processes"
+                )
+
+    def share(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the values of all processes, and records whether any asks to stop."""
+        state = self._state
+        rows = self._trainer.gather({**values, "reason": state.reason, "interrupted": self.pressed})
+        state.reason = next((row["reason"] for row in rows if row["reason"]), "")
+        self.interrupted = any(row["interrupted"] for row in rows)
+        return rows
+
+    def stopped(self) -> bool:
+        """Whether training ends here; with several processes all learn it when they meet, and end at the same step."""
+        asked = bool(self._state.reason) or self.pressed
+        if not self.several:
+            return asked
+        self._strategy.stop_asked = asked
+        return self._strategy.stop_heard
+
+    def has_taken_workers(self, error: RuntimeError) -> bool:
+        """Whether a signal to stop, sent to the whole process group, also ended workers of the loader."""
+        return self.pressed and "DataLoader worker" in str(error)
+
+    def interruptible(self) -> StopSignals:
+        """Returns a context that turns the signals that end the fit into requests, reported by :meth:`stopped`."""
+        return self._stop
+
+    def _takes_ctrl_c(self) -> bool:
+        """Whether Ctrl-C is only a request, because other processes would wait for one that ends at once."""
+        in_main = threading.current_thread() is threading.main_thread()
+        return self.several and in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def end(self) -> None:
+        """Clears the request to stop."""
+        self._strategy.stop_asked = False
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
+    """Returns the weighted mean of the numbers of all processes, by name; equal numbers are returned unchanged.
+
+    Raises:
+        ValueError: If the processes have different names.
+    """
+    for rank, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ValueError(
+                f"rank {rank} has the numbers {sorted(row)}, but rank 0 has {sorted(rows[0])}: metrics and callbacks "
+                "must return the same names in all processes"
+            )
+    total = sum(weights)
+    found = {}
+    for name in rows[0]:
+        counted = [(row[name], weight) for row, weight in zip(rows, weights, strict=True) if weight]
+        equal = all(other == counted[0][0] for other, _ in counted)
+        found[name] = counted[0][0] if equal else sum(other * weight for other, weight in counted) / total
+    return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Returns a batch with its tensors on a device."""
+    if isinstance(value, Mapping):
+        return {key: _moved(entry, device) for key, entry in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if type(value) in (list, tuple):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value
+
+
+def _samples(batch: Any) -> int:
+    """Returns the number of samples: the first dimension of the first tensor."""
+    entries = [batch]
+    while entries:
+        entry = entries.pop(0)
+        if getattr(entry, "shape", None):
+            return int(entry.shape[0])
+        if isinstance(entry, Mapping):
+            entries = [*entry.values(), *entries]
+        elif isinstance(entry, (list, tuple)):
+            entries = [*entry, *entries]
+    return 1

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..runs import Position
-    from ..trainer import ORTTrainer
+from ..runs import Position
+from ..runs.trainer import Trainer
 
 __all__ = ["EPOCH_COLUMNS", "FitState", "shown_number"]
 
@@ -99,7 +98,7 @@ class FitState:
         self.loss, self.outputs = loss, outputs
         self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
 
-    def record(self, trainer: ORTTrainer) -> dict[str, Any]:
+    def record(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the current figures, with the loss of the last batch."""
         info = trainer.train_step_info
         used: tuple[float | None, ...] = (info.learning_rate, info.grad_norm)
@@ -112,7 +111,7 @@ class FitState:
         """Returns this process's contribution to the figures of an epoch."""
         return {**self.place(), "speed": self.samples_per_second}
 
-    def end_epoch(self, trainer: ORTTrainer, shares: Sequence[Mapping[str, Any]]) -> None:
+    def end_epoch(self, trainer: Trainer, shares: Sequence[Mapping[str, Any]]) -> None:
         """Adds the epoch to the history.
 
         Args:
@@ -129,7 +128,7 @@ class FitState:
         """Moves to the epoch after those in the history."""
         self.epoch, self.batch = len(self.history) + 1, 0
 
-    def state_dict(self, trainer: ORTTrainer) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
         now = self.record(trainer)
         return {**self.place(), "history": self.history, "used": [now["learning_rate"], now["grad_norm"]]}

@@ -1,8 +1,7 @@
 """Checkpoint management, the position in the data, and stop signals of a training run."""
 
-from .manager import CheckpointManager
+from .manager import CheckpointManager, SavedCheckpoint
 from .position import Position
-from .saved import SavedCheckpoint
 from .stop import StopSignals
 
 __all__ = ["CheckpointManager", "Position", "SavedCheckpoint", "StopSignals"]

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.atomic import atomic_path, remove_abandoned
-from ..core.errors import CheckpointError, shown, warn
+from ..core.errors import CheckpointError, DistributedError, shown, warn
+from ..core.sealed import read_header, verify
 from ..state import read_parts, save_checkpoint_file
 from ..train import state as training_state
 from ..train.read_state import copied
-from .agreement import agree, check_in_all
-from .background import Background
-from .position import Position, own_place
-from .random_state import restore
-from .saved import RUN, SavedCheckpoint, best_of, described, is_foreign, version
+from .position import Position, own_place, restore
+from .trainer import Trainer
 
-if TYPE_CHECKING:
-    from ..trainer import ORTTrainer
-
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "SavedCheckpoint"]
 
 _PATTERN = "step-*.ortckpt"
 _POSITION = "position"
+_RUN = "run"  # the part of a file that SavedCheckpoint is read from
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of a directory.
+
+    Attributes:
+        path: The file.
+        step: The trainer's step count when it was saved.
+        number: Its position in the order of saving in the directory, from 1.
+        metrics: The metrics passed to :meth:`CheckpointManager.save`.
+    """
+
+    path: Path
+    step: int
+    number: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class CheckpointManager:
@@ -86,7 +104,7 @@ class CheckpointManager:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._ours = overwrite  # whether the existing checkpoints belong to this run
         self._known: dict[Path, tuple[tuple[int, int, int], SavedCheckpoint | None]] = {}
-        self._background = Background()
+        self._background = _Background()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -118,12 +136,12 @@ class CheckpointManager:
     @property
     def best(self) -> Path | None:
         """The path of the checkpoint with the best value of ``keep_best``'s metric; None if no checkpoint has it."""
-        found = best_of(self.checkpoints, self.keep_best)
+        found = _best_of(self.checkpoints, self.keep_best)
         return None if found is None else found.path
 
     def save(
         self,
-        trainer: ORTTrainer,
+        trainer: Trainer,
         position: Position | None = None,
         metrics: Mapping[str, Any] | None = None,
         user_dict: Mapping[str, Any] | None = None,
@@ -151,14 +169,14 @@ class CheckpointManager:
         user: Mapping[str, Any] = {} if user_dict is None else user_dict
         numbers: dict[str, float] = {}
         place: dict[str, Any] = {}
-        try:  # agree() below raises errors of this process in all processes, so that none waits in vain
+        try:  # _agree() below raises errors of this process in all processes, so that none waits in vain
             _check_position(position)
             place = (position or Position()).state_dict()
             training_state.check_started(trainer.loop, "save")
             numbers = self._checked_metrics(metrics)
         except (RuntimeError, TypeError, ValueError) as error:
             failure = failure or error
-        rows = agree(trainer, failure, {_POSITION: place, "ours": self._ours})
+        rows = _agree(trainer, failure, {_POSITION: place, "ours": self._ours})
         # A process without data left does not know what the others have saved.
         self._ours = any(row.get("ours") for row in rows)
         self.check_overwrite()
@@ -180,7 +198,7 @@ class CheckpointManager:
         return self._path(trainer)
 
     def resume(
-        self, trainer: ORTTrainer, position: Position | None = None, path: str | os.PathLike[str] | None = None
+        self, trainer: Trainer, position: Position | None = None, path: str | os.PathLike[str] | None = None
     ) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint; skips damaged ones with a warning that gives the reason.
 
@@ -211,7 +229,7 @@ class CheckpointManager:
             remove_abandoned(self.directory, _PATTERN)
             remove_abandoned(self.directory, "latest")
         own = [entry.name for entry in self._candidates()] if path is None else [os.fspath(path)]
-        names = agree(trainer, failure, {"names": own})[0]["names"]
+        names = _agree(trainer, failure, {"names": own})[0]["names"]
         reasons = []
         for name in names:
             file = self.directory / name if path is None else Path(name)
@@ -222,7 +240,7 @@ class CheckpointManager:
                     raise
                 reasons.append(str(error))
                 with contextlib.suppress(OSError):
-                    self._known[file] = (version(file), None)
+                    self._known[file] = (_version(file), None)
                 if trainer.world_rank == 0:
                     warn(f"skipping the checkpoint {str(file)!r}: {error}")
                 continue
@@ -263,14 +281,14 @@ class CheckpointManager:
         if self._ours:
             return
         found = [entry.path for entry in self.checkpoints]
-        found = found or sorted(path for path in self.directory.glob(_PATTERN) if is_foreign(path))
+        found = found or sorted(path for path in self.directory.glob(_PATTERN) if _is_foreign(path))
         if found:
             raise FileExistsError(
                 f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: continue it with "
                 "resume(), choose another directory, or pass CheckpointManager(..., overwrite=True)"
             )
 
-    def _path(self, trainer: ORTTrainer) -> Path:
+    def _path(self, trainer: Trainer) -> Path:
         return self.directory / f"step-{trainer.train_step_info.step:08d}.ortckpt"
 
     def _checked_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
@@ -295,17 +313,17 @@ class CheckpointManager:
         """Returns all files in order of preference: unreadable ones (to be reported), the newest, those of others."""
         readable = [entry.path for entry in reversed(self.checkpoints)]
         others = {*self.directory.glob(_PATTERN)} - {*readable}
-        foreign = {path for path in others if is_foreign(path)}
+        foreign = {path for path in others if _is_foreign(path)}
         damaged = {path for path in others - foreign if path.is_file()}
         return sorted(damaged, reverse=True) + readable + sorted(foreign, reverse=True)
 
     def _look_at(self, path: Path) -> SavedCheckpoint | None:
         """Returns a file's description, cached; None if it is damaged or was not saved by a manager."""
         try:
-            now = version(path)
+            now = _version(path)
             known = self._known.get(path)
             if known is None or known[0] != now:
-                self._known[path] = known = (now, described(path))
+                self._known[path] = known = (now, _described(path))
             return known[1]
         except OSError:  # the file was removed meanwhile, or can't be read
             return None
@@ -318,26 +336,26 @@ class CheckpointManager:
             metrics = dict(before[-1].metrics)  # the same step saved again, perhaps at the end of a run
         number = before[-1].number + 1 if before else 1
         run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
-        parts = {RUN: run, _POSITION: {"places": places}}
+        parts = {_RUN: run, _POSITION: {"places": places}}
         save_checkpoint_file(path, state, user, overwrite=True, parts=parts)
         found = self.checkpoints
         with atomic_path(self.directory / "latest") as temporary:
             temporary.write_text(found[-1].path.name + "\n")
-        kept = found if self.keep_last is None else [*found[-self.keep_last :], best_of(found, self.keep_best)]
+        kept = found if self.keep_last is None else [*found[-self.keep_last :], _best_of(found, self.keep_best)]
         for entry in found:
             if entry not in kept:
                 entry.path.unlink(missing_ok=True)
 
-    def _load(self, trainer: ORTTrainer, position: Position | None, path: Path) -> dict[str, Any]:
+    def _load(self, trainer: Trainer, position: Position | None, path: Path) -> dict[str, Any]:
         if trainer.world_size > 1:
-            check_in_all(trainer, path)
+            _check_in_all(trainer, path)
         place: Mapping[str, Any] = {}
         failure: Exception | None = None
         try:
             place = _place(path, trainer, position)
         except (CheckpointError, ValueError, OSError) as error:
             failure = error
-        agree(trainer, failure, {})
+        _agree(trainer, failure, {})
         user = trainer.load_checkpoint(path)
         if position is not None:
             position.load_state_dict(place)
@@ -361,7 +379,7 @@ def _checked_best(value: Any) -> tuple[str, str]:
     return value[0], value[1]
 
 
-def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mapping[str, Any]:
+def _place(path: Path, trainer: Trainer, position: Position | None) -> Mapping[str, Any]:
     """Returns the saved position of this process; empty if it was not saved and no position is to be restored."""
     (kept,) = read_parts(path, _POSITION)
     places, rank = kept.get("places", []), trainer.world_rank
@@ -373,3 +391,102 @@ def _place(path: Path, trainer: ORTTrainer, position: Position | None) -> Mappin
         return place
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: invalid position in the data: {error!r}") from error
+
+
+def _best_of(found: Sequence[SavedCheckpoint], keep_best: tuple[str, str] | None) -> SavedCheckpoint | None:
+    """Returns the first checkpoint with the best value of a metric; ignores checkpoints where it is missing or NaN."""
+    if keep_best is None:
+        return None
+    name, mode = keep_best
+    sign = -1 if mode == "max" else 1
+    able = [entry for entry in found if not math.isnan(entry.metrics.get(name, math.nan))]
+    return min(able, key=lambda entry: sign * entry.metrics[name], default=None)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """Returns a key that changes when a file is replaced; times alone are too coarse on some file systems."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _is_foreign(path: Path) -> bool:
+    """Returns whether a file is a checkpoint that was not saved by a manager."""
+    try:
+        return read_parts(path, _RUN) == [{}]
+    except (CheckpointError, OSError):
+        return False
+
+
+def _described(path: Path) -> SavedCheckpoint | None:
+    """Returns a file's description; None if it is damaged or was not saved by a manager."""
+    try:
+        (run,) = read_parts(path, _RUN)
+        if not run:
+            return None
+        metrics = {str(name): float(value) for name, value in run["metrics"].items()}
+        return SavedCheckpoint(path, int(run["step"]), int(run["number"]), metrics)
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _agree(trainer: Trainer, failure: Exception | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the values of all processes; raises in all of them if one has a failure."""
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    rows = [dict(values)] if trainer.world_size == 1 else trainer.gather({**values, "failure": text})
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if row.get("failure")]
+    if failed:
+        raise DistributedError(f"a checkpoint operation failed in another process: {'; '.join(failed)}")
+    return rows
+
+
+def _check_in_all(trainer: Trainer, path: Path) -> None:
+    """Raises in all processes if the file is damaged in one of them; each may have its own disk."""
+    said, name = "", repr(str(path))
+    try:
+        with path.open("rb") as file:
+            verify(file, read_header(file, name), name)
+    except (CheckpointError, OSError) as error:
+        said = str(error)
+    rows = trainer.gather({"damaged": said})
+    damaged = [f"rank {rank}: {row['damaged']}" for rank, row in enumerate(rows) if row["damaged"]]
+    if damaged:
+        raise CheckpointError("; ".join(damaged))
+
+
+class _Background:
+    """Runs functions in a thread, one at a time, and keeps the error of the last one until :meth:`wait`.
+
+    Python waits for the thread before it exits. An error that was not retrieved by then is printed to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._errors: list[Exception] = []
+        weakref.finalize(self, _report, self._errors)
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Runs a function in a thread; call :meth:`wait` for the previous one first."""
+        errors = self._errors
+
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                errors.append(error)
+
+        self._thread = threading.Thread(target=run, name="ort_trainer checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> Exception | None:
+        """Waits for the function, and returns the exception that it raised; a second call returns None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._errors.pop() if self._errors else None
+
+
+def _report(errors: list[Exception]) -> None:
+    for error in errors:
+        print(f"ort_trainer: a checkpoint was not saved: {type(error).__name__}: {error}", file=sys.stderr)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.errors import CheckpointError, shown
 from ..train.read_state import copied
-from .random_state import WAY_OUT, capture, check_loader, restore
 
-__all__ = ["Position", "own_place"]
+__all__ = ["Position", "own_place", "restore"]
 
 _END = object()
+# For messages about a loader that differs from the checkpoint's.
+_WAY_OUT = "or continue without the position in the data: call resume() without one, and start a new epoch"
 
 
 class Position:
@@ -103,10 +106,10 @@ class Position:
             return
         if not self.batch:
             self._epoch_pending = self._state_of_loader()
-            self._random = self._epoch_random = capture(self.loader)
+            self._random = self._epoch_random = _capture(self.loader)
         else:
             if self._random is None and not self._loading:  # a loop that left its batches and now continues
-                self._random = capture(self.loader)
+                self._random = _capture(self.loader)
             if self._pending is None:
                 restore(self._epoch_random, self.loader)
         self._begun = self._loading = True
@@ -140,7 +143,7 @@ class Position:
                     "after resume(), and call epochs() and batches() of the position again"
                 )
             self._loading = True
-        self._loading, self._ended, self._random, self._pending = False, True, capture(loader), None
+        self._loading, self._ended, self._random, self._pending = False, True, _capture(loader), None
 
     def _begin_with(self, state: Any) -> Iterator[Any]:
         """Loads a loader's own state, and returns an iterator over its remaining batches."""
@@ -169,7 +172,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint; with several processes, each has its own."""
-        now = None if self._loading or self._random is not None else capture(self.loader)
+        now = None if self._loading or self._random is not None else _capture(self.loader)
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -227,11 +230,11 @@ class Position:
         if state["batch"] and now != then:
             raise ValueError(
                 f"the checkpoint was saved in the middle of an epoch of {then} batches, but the loader has {now}: "
-                f"resume with the same data and batch size, {WAY_OUT}"
+                f"resume with the same data and batch size, {_WAY_OUT}"
             )
         for kept in (state["random"], state["epoch_random"]):
             if kept:
-                check_loader(kept, self.loader)
+                _check_loader(kept, self.loader)
 
 
 def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int) -> Mapping[str, Any]:
@@ -284,3 +287,56 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:  # an iterator, or a DataLoader of an iterable dataset
         return None
+
+
+def _capture(loader: Any) -> dict[str, Any]:
+    """Returns the state of torch's, NumPy's and Python's generators, and of the loader's own."""
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+        "loader": [generator.get_state() for generator in _generators(loader)],
+    }
+
+
+def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
+    """Restores what :func:`_capture` returned; accepts lists in place of its tuples, as read from a checkpoint.
+
+    Args:
+        state: The state.
+        loader: The loader that it was captured with.
+        own: Whether to restore the loader's own generators too.
+
+    Raises:
+        ValueError: If the loader has a different number of generators.
+    """
+    if own:
+        _check_loader(state, loader)
+    torch.set_rng_state(state["torch"].clone())  # PyTorch crashes on unaligned memory, as in a mapped file
+    np.random.set_state(state["numpy"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    for generator, value in zip(_generators(loader) if own else (), state["loader"], strict=False):
+        generator.set_state(value.clone())
+
+
+def _check_loader(state: Mapping[str, Any], loader: Any) -> None:
+    """Checks that a loader has as many generators as the one that a state was captured with.
+
+    Raises:
+        ValueError: If the numbers differ.
+    """
+    count = len(list(_generators(loader)))
+    if count != len(state["loader"]):
+        raise ValueError(
+            f"the loader has {count} generators of its own, but the checkpoint was saved with {len(state['loader'])}: "
+            f"create the loader as before, {_WAY_OUT}"
+        )
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    """Yields the generators of a loader and its samplers."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {id(generator): generator for owner in owners if (generator := getattr(owner, "generator", None))}
+    yield from (generator for generator in found.values() if isinstance(generator, torch.Generator))

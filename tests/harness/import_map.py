@@ -36,14 +36,17 @@ def target(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
 
 
 @functools.cache
-def imported(path: Path) -> frozenset[Path]:
+def imported(path: Path, checkers: bool = False) -> frozenset[Path]:
     """Returns the files that a file imports: those that define the names, not those that re-export them.
 
-    Imports for type checkers only do not count. A file that iterates over the modules of its folder imports them all.
+    Args:
+        path: The file.
+        checkers: Whether imports for type checkers only count; otherwise, a file that iterates over the modules of its
+            folder imports them all.
     """
     found: set[Path] = set()
-    for node in _running(tree(path)):
-        if isinstance(node, ast.Attribute) and node.attr == "iter_modules":
+    for node in ast.walk(tree(path)) if checkers else _running(tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr == "iter_modules" and not checkers:
             found |= set(path.parent.glob("*.py"))
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -57,6 +60,15 @@ def imported(path: Path) -> frozenset[Path]:
 def closure(paths: Iterable[Path]) -> set[Path]:
     """Returns some files and all files that they import, directly or indirectly."""
     return set(_reached(paths, imported))
+
+
+def circular() -> set[Path]:
+    """Returns the files of the package that import themselves through others, imports for type checkers included."""
+
+    def each(path: Path) -> Iterable[Path]:
+        return imported(path, checkers=True)
+
+    return {path for path in FILES if path in _reached(each(path), each)}
 
 
 def dependents(paths: Iterable[Path], files: Iterable[Path]) -> dict[Path, int]:

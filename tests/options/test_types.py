@@ -36,6 +36,8 @@ follow_imports = skip
 HEAD = """
 import torch
 from ort_trainer import ORTTrainer, ORTTrainerOptions
+from ort_trainer import CheckpointManager
+from ort_trainer.fit import Callback, FitState
 from ort_trainer.options import OptionsDict
 options = ORTTrainerOptions()
 trainer: ORTTrainer
@@ -56,6 +58,9 @@ names: tuple[str, ...] = options.utils.frozen_weights
 path: str = options.debug.graph_save_paths.model_with_gradient_graph_path
 loss, logits = trainer.train_step(x)
 loss.item() + trainer.eval_step(x).item() + trainer.train_step(x)[0].item()
+class Shows(Callback):
+    def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        CheckpointManager("run").save(trainer, state.position)
 """
 BAD = {
     "options.batch.typo": '"BatchOptions" has no attribute "typo"',
