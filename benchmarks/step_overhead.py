@@ -82,7 +82,7 @@ def measure(optimizer: str) -> None:
     for _ in range(200):
         trainer.train_step(x)
     loop = trainer.loop
-    runner = loop.prepare(loop.graphs.bind((x,), {}), True, loop.fetches(())).runner
+    runner = loop.prepare(loop.graphs.bind((x,), {}), True, loop.graphs.fetches(())).runner
     engine = runner.inference_session = Timed(runner.inference_session)
     start = time.perf_counter()
     for _ in range(STEPS):

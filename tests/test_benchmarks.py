@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-REWRITES = ROOT / "ort_trainer" / "sources" / "torch" / "kernels" / "rewrites"
+REWRITES = ROOT / "ort_trainer" / "export" / "torch" / "kernels" / "rewrites"
 
 
 @pytest.fixture(autouse=True)
