@@ -85,11 +85,15 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     __slots__ = ("_original_opts",)
     _original_opts: dict[str, Any]
-    lenient = True
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(_with_legacy_defaults(options))
         object.__setattr__(self, "_original_opts", {} if options is None else dict(options))
+
+    def tolerates(self, message: str) -> bool:
+        """Warns, and returns True."""
+        warn(message)
+        return True
 
     @property
     def _validated_opts(self) -> dict[str, Any]:

@@ -19,7 +19,19 @@ class ExportError(RuntimeError):
 
 
 class IdleOptionError(ExportError):
-    """An option needs a part that the model lacks; the message begins with the option and a colon."""
+    """An option needs a part that the model lacks.
+
+    Args:
+        option: The dotted path of the option.
+        reason: What the model lacks, and what to do.
+    """
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(option, reason)
+        self.option = option
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class CheckpointError(ValueError):

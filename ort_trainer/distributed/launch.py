@@ -137,7 +137,7 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
         for path, nothing in _FOR_SEVERAL.items():
             section, _, key = path.rpartition(".")
             if getattr(getattr(distributed, section) if section else distributed, key) != nothing:
-                options.without_effect(
+                options.refuse(
                     f"distributed.{path}: has no effect in one process; leave it out, or {_LAUNCH.format('N')}"
                 )
         return SingleProcess()

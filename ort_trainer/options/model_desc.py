@@ -168,7 +168,7 @@ class ModelDescription:
         return self.inferred or self.corrected
 
     def widened(self, shapes: Mapping[str, tuple[int, ...]], correct: bool = False) -> ModelDescription:
-        """Returns a copy in which fixed input sizes that differ from the given shapes become dynamic.
+        """Returns a copy in which fixed input sizes that differ from the given shapes are dynamic; itself if none do.
 
         Args:
             shapes: Input name -> shape.
@@ -176,8 +176,9 @@ class ModelDescription:
         """
         known = self.to_dict()
         inputs = [(entry.name, _widened(entry, shapes.get(entry.name, entry.shape), correct)) for entry in self.inputs]
-        corrected = self.corrected or (correct and inputs != known["inputs"])
-        return ModelDescription({**known, "inputs": inputs}, self.inferred, corrected)
+        if inputs == known["inputs"]:
+            return self
+        return ModelDescription({**known, "inputs": inputs}, self.inferred, self.corrected or correct)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the description as a dict in the form that users give."""

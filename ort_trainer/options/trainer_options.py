@@ -94,8 +94,6 @@ class ORTTrainerOptions(Options):
 
     __slots__ = ("_given",)
     _given: frozenset[str]
-    # Old scripts may set options without effect and describe wrong shapes, which the legacy trainer ignored.
-    lenient = False
 
     def __init__(self, options: OptionsDict | Mapping[str, Any] | None = None) -> None:
         if options is None:
@@ -115,12 +113,9 @@ class ORTTrainerOptions(Options):
             in_vain = changed_in_vain(_SCHEMA, validator.document)
             without_effect = [f"{path}: {reason}{_describe(options, path)}" for path, reason in in_vain]
             without_effect += idle(validator.document)
-            errors += [] if self.lenient else without_effect
+            errors += [message for message in without_effect if not self.tolerates(message)]
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
-        for message in without_effect:
-            if self.lenient:
-                warn(message)
         document = validator.document
         opset = document["_internal_use"]["onnx_opset_version"]
         if opset < _MINIMUM_OPSET:
@@ -166,18 +161,20 @@ class ORTTrainerOptions(Options):
                 object.__setattr__(result, slot, getattr(self, slot))
         return result
 
-    def without_effect(self, message: str) -> None:
-        """Refuses a given option without effect; if options are lenient, only warns.
+    def tolerates(self, message: str) -> bool:
+        """Returns whether training goes on after a mistake without harm, such as an option without effect: no.
+
+        The options of old scripts override this, as the legacy trainer ignored such mistakes: they warn, and it does.
 
         Args:
-            message: Which option, and what to do.
-
-        Raises:
-            ValueError: If options are not lenient.
+            message: What is wrong, and what to do.
         """
-        if not self.lenient:
+        return False
+
+    def refuse(self, message: str) -> None:
+        """Raises a ValueError with the message, unless the options tolerate the mistake."""
+        if not self.tolerates(message):
             raise ValueError(message)
-        warn(message)
 
     def memory_limit(self, device: torch.device) -> int:
         """Returns ``device.mem_limit`` for a device.
@@ -188,7 +185,7 @@ class ORTTrainerOptions(Options):
         limit: int = self.device.mem_limit
         if not limit or device.type == "cuda":
             return limit
-        self.without_effect(
+        self.refuse(
             f"device.mem_limit {limit} was set, but it limits CUDA memory only, and training runs on {device}: leave "
             "it out"
         )

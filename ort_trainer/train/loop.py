@@ -79,7 +79,7 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
-        self.graphs = StepGraphs(source, model_desc, device, options.lenient, self._graph_built)
+        self.graphs = StepGraphs(source, model_desc, device, options.tolerates, self._graph_built)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = learning_rates(config, options.lr_scheduler)
@@ -113,7 +113,7 @@ class TrainingLoop:
             (getattr(config, "optimizer", None), "optim_config"),
         ):
             if hasattr(thing, "state_dict"):  # a function may serve any number of trainers
-                claim(thing, self, option, options.lenient)
+                claim(thing, self, option, options.refuse)
 
     @property
     def session(self) -> StepSession | None:

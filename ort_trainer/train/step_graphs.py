@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import shown, warn
+from ..core.errors import shown
 from ..engine import Plan, StepSession
 from ..engine.memory import return_freed_memory
 from ..export import BORROWED, Builder, ModelSource
@@ -36,7 +36,7 @@ class StepGraphs:
         source: The model.
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
-        lenient: Whether fixed sizes and ranks that contradict a batch are corrected, with a warning.
+        tolerates: Called with a message if fixed sizes or ranks contradict a batch; True corrects them.
         built: Called with every new graph, after it was added to the session.
 
     Attributes:
@@ -51,12 +51,12 @@ class StepGraphs:
         source: ModelSource,
         model_desc: Mapping[str, Any] | str,
         device: torch.device,
-        lenient: bool,
+        tolerates: Callable[[str], bool],
         built: Callable[[StepSession, TrainingGraph], None],
     ) -> None:
         self._source = source
         self._device = device
-        self._lenient = lenient
+        self._tolerates = tolerates
         self._built = built
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
@@ -295,9 +295,8 @@ class StepGraphs:
             batch[name] = tensor
 
     def _check(self, batch: Batch) -> None:
-        """Checks a batch of a new kind, after widening a derived description for it."""
-        if self.description.inferred or self._lenient:
-            self._widen(batch)
+        """Checks a batch of a new kind, after widening the description for it if that is allowed."""
+        self._widen(batch)
         dtypes = None if self._sample is None else {name: dtype for name, (_, dtype) in self._sample.items()}
         try:
             check_batch(self.description, batch, self._device, dtypes)
@@ -308,18 +307,20 @@ class StepGraphs:
     def _widen(self, batch: Batch) -> None:
         known = self.description
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        wider = known.widened(shapes, correct=self._lenient and not known.inferred)
-        if wider.inputs != known.inputs:
+        wider = known.widened(shapes, correct=not known.inferred)
+        if wider is not known:
             changed = [entry for entry in wider.inputs if entry not in known.inputs]
             if known.inferred:
                 sizes = ", ".join(map(str, changed))
                 _log.warning("a batch has other sizes than earlier ones, so the model is exported again: %s", sizes)
             else:
                 wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
-                warn(
+                message = (
                     f"model_desc contradicts the batch and is corrected: inputs {', '.join(wrong)} have the shapes "
                     f"{', '.join(str(list(shapes[entry.name])) for entry in changed)}"
                 )
+                if not self._tolerates(message):
+                    return  # the check of the batch says what is wrong
             self._narrower = known
             self._set_description(wider)
 

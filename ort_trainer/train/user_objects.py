@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ..core.errors import warn
 from .differences import compare_keys
 
 __all__ = ["HasState", "claim", "load_state"]
@@ -28,30 +27,24 @@ class HasState(Protocol):
         ...
 
 
-def claim(thing: object, user: object, option: str, lenient: bool = False) -> None:
+def claim(thing: object, user: object, option: str, refuse: Callable[[str], None]) -> None:
     """Registers the user of an object.
 
     Args:
         thing: The object; ``user`` must keep it alive.
         user: The trainer's loop that uses it from now on.
         option: The option that it was passed in, for the message.
-        lenient: Whether to warn instead of raise if another trainer uses it; legacy allowed that.
-
-    Raises:
-        ValueError: If another trainer that still exists uses it.
+        refuse: Called with a message if another trainer uses it.
     """
     known = _USERS.get(id(thing))
     if known is not None and known() is not None:
         gc.collect()  # a reference cycle may keep a deleted trainer alive
     other = None if known is None else known()
     if other is not None and other is not user:
-        message = (
+        refuse(
             f"{option}: another trainer uses this {type(thing).__name__}, and both would change it: give each trainer "
             "its own, or delete the other trainer first (del trainer)"
         )
-        if not lenient:
-            raise ValueError(message)
-        warn(message)
     key = id(thing)
 
     def forget(gone: weakref.ref[Any]) -> None:

@@ -220,7 +220,7 @@ class TrainingSession(TrainerSession):
         device, settings = translate.providers_of(providers, provider_options)
         options = self._options(translate.options_of(parameters, self._model, device, settings, self._sess_options))
         if parameters.loss_scale and not parameters.use_mixed_precision:
-            options.without_effect("loss_scale has no effect without use_mixed_precision: leave it at 0")
+            options.refuse("loss_scale has no effect without use_mixed_precision: leave it at 0")
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
         trainer = ORTTrainer(
             self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options

@@ -164,4 +164,4 @@ def _refuse_for_onnx(options: ORTTrainerOptions) -> None:
     idle |= {path: (wrong, reason) for path, wrong in recomputed.items()}
     for path, (wrong, reason) in idle.items():
         if wrong:
-            options.without_effect(f"{path} has no effect for an ONNX model: {reason}. Leave it out")
+            options.refuse(f"{path} has no effect for an ONNX model: {reason}. Leave it out")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...core.dims import fixed_dimensions
-from ...core.errors import IdleOptionError, warn
+from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import TrainingGraph
 from ..cache import export_cache
@@ -48,14 +48,14 @@ class GraphBuilder:
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
         depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
-        lenient: Whether to warn about an option without effect on the model, and ignore it, instead of raising.
+        tolerates: Called with a message about an option without effect on the model; False raises it as an error.
     """
 
     step: ExportedStep
     postprocess: Callable[[onnx.ModelProto], onnx.ModelProto | None] | None = None
     contrib_ops: bool = True
     cached: bool = True
-    lenient: bool = False
+    tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
 
     def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
@@ -74,10 +74,9 @@ class GraphBuilder:
         try:
             return self._build(batch, training)
         except IdleOptionError as error:
-            if not self.lenient:
+            if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
-            warn(f"this option has no effect: {error}")
-            recompute = dataclasses.replace(self.step.recompute, **_IDLE[str(error).partition(":")[0]])
+            recompute = dataclasses.replace(self.step.recompute, **_IDLE[error.option])
             step = dataclasses.replace(self.step, recompute=recompute)
             return dataclasses.replace(self, step=step).build(batch, training)
 

@@ -79,8 +79,8 @@ def run_in_child(
             os.kill(child, signal.SIGKILL)  # it has answered, died, or is stuck
         os.waitpid(child, 0)
     if answer[:1] == b"-":
-        name, message = json.loads(answer[1:])
-        raise _ERRORS.get(name, ExportError)(message)
+        name, *arguments = json.loads(answer[1:])
+        raise _ERRORS.get(name, ExportError)(*arguments)
     return answer[1:] if answer[:1] == b"+" else None
 
 
@@ -120,7 +120,8 @@ def _answer(function: Callable[[], bytes], writer: int) -> None:
     except Exception as error:
         known = type(error).__name__ in _ERRORS
         message = str(error) if known else "".join(traceback.format_exception(error))
-        answer = b"-" + json.dumps([type(error).__name__, message]).encode()
+        arguments = error.args if isinstance(error, IdleOptionError) else (message,)
+        answer = b"-" + json.dumps([type(error).__name__, *arguments]).encode()
     with os.fdopen(writer, "wb") as stream:
         stream.write(answer)
     sys.stdout.flush()

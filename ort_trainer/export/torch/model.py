@@ -131,7 +131,7 @@ class TorchSource(ModelSource):
                 "the option out, or use a config of ort_trainer.optim"
             )
         if self._options.utils.run_symbolic_shape_infer:
-            self._options.without_effect(
+            self._options.refuse(
                 "utils.run_symbolic_shape_infer has no effect on a PyTorch model, which is exported with symbolic "
                 "shapes anyway. Leave the option out; it is for ONNX models"
             )
@@ -220,7 +220,7 @@ class TorchSource(ModelSource):
             internal.extra_postprocess,
             internal.enable_onnx_contrib_ops,
             cached=self._options.utils.cache_exports,
-            lenient=self._options.lenient,
+            tolerates=self._options.tolerates,
             depends_on_modes=self._depends_on_modes,
         )
 

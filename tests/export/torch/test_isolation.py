@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ort_trainer import ExportError
+from ort_trainer.core.errors import IdleOptionError
 from ort_trainer.export.torch import isolation
 from ort_trainer.export.torch.isolation import can_isolate, run_in_child
 
@@ -38,6 +39,15 @@ def test_errors_come_back(error: Exception, expected: type[Exception]) -> None:
 
     with pytest.raises(expected, match="a"):
         run_in_child(work)
+
+
+def test_an_idle_option_comes_back_with_its_name() -> None:
+    def work() -> bytes:
+        raise IdleOptionError("graph_transformer.gelu_recompute", "no GELU")
+
+    with pytest.raises(IdleOptionError, match="^graph_transformer.gelu_recompute: no GELU$") as caught:
+        run_in_child(work)
+    assert caught.value.option == "graph_transformer.gelu_recompute"
 
 
 def test_a_child_that_dies_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,10 +45,11 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
     layers = list(dict.fromkeys(key for node, key in layer_of.items() if node in graph.forward))
     if not layers:
         raise IdleOptionError(
-            "graph_transformer.transformer_layer_recompute: the graph has no layers. Layers are several modules of one "
+            "graph_transformer.transformer_layer_recompute",
+            "the graph has no layers. Layers are several modules of one "
             "class, each with submodules, in a torch.nn.ModuleList or Sequential (a custom autograd.Function next to "
             "them hides them). Leave the option out, or use torch.utils.checkpoint in forward(), which is recomputed "
-            "too"
+            "too",
         )
     if count > len(layers):
         raise ExportError(
@@ -58,8 +59,9 @@ def layers(graph: JointGraph, model: nn.Module, count: int) -> dict[Node, str]:
     chosen = {*layers[: count or -1]}
     if not chosen:
         raise IdleOptionError(
-            "graph_transformer.transformer_layer_recompute: by default all layers but the last are recomputed, and "
-            "the graph has only one: leave the option out, or set graph_transformer.number_recompute_layers to 1"
+            "graph_transformer.transformer_layer_recompute",
+            "by default all layers but the last are recomputed, and "
+            "the graph has only one: leave the option out, or set graph_transformer.number_recompute_layers to 1",
         )
     return {node: key for node, key in layer_of.items() if key in chosen}
 
@@ -77,8 +79,9 @@ def attention_dropouts(graph: JointGraph, random: Mapping[Node, RandomInput]) ->
             found[node] = found[node.all_input_nodes[0]]
     if not found:
         raise IdleOptionError(
-            "graph_transformer.attn_dropout_recompute: the training graph has no dropout on the result of a softmax "
-            "(dropout with p=0 does not count): leave the option out"
+            "graph_transformer.attn_dropout_recompute",
+            "the training graph has no dropout on the result of a softmax "
+            "(dropout with p=0 does not count): leave the option out",
         )
     return found
 
@@ -109,8 +112,9 @@ def gelus(graph: JointGraph) -> dict[Node, Any]:
                 found[node] = found[source]
     if not found:
         raise IdleOptionError(
-            "graph_transformer.gelu_recompute: the training graph has no GELU, neither torch.nn.functional.gelu nor a "
-            "module with gelu in the name of its class: leave the option out"
+            "graph_transformer.gelu_recompute",
+            "the training graph has no GELU, neither torch.nn.functional.gelu nor a "
+            "module with gelu in the name of its class: leave the option out",
         )
     return found
 
