@@ -17,8 +17,7 @@ from cookbook_diffs import with_diffs
 from option_types import option_types
 
 from ort_trainer.options.checks import SPELLINGS
-from ort_trainer.options.listing import leaves, listed_options
-from ort_trainer.options.schema import load_schema
+from ort_trainer.options.schema import leaves, listed_options, load_schema
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

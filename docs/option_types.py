@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from .section import Option, Section
+from .section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +85,12 @@ def _docstring(doc: str) -> Iterator[str]:
 def _attributes(path: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """Yields the class of a section."""
     title = f"Section `{path}` of the options" if path else "All sections of the options"
-    yield f'\n\nclass {_name(path)}Options(Section):\n    """{title}."""\n\n    __slots__ = ()\n'
+    yield f'\n\nclass {_name(path)}Options(Section):\n    """{title}."""\n'
     for key, rules in schema.items():
         if _is_section(rules):
-            yield f"    {key}: Option[{_name(key)}Options] = Option({_name(key)}Options)"
+            yield f"    {key}: {_name(key)}Options"
         else:
-            yield f"    {key}: Option[{_type(rules, False)}] = Option()"
+            yield f"    {key}: {_type(rules, False)}"
             yield from _docstring(rules["meta"]["doc"])
 
 

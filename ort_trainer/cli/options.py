@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .output import OK, WRONG_USAGE, complain, say, say_facts, say_json, say_table
 
 if TYPE_CHECKING:
-    from ..options.listing import ListedOption
+    from ..options.schema import ListedOption
 
 __all__ = ["add"]
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from ..options.listing import listed_options
+    from ..options.schema import listed_options
 
     known = listed_options()
     chosen = [option for option in known if given.key is None or _is_meant(option, given.key)]

@@ -83,12 +83,11 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         ValueError: If a setting is unknown, invalid, or unsupported.
     """
 
-    __slots__ = ("_original_opts",)
     _original_opts: dict[str, Any]
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(_with_legacy_defaults(options))
-        object.__setattr__(self, "_original_opts", {} if options is None else dict(options))
+        vars(self)["_original_opts"] = {} if options is None else dict(options)
 
     def tolerates(self, message: str) -> bool:
         """Warns, and returns True."""

@@ -1,4 +1,4 @@
-"""Loads the cerberus schemas that ship with the package and validates documents against them.
+"""Loads the cerberus schemas that ship with the package, lists their options, and validates documents against them.
 
 Only this module imports cerberus. A schema file is JSON; the caller maps the names of its custom types to Python
 classes.
@@ -10,11 +10,21 @@ import importlib.resources
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cerberus
 
-__all__ = ["SchemaValidator", "changed_in_vain", "flatten_errors", "load_schema"]
+from .checks import SPELLINGS
+
+__all__ = [
+    "ListedOption",
+    "SchemaValidator",
+    "changed_in_vain",
+    "flatten_errors",
+    "leaves",
+    "listed_options",
+    "load_schema",
+]
 
 
 def load_schema(name: str) -> dict[str, Any]:
@@ -79,3 +89,55 @@ def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
                 yield from flatten_errors(entry, here)
             else:
                 yield here, str(entry)
+
+
+class ListedOption(NamedTuple):
+    """An option.
+
+    Attributes:
+        key: Its dotted path.
+        type: Name of its type in the schema.
+        default: Its default value.
+        allowed: Its allowed values or limits, each as text; empty if only the type restricts it.
+        state: ``works``, ``data parallel only`` or ``only the default``.
+        meaning: What it does, as Markdown.
+        spellings: Other spellings of its key.
+    """
+
+    key: str
+    type: str
+    default: Any
+    allowed: tuple[str, ...]
+    state: str
+    meaning: str
+    spellings: tuple[str, ...]
+
+
+def leaves(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the dotted path and the rules of every option."""
+    for key, rules in schema.items():
+        here = f"{path}.{key}" if path else key
+        if "schema" in rules and rules["type"] == "dict":
+            yield from leaves(rules["schema"], here)
+        else:
+            yield here, rules
+
+
+def listed_options() -> list[ListedOption]:
+    """Returns all options, in the order of the schema."""
+    return [_listed(key, rules) for key, rules in leaves(load_schema("trainer_options"))]
+
+
+def _listed(key: str, rules: Mapping[str, Any]) -> ListedOption:
+    allowed = [f"{word} {rules[rule]}" for rule, word in (("min", "at least"), ("max", "at most")) if rule in rules]
+    allowed += [f"`{rules['regex']}`"] if "regex" in rules else []
+    allowed += rules.get("allowed", [])
+    return ListedOption(
+        key=key,
+        type=rules["type"] + (" or None" if rules.get("nullable") else ""),
+        default=rules["default"],
+        allowed=tuple(str(value) for value in allowed),
+        state=rules["meta"].get("state", "only the default" if "only_default" in rules["meta"] else "works"),
+        meaning=rules["meta"]["doc"],
+        spellings=tuple(spelling for spelling, own in SPELLINGS.items() if own == key),
+    )

@@ -2,88 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-__all__ = ["Option", "Section"]
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
 
-Value = TypeVar("Value")
-
-
-class Option(Generic[Value]):
-    """An option as an attribute of its section.
-
-    Args:
-        section: The class of the value if it is a section.
-    """
-
-    def __init__(self, section: type[Section] | None = None) -> None:
-        self.section = section
-
-    def __set_name__(self, owner: type[Section], name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type[Section]) -> Option[Value]: ...
-
-    @overload
-    def __get__(self, instance: Section, owner: type[Section]) -> Value: ...
-
-    def __get__(self, instance: Section | None, owner: type[Section]) -> Option[Value] | Value:
-        if instance is None:
-            return self
-        value: Value = instance._values[self._name]
-        return value
-
-    def __set__(self, instance: Section, value: NoReturn) -> None:
-        instance.__setattr__(self._name, value)  # raises
+    def dataclass_transform(**_: bool) -> Any:
+        """Does nothing: only type checkers use it."""
+        return lambda kind: kind
 
 
+__all__ = ["Section"]
+
+
+@dataclass_transform(frozen_default=True)
 class Section:
-    """A section of the options with read-only attributes."""
+    """A section of the options, for type checkers a frozen dataclass. Its values were validated by the schema."""
 
-    __slots__ = ("_values",)
-    _values: Mapping[str, Any]
+    _sections: ClassVar[Mapping[str, type[Section]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        # Annotations are texts here; those that name a class of their module are sections in this one.
+        known, own = vars(sys.modules[cls.__module__]), vars(cls).get("__annotations__", {})
+        cls._sections = {**cls._sections, **{key: known[kind] for key, kind in own.items() if kind in known}}
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        frozen = {}
-        for key, value in values.items():
-            option = getattr(type(self), key, None)
-            section = option.section if isinstance(option, Option) else None
-            frozen[key] = _freeze(value) if section is None else section(value)
-        object.__setattr__(self, "_values", MappingProxyType(frozen))
+        own = {key: self._sections.get(key, _freeze)(value) for key, value in values.items()}
+        vars(self).update(own, _names=tuple(own))
 
-    if not TYPE_CHECKING:  # so that type checkers report unknown options, too
+    if not TYPE_CHECKING:  # so that type checkers report unknown options, and settings of known ones
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
+            if name.startswith("__") or name == "_names":
                 raise AttributeError(name)
-            try:
-                return self._values[name]
-            except KeyError:
-                known = sorted(self._values)
-                raise AttributeError(f"there is no option {name!r} here: the options are {known}") from None
+            raise AttributeError(f"there is no option {name!r} here: the options are {sorted(self._names)}")
 
-    def __setattr__(self, name: str, value: NoReturn) -> None:
-        raise AttributeError(
-            f"options are immutable, so {name!r} can't be set: create new ORTTrainerOptions from a changed dict "
-            "(to_dict() returns one)"
-        )
+        def __setattr__(self, name: str, value: Any) -> NoReturn:
+            raise AttributeError(
+                f"options are immutable, so {name!r} can't be set: create new ORTTrainerOptions from a changed dict "
+                "(to_dict() returns one)"
+            )
 
-    def __delattr__(self, name: str) -> None:
-        Section.__setattr__(self, name, None)  # type: ignore[arg-type]
+        def __delattr__(self, name: str) -> NoReturn:
+            self.__setattr__(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(vars(self)["_names"])
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._values]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()!r})"
@@ -96,7 +69,7 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all values, including defaults, as new nested dicts and lists."""
-        return {key: _thaw(value) for key, value in self._values.items()}
+        return {key: _thaw(getattr(self, key)) for key in self}
 
 
 def _freeze(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from .section import Option, Section
+from .section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,9 @@ __all__ = ["Options", "OptionsDict"]
 class BatchOptions(Section):
     """Section `batch` of the options."""
 
-    __slots__ = ()
-
-    gradient_accumulation_steps: Option[int] = Option()
+    gradient_accumulation_steps: int
     """Micro-batches per optimizer update; their gradients are summed in fp32."""
-    gradient_reduction: Option[Literal["mean", "sum", "weighted"]] = Option()
+    gradient_reduction: Literal["mean", "sum", "weighted"]
     """How the gradients of an accumulation window are combined: by `mean`, by `sum`, or by a mean `weighted` with
     `train_step(..., gradient_weight=n)`: `sum(n * gradient) / sum(n)`."""
 
@@ -43,11 +41,9 @@ class BatchOptionsDict(TypedDict, total=False):
 class DeviceOptions(Section):
     """Section `device` of the options."""
 
-    __slots__ = ()
-
-    id: Option[str] = Option()
+    id: str
     """Device of the training: `cpu`, `cuda` or `cuda:N`."""
-    mem_limit: Option[int] = Option()
+    mem_limit: int
     """Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit."""
 
 
@@ -61,20 +57,18 @@ class DeviceOptionsDict(TypedDict, total=False):
 class PipelineParallelOptions(Section):
     """Section `distributed.pipeline_parallel` of the options."""
 
-    __slots__ = ()
-
-    pipeline_parallel_size: Option[int] = Option()
+    pipeline_parallel_size: int
     """Pipeline stages."""
-    num_pipeline_micro_batches: Option[int] = Option()
+    num_pipeline_micro_batches: int
     """Micro-batches in flight in the pipeline."""
-    pipeline_cut_info_string: Option[str] = Option()
+    pipeline_cut_info_string: str
     """Edges at which the pipeline is cut, with one cut fewer than stages: `,` between cuts, `:` between the edges of
     one cut; each edge is `producer` or `producer-consumer/consumer/...`."""
-    sliced_schema: Option[Mapping[str, tuple[int, ...]]] = Option()
+    sliced_schema: Mapping[str, tuple[int, ...]]
     """Shapes of the tensors that are sliced between micro-batches."""
-    sliced_axes: Option[Mapping[str, int]] = Option()
+    sliced_axes: Mapping[str, int]
     """Axis along which each tensor is sliced."""
-    sliced_tensor_names: Option[tuple[str, ...]] = Option()
+    sliced_tensor_names: tuple[str, ...]
     """Names of the sliced tensors."""
 
 
@@ -92,9 +86,7 @@ class PipelineParallelOptionsDict(TypedDict, total=False):
 class DeepspeedZeroOptimizationOptions(Section):
     """Section `distributed.deepspeed_zero_optimization` of the options."""
 
-    __slots__ = ()
-
-    stage: Option[int] = Option()
+    stage: int
     """ZeRO stage."""
 
 
@@ -107,31 +99,29 @@ class DeepspeedZeroOptimizationOptionsDict(TypedDict, total=False):
 class DistributedOptions(Section):
     """Section `distributed` of the options."""
 
-    __slots__ = ()
-
-    world_rank: Option[int] = Option()
+    world_rank: int
     """Rank of this process."""
-    world_size: Option[int] = Option()
+    world_size: int
     """Number of processes."""
-    local_rank: Option[int] = Option()
+    local_rank: int
     """Rank of this process on its machine, which selects the CUDA device if `device.id` is `cuda`."""
-    data_parallel_size: Option[int] = Option()
+    data_parallel_size: int
     """Processes that share the data: all of them, so it must be the number of processes, or left out."""
-    horizontal_parallel_size: Option[int] = Option()
+    horizontal_parallel_size: int
     """Processes that share each layer."""
-    pipeline_parallel: Option[PipelineParallelOptions] = Option(PipelineParallelOptions)
-    allreduce_post_accumulation: Option[bool] = Option()
+    pipeline_parallel: PipelineParallelOptions
+    allreduce_post_accumulation: bool
     """Gradients are reduced once per update, never after each micro-batch: the results are the same with less traffic,
     so there is nothing to choose."""
-    deepspeed_zero_optimization: Option[DeepspeedZeroOptimizationOptions] = Option(DeepspeedZeroOptimizationOptions)
-    enable_adasum: Option[bool] = Option()
+    deepspeed_zero_optimization: DeepspeedZeroOptimizationOptions
+    enable_adasum: bool
     """Combines the gradients of the processes by Adasum instead of the mean; the number of processes must be a power of
     two."""
-    timeout: Option[float] = Option()
+    timeout: float
     """Seconds that a process waits for the others before it raises `DistributedError`."""
-    bucket_cap_mb: Option[float] = Option()
+    bucket_cap_mb: float
     """MiB of gradients per message, as in PyTorch's DistributedDataParallel."""
-    reduce_dtype: Option[Literal["float16", "bfloat16"] | None] = Option()
+    reduce_dtype: Literal["float16", "bfloat16"] | None
     """The dtype for sending and reducing gradients: `float16` or `bfloat16`, or the torch.dtype of that name, which
     halves the traffic of fp32 gradients."""
 
@@ -156,13 +146,11 @@ class DistributedOptionsDict(TypedDict, total=False):
 class MixedPrecisionOptions(Section):
     """Section `mixed_precision` of the options."""
 
-    __slots__ = ()
-
-    enabled: Option[bool] = Option()
+    enabled: bool
     """Trains in `mixed_precision.dtype` under PyTorch's autocast policy, with fp32 master weights."""
-    dtype: Option[Literal["float16", "bfloat16"]] = Option()
+    dtype: Literal["float16", "bfloat16"]
     """`float16` or `bfloat16`, or the torch.dtype of that name."""
-    loss_scaler: Option[LossScaler | None] = Option()
+    loss_scaler: LossScaler | None
     """A `LossScaler` or subclass."""
 
 
@@ -177,13 +165,11 @@ class MixedPrecisionOptionsDict(TypedDict, total=False):
 class PropagateCastOpsConfigOptions(Section):
     """Section `graph_transformer.propagate_cast_ops_config` of the options."""
 
-    __slots__ = ()
-
-    strategy: Option[Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | None] = Option()
+    strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | None
     """No strategy is applied."""
-    level: Option[int] = Option()
+    level: int
     """Belongs to `strategy`."""
-    allow: Option[tuple[str, ...]] = Option()
+    allow: tuple[str, ...]
     """Belongs to `strategy`."""
 
 
@@ -202,20 +188,18 @@ class PropagateCastOpsConfigOptionsDict(TypedDict, total=False):
 class GraphTransformerOptions(Section):
     """Section `graph_transformer` of the options."""
 
-    __slots__ = ()
-
-    attn_dropout_recompute: Option[bool] = Option()
+    attn_dropout_recompute: bool
     """Recomputes the dropout of attention weights in the backward pass, from the softmax and the mask, instead of
     storing its result."""
-    gelu_recompute: Option[bool] = Option()
+    gelu_recompute: bool
     """Recomputes GELU activations in the backward pass, from their input, instead of storing result and derivative."""
-    transformer_layer_recompute: Option[bool] = Option()
+    transformer_layer_recompute: bool
     """Recomputes whole layers in the backward pass and stores only their inputs."""
-    number_recompute_layers: Option[int] = Option()
+    number_recompute_layers: int
     """Number of layers that `transformer_layer_recompute` recomputes, starting with the first; 0 for all but the last.
     """
-    propagate_cast_ops_config: Option[PropagateCastOpsConfigOptions] = Option(PropagateCastOpsConfigOptions)
-    allow_layer_norm_mod_precision: Option[bool] = Option()
+    propagate_cast_ops_config: PropagateCastOpsConfigOptions
+    allow_layer_norm_mod_precision: bool
     """Layer norm in a lower precision."""
 
 
@@ -233,34 +217,32 @@ class GraphTransformerOptionsDict(TypedDict, total=False):
 class UtilsOptions(Section):
     """Section `utils` of the options."""
 
-    __slots__ = ()
-
-    frozen_weights: Option[tuple[str, ...]] = Option()
+    frozen_weights: tuple[str, ...]
     """Names of parameters that are not trained, in addition to those with `requires_grad=False`."""
-    grad_norm_clip: Option[bool] = Option()
+    grad_norm_clip: bool
     """Clips gradients by their global norm to `utils.max_grad_norm`, or otherwise to `max_norm_clip` of the optimizer
     config."""
-    max_grad_norm: Option[float | None] = Option()
+    max_grad_norm: float | None
     """Limit of the global gradient norm for every optimizer and parameter group, which overrides `max_norm_clip`."""
-    max_grad_value: Option[float | None] = Option()
+    max_grad_value: float | None
     """Limit of the absolute value of every gradient element, as in `torch.nn.utils.clip_grad_value_`; applied after any
     clipping by norm."""
-    memory_efficient_gradient: Option[bool] = Option()
+    memory_efficient_gradient: bool
     """Recomputes values in the backward pass that need only elementwise operations and layer norms; a minimum cut finds
     the best values to store instead."""
-    share_weights: Option[bool] = Option()
+    share_weights: bool
     """Trains the given PyTorch model's own parameters and buffers, so that the model is current after every step, and
     changes to it take effect."""
-    random_numbers: Option[Literal["fast", "pytorch", "pytorch_global"]] = Option()
+    random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
-    kernels: Option[Literal["auto", "onnxruntime", "pytorch"]] = Option()
+    kernels: Literal["auto", "onnxruntime", "pytorch"]
     """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, called from the graph, which need
     onnxruntime-training and the CPU."""
-    cache_exports: Option[bool] = Option()
+    cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
-    run_symbolic_shape_infer: Option[bool] = Option()
+    run_symbolic_shape_infer: bool
     """Runs ONNX Runtime's symbolic shape inference on an ONNX model before differentiation, in addition to ONNX's."""
 
 
@@ -282,18 +264,16 @@ class UtilsOptionsDict(TypedDict, total=False):
 class GraphSavePathsOptions(Section):
     """Section `debug.graph_save_paths` of the options."""
 
-    __slots__ = ()
-
-    model_after_graph_transforms_path: Option[str] = Option()
+    model_after_graph_transforms_path: str
     """ONNX file, written when the first training graph is built: the forward pass with the loss, extracted from the
     training graph after all passes."""
-    model_with_gradient_graph_path: Option[str] = Option()
+    model_with_gradient_graph_path: str
     """ONNX file, written when the first training graph is built: the training graph with loss, outputs, gradients and
     new buffers."""
-    model_with_training_graph_path: Option[str] = Option()
+    model_with_training_graph_path: str
     """ONNX file, written when the first training graph is built: the training graph with the optimizer's update as
     nodes, one model for a complete training step."""
-    model_with_training_graph_after_optimization_path: Option[str] = Option()
+    model_with_training_graph_after_optimization_path: str
     """ONNX file, written when the first training graph is built: the training graph as ONNX Runtime runs it, after its
     optimizations (the update runs on PyTorch's kernels)."""
 
@@ -310,21 +290,19 @@ class GraphSavePathsOptionsDict(TypedDict, total=False):
 class DebugOptions(Section):
     """Section `debug` of the options."""
 
-    __slots__ = ()
-
-    deterministic_compute: Option[bool] = Option()
+    deterministic_compute: bool
     """Requests kernels from ONNX Runtime that give bitwise equal results in every run."""
-    check_model_export: Option[bool] = Option()
+    check_model_export: bool
     """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
     absolute 1e-6) and raises if they differ."""
-    check_indices: Option[bool] = Option()
+    check_indices: bool
     """Checks before every step (of exported artifacts, too) that inputs used as indices by the model or the loss (class
     labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see
     docs/limits.md."""
-    max_nonfinite_losses: Option[int | None] = Option()
+    max_nonfinite_losses: int | None
     """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
     FloatingPointError instead of training."""
-    graph_save_paths: Option[GraphSavePathsOptions] = Option(GraphSavePathsOptions)
+    graph_save_paths: GraphSavePathsOptions
 
 
 class DebugOptionsDict(TypedDict, total=False):
@@ -340,16 +318,14 @@ class DebugOptionsDict(TypedDict, total=False):
 class InternalUseOptions(Section):
     """Section `_internal_use` of the options."""
 
-    __slots__ = ()
-
-    enable_internal_postprocess: Option[bool] = Option()
+    enable_internal_postprocess: bool
     """Runs the trainer's passes that make the exported graph smaller: they fold constants, merge common subexpressions,
     and remove operators without effect."""
-    extra_postprocess: Option[Callable[[onnx.ModelProto], onnx.ModelProto] | None] = Option()
+    extra_postprocess: Callable[[onnx.ModelProto], onnx.ModelProto] | None
     """A function `ModelProto -> ModelProto` that runs on every exported graph after the trainer's passes."""
-    onnx_opset_version: Option[int] = Option()
+    onnx_opset_version: int
     """ONNX operator set of the exported graphs: 18, or a later one that the installed ONNX Runtime supports."""
-    enable_onnx_contrib_ops: Option[bool] = Option()
+    enable_onnx_contrib_ops: bool
     """Whether graphs may contain operators outside standard ONNX."""
 
 
@@ -367,23 +343,21 @@ class InternalUseOptionsDict(TypedDict, total=False):
 class Options(Section):
     """All sections of the options."""
 
-    __slots__ = ()
-
-    batch: Option[BatchOptions] = Option(BatchOptions)
-    device: Option[DeviceOptions] = Option(DeviceOptions)
-    distributed: Option[DistributedOptions] = Option(DistributedOptions)
-    lr_scheduler: Option[LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None] = Option()
+    batch: BatchOptions
+    device: DeviceOptions
+    distributed: DistributedOptions
+    lr_scheduler: LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float] | None
     """A schedule from `ort_trainer.optim`, or an instance of a subclass of `_LRScheduler`; a schedule of
     `torch.optim.lr_scheduler` over the trainer's optimizer, which is stepped after each update; or a function from the
     number of completed updates to a factor on the rates."""
-    mixed_precision: Option[MixedPrecisionOptions] = Option(MixedPrecisionOptions)
-    graph_transformer: Option[GraphTransformerOptions] = Option(GraphTransformerOptions)
-    utils: Option[UtilsOptions] = Option(UtilsOptions)
-    debug: Option[DebugOptions] = Option(DebugOptions)
-    _internal_use: Option[InternalUseOptions] = Option(InternalUseOptions)
-    provider_options: Option[Mapping[str, Mapping[str, Any]]] = Option()
+    mixed_precision: MixedPrecisionOptions
+    graph_transformer: GraphTransformerOptions
+    utils: UtilsOptions
+    debug: DebugOptions
+    _internal_use: InternalUseOptions
+    provider_options: Mapping[str, Mapping[str, Any]]
     """Execution provider name -> its options."""
-    session_options: Option[SessionOptions | None] = Option()
+    session_options: SessionOptions | None
     """An `onnxruntime.SessionOptions` for every session of the trainer."""
 
 

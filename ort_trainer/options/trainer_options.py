@@ -92,7 +92,6 @@ class ORTTrainerOptions(Options):
         4
     """
 
-    __slots__ = ("_given",)
     _given: frozenset[str]
 
     def __init__(self, options: OptionsDict | Mapping[str, Any] | None = None) -> None:
@@ -124,8 +123,8 @@ class ORTTrainerOptions(Options):
                 "used instead"
             )
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
-        super().__init__(document)
-        object.__setattr__(self, "_given", given)
+        Section.__init__(self, document)
+        vars(self)["_given"] = given
 
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, even if with its default."""
@@ -155,10 +154,8 @@ class ORTTrainerOptions(Options):
         for name, section in values.items():
             document[name].update(section)
         result = object.__new__(type(self))
+        vars(result).update(vars(self))
         Section.__init__(result, document)
-        for slot in (slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ())):
-            if slot != "_values":
-                object.__setattr__(result, slot, getattr(self, slot))
         return result
 
     def tolerates(self, message: str) -> bool:

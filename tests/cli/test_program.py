@@ -58,7 +58,7 @@ def test_errors_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: E
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr("ort_trainer.options.listing.listed_options", fail)
+    monkeypatch.setattr("ort_trainer.options.schema.listed_options", fail)
     assert run("options") == (1, [], [line])
 
 
@@ -66,7 +66,7 @@ def test_an_interrupt_ends_it_quietly(run: Run, monkeypatch: pytest.MonkeyPatch)
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ort_trainer.options.listing.listed_options", interrupt)
+    monkeypatch.setattr("ort_trainer.options.schema.listed_options", interrupt)
     assert run("options") == (130, [], [])
 
 

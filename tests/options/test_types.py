@@ -66,7 +66,7 @@ BAD = {
     "options.batch.typo": '"BatchOptions" has no attribute "typo"',
     "options.bacth": '"ORTTrainerOptions" has no attribute "bacth"',
     "options.debug.graph_save_paths.typo": '"GraphSavePathsOptions" has no attribute "typo"',
-    "options.batch.gradient_accumulation_steps = 2": "Incompatible types in assignment",
+    "options.batch.gradient_accumulation_steps = 2": 'defined in "BatchOptions" is read-only',
     "text: str = options.batch.gradient_accumulation_steps": "Incompatible types in assignment",
     "a: OptionsDict = {'batch': {'gradient_acumulation_steps': 2}}": 'Extra key "gradient_acumulation_steps"',
     "b: OptionsDict = {'device': {'id': 3}}": 'TypedDict item "id" has type "str"',
