@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,16 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..optim.parts import Named, Parts
 from ..train.strategy import Meeting, Strategy
 from ..train.window import Share
-from .agreement import check_traits, checksum
+from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, number_of
 from .buckets import Buckets, grouped
-from .joining import Joining
 from .processes import Processes
 from .reduction import Reduction
-from .rows import FOLLOW, KINDS, Row, check_rows, number_of
 
 __all__ = ["DataParallel"]
 
@@ -42,7 +42,7 @@ class DataParallel(Strategy):
         self._trainable: Named = {}
         self._dtypes: Mapping[str, str] | None = None
         self._compared = True
-        self._joining: Joining | None = None
+        self._joining: _Joining | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
         """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
@@ -152,7 +152,7 @@ class DataParallel(Strategy):
         """Wraps the trainer in ``torch.distributed.algorithms.Join``."""
         if self._joining is not None:
             raise RuntimeError("trainer.join() was entered inside another trainer.join(): remove one of them")
-        self._joining = Joining(self.processes, follow)
+        self._joining = _Joining(self.processes, follow)
         try:
             yield
             self._joining.finish()
@@ -218,3 +218,63 @@ class DataParallel(Strategy):
 def _bytes(tensor: torch.Tensor) -> Any:
     """Returns the bytes of a tensor as an array."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+class _Raised(Exception):
+    """Wraps a RuntimeError of a following process, to tell it from Join's own errors."""
+
+
+class _Hook(JoinHook):
+    def __init__(self, follow: Callable[[], Any]) -> None:
+        self._follow = follow
+
+    def main_hook(self) -> None:
+        """Takes part in the next operation of the processes that still have data."""
+        try:
+            self._follow()
+        except RuntimeError as error:
+            raise _Raised from error
+
+
+class _Joining(Joinable):
+    """The trainer in one ``trainer.join()`` context.
+
+    Args:
+        processes: The processes that train.
+        follow: Takes part in the next operation of the processes that still have data.
+    """
+
+    def __init__(self, processes: Processes, follow: Callable[[], Any]) -> None:
+        super().__init__()
+        self._processes, self._follow = processes, follow
+        self._context = Join([self])
+
+    def notify(self) -> None:
+        """Notifies the processes without data of a coming operation."""
+        work = Join.notify_join_context(self)
+        if work is not None:
+            self._processes.finish("the processes in trainer.join()", self._processes.control, lambda: work)
+
+    def finish(self) -> None:
+        """Follows the other processes until none has data left."""
+        try:
+            with warnings.catch_warnings():  # Join changes the warning filters
+                self._processes.run("the processes with data left", lambda: self._context.__exit__(None, None, None))
+        except _Raised as raised:
+            assert raised.__cause__ is not None
+            raise raised.__cause__ from None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook that a process without data runs."""
+        return _Hook(self._follow)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of Join's messages."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group for Join's messages."""
+        group: dist.ProcessGroup = self._processes.control
+        return group

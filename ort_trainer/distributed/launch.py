@@ -146,9 +146,8 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
     if place.size == 1:
         return SingleProcess()
     # A PyTorch built without torch.distributed can't import these.
-    from .adasum import Adasum
     from .data_parallel import DataParallel
-    from .reduction import Reduction, Sum
+    from .reduction import Adasum, Reduction, Sum
     from .zero import ShardedOptimizer
 
     processes, dtype = _processes(device, distributed.timeout), distributed.reduce_dtype

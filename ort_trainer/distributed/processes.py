@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ..core.errors import DistributedError
 from ..core.interrupts import insisted
-from .missing import find_missing
-from .notes import Notes
+from .missing import Notes, find_missing
 
 __all__ = ["Processes"]
 

@@ -10,8 +10,7 @@ from typing import Any
 from ..core.atomic import atomic_path
 from ..engine.timing import TimedRun
 from ..step.origins import Place, parent_of
-from .figures import GraphOrigins
-from .measured import MeasuredStep
+from .figures import GraphOrigins, MeasuredStep
 
 __all__ = ["write_trace"]
 

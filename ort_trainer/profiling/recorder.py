@@ -15,8 +15,7 @@ from ..core.errors import shown, warn
 from ..engine import Plan
 from ..engine.timing import Timing
 from .chrome_trace import write_trace
-from .figures import GraphOrigins, figures_of
-from .measured import MeasuredStep
+from .figures import GraphOrigins, MeasuredStep, figures_of
 from .profile import Profile
 
 __all__ = ["Profiler"]

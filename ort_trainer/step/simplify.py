@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import onnxscript.optimizer
-from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter import RewritePass, RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
 from .names import Names
-from .neutral import NEUTRAL_RULES
 
 __all__ = ["SimplifyPass", "convert_opset"]
 
+
+def _rule(pattern: Callable[[Any, Any, Any], Any], neutral: float) -> RewriteRule:
+    def condition(context: Any, x: ir.Value, number: ir.Value) -> bool:
+        constant = ir.convenience.get_const_tensor(number)
+        return constant is not None and constant.numpy().ndim == 0 and bool(constant.numpy() == neutral)
+
+    def replacement(op: Any, x: ir.Value, number: ir.Value) -> Any:
+        return op.Identity(x)
+
+    return RewriteRule(pattern, replacement, condition)
+
+
+# Drop arithmetic with a neutral element. onnxscript's own rules also match constants up to 1e-8 from 0 and up to 1e-5
+# from 1, so they would drop the ``eps`` in ``log(x + 1e-8)``.
+_NEUTRAL_RULES = (
+    _rule(lambda op, x, number: op.Add(x, number), 0),
+    _rule(lambda op, x, number: op.Sub(x, number), 0),
+    _rule(lambda op, x, number: op.Mul(x, number), 1),
+    _rule(lambda op, x, number: op.Div(x, number), 1),
+)
 # onnxscript's default also has a rule for pairs of slices, which searches the whole graph at every node (half of an
 # export's time), rules that fuse clips, which leave unnamed constants behind, and rules that drop additions of tiny
 # numbers as if they were 0.
 _RULES = (
-    *NEUTRAL_RULES,
+    *_NEUTRAL_RULES,
     rules.no_op_cast_rule,
     rules.no_op_expand_rule,
     rules.no_op_transpose_rule,

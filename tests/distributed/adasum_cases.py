@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
-from ort_trainer.distributed.adasum import Adasum
 from ort_trainer.distributed.buckets import Buckets
 from ort_trainer.distributed.processes import Processes
+from ort_trainer.distributed.reduction import Adasum
 
 from .data_parallel_cases import LOSS, batches, mlp, part
 
