@@ -67,7 +67,7 @@ def export_cache() -> ExportCache | None:
 
 
 def _users_caches() -> Path:
-    """Returns the system's folder for the user's caches."""
+    """Returns the system's folder for the user's caches; platformdirs would be a dependency for this alone."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"])
     if sys.platform == "darwin":

@@ -1,4 +1,7 @@
-"""Reads the tables of a flatbuffer and checks every offset."""
+"""Reads the tables of a flatbuffer and checks every offset.
+
+The package ``flatbuffers`` trusts them: of a damaged file it returns other bytes, or fewer than the file says.
+"""
 
 from __future__ import annotations
 
