@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ..engine.timing import Operation, TimedRun
 from ..step import TrainingGraph
 from ..step.origins import Origins, parent_of
-from .profile import Figures, ModuleTime, OperatorTime
+from .profile import ModuleTime, OperatorTime, Profile
 
-__all__ = ["FUSED", "GraphOrigins", "MeasuredStep", "figures_of", "is_product"]
+__all__ = ["FUSED", "GraphOrigins", "MeasuredStep", "fill", "is_product"]
 
 
 @dataclass
@@ -72,10 +72,11 @@ class GraphOrigins:
         return self._known[id(graph)]
 
 
-def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Sequence[str]) -> Figures:
-    """Returns the figures of steps whose runs have been collected.
+def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Sequence[str]) -> None:
+    """Writes the figures of steps whose runs have been collected into a profile.
 
     Args:
+        profile: The profile.
         steps: The steps, at least one.
         origins: Origins of their graphs.
         remarks: Remarks for the report.
@@ -91,19 +92,17 @@ def figures_of(steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Se
     graphs = [run.graph for step in steps for run in step.runs]
     if not any(graph.origins for graph in graphs):
         remarks.append("no time per module: ONNX models have no modules")
-    kernels = dict.fromkeys("PyTorch's" if graph.programs else "ONNX Runtime's" for graph in graphs)
-    return Figures(
-        seconds=tuple(step.duration / 1e9 for step in steps),
-        milliseconds=sums.mean(sums.total),
-        operators=sums.operator_times(),
-        modules=sums.module_times(),
-        products=sums.mean(sum(spent for name, spent in sums.operators.items() if is_product(name))),
-        optimizer=sums.mean(sums.updates),
-        # If a session runs several nodes in parallel, operators may take more time in total than the step.
-        overhead=sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0)),
-        kernels=" and ".join(kernels),
-        remarks=tuple(remarks),
+    profile.seconds = tuple(step.duration / 1e9 for step in steps)
+    profile.milliseconds = sums.mean(sums.total)
+    profile.operators, profile.modules = sums.operator_times(), sums.module_times()
+    profile.products = sums.mean(sum(spent for name, spent in sums.operators.items() if is_product(name)))
+    profile.optimizer = sums.mean(sums.updates)
+    # If a session runs several nodes in parallel, operators may take more time in total than the step.
+    profile.overhead = sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0))
+    profile.kernels = " and ".join(
+        dict.fromkeys("PyTorch's" if graph.programs else "ONNX Runtime's" for graph in graphs)
     )
+    profile.remarks, profile.done = tuple(remarks), True
 
 
 class _Sums:

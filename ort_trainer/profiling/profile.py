@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Figures", "ModuleTime", "OperatorTime", "Profile"]
+__all__ = ["ModuleTime", "OperatorTime", "Profile"]
 
 # Limits of the report; the profile itself has everything.
 _OPERATORS = 20
@@ -50,9 +51,27 @@ class ModuleTime:
     share: float
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a :class:`Profile`, which documents these attributes."""
+class Profile:
+    """The time of some training steps, by operator and by module.
+
+    Args:
+        steps: Number of steps.
+        trace: Path of the trace; None for no trace.
+
+    Attributes:
+        steps, trace: As given.
+        left: Number of steps that remain to be measured.
+        done: Whether all steps have been measured; the attributes below are available then.
+        seconds: Duration of each step without one-time work: an export, and the set-up of the measurement.
+        milliseconds: Mean time of a step, of which all other times are parts.
+        operators: The operators, slowest first.
+        modules: The modules of the model, in its order; none for an ONNX model.
+        products: Milliseconds per step in matrix products, convolutions, attention and recurrent layers.
+        optimizer: Milliseconds per step in the weight update, including clipping and the check for finite gradients.
+        overhead: Milliseconds per step outside operators and update: Python, this package, the engine between nodes.
+        kernels: Whose kernels computed the steps.
+        remarks: What to know about the figures.
+    """
 
     seconds: tuple[float, ...]
     milliseconds: float
@@ -64,131 +83,61 @@ class Figures:
     kernels: str
     remarks: tuple[str, ...]
 
-
-class Profile:
-    """The time of some training steps, by operator and by module.
-
-    The figures are available after the last step; until then only :attr:`steps`, :attr:`trace`, :attr:`done` and
-    :attr:`left` can be read.
-
-    Args:
-        steps: Number of steps.
-        trace: Path of the trace; None for no trace.
-    """
-
     def __init__(self, steps: int, trace: Path | None) -> None:
-        self._steps, self._trace = steps, trace
-        self._measured = 0
-        self._figures: Figures | None = None
+        self.steps, self.trace = steps, trace
+        self.left, self.done = steps, False
 
-    @property
-    def steps(self) -> int:
-        """Number of ``train_step`` calls to measure."""
-        return self._steps
+    if not TYPE_CHECKING:
 
-    @property
-    def trace(self) -> Path | None:
-        """Path of the trace; None for no trace."""
-        return self._trace
-
-    @property
-    def done(self) -> bool:
-        """Whether all steps have been measured."""
-        return self._figures is not None
-
-    @property
-    def left(self) -> int:
-        """Number of steps that remain to be measured."""
-        return max(self._steps - self._measured, 0)
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Duration of each step without one-time work: an export, and the set-up of the measurement."""
-        return self._known().seconds
-
-    @property
-    def milliseconds(self) -> float:
-        """Mean time of a step, of which all other times are parts."""
-        return self._known().milliseconds
-
-    @property
-    def operators(self) -> tuple[OperatorTime, ...]:
-        """The operators, slowest first."""
-        return self._known().operators
-
-    @property
-    def modules(self) -> tuple[ModuleTime, ...]:
-        """The modules of the model, in its order; none for an ONNX model."""
-        return self._known().modules
-
-    @property
-    def products(self) -> float:
-        """Milliseconds per step in matrix products, convolutions, attention and recurrent layers."""
-        return self._known().products
-
-    @property
-    def optimizer(self) -> float:
-        """Milliseconds per step in the weight update, including clipping and the check for finite gradients."""
-        return self._known().optimizer
-
-    @property
-    def overhead(self) -> float:
-        """Milliseconds per step outside operators and update: Python, this package, the engine between nodes."""
-        return self._known().overhead
-
-    def measured(self, steps: int, figures: Figures | None = None) -> None:
-        """Records progress, and at the end the figures."""
-        self._measured, self._figures = steps, figures
-
-    def _known(self) -> Figures:
-        if self._figures is None:
+        def __getattr__(self, name: str) -> Any:
+            if name not in Profile.__annotations__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise RuntimeError(
-                f"the profile has no results yet: {self._measured} of {self._steps} steps have been measured. Call "
-                f"train_step {self.left} more times"
+                f"the profile has no results yet: {self.steps - self.left} of {self.steps} steps have been measured. "
+                f"Call train_step {self.left} more times"
             )
-        return self._figures
 
     def __repr__(self) -> str:
-        return f"<Profile: {self._measured} of {self._steps} steps>"
+        return f"<Profile: {self.steps - self.left} of {self.steps} steps>"
 
     def __str__(self) -> str:
-        return repr(self) if self._figures is None else "\n".join(_report(self, self._figures))
+        return "\n".join(_report(self)) if self.done else repr(self)
 
 
-def _report(profile: Profile, figures: Figures) -> list[str]:
-    seconds = figures.seconds
+def _report(profile: Profile) -> list[str]:
+    seconds = profile.seconds
     spread = f"{min(seconds) * 1000:.2f} to {max(seconds) * 1000:.2f}"
-    lines = [f"{len(seconds)} training steps of {figures.milliseconds:.2f} ms ({spread}), on {figures.kernels} kernels"]
-    lines += ["", *_table(("part of a step", "ms", "share"), _parts(figures))]
-    shown = figures.operators[:_OPERATORS]
+    lines = [f"{len(seconds)} training steps of {profile.milliseconds:.2f} ms ({spread}), on {profile.kernels} kernels"]
+    lines += ["", *_table(("part of a step", "ms", "share"), _parts(profile))]
+    shown = profile.operators[:_OPERATORS]
     rows = [(row.name, f"{row.calls:g}", f"{row.milliseconds:.3f}", _percent(row.share)) for row in shown]
     lines += ["", *_table(("operator", "calls", "ms", "share"), rows)]
-    lines += _others(figures.operators[_OPERATORS:], "")
-    if figures.modules:
-        large = [row for row in figures.modules if row.share >= _SMALLEST_SHARE]
+    lines += _others(profile.operators[_OPERATORS:], "")
+    if profile.modules:
+        large = [row for row in profile.modules if row.share >= _SMALLEST_SHARE]
         cells = [
             (f"{row.path or '(the model)'}  {row.kind}".rstrip(), f"{row.forward:.3f}", f"{row.backward:.3f}")
             for row in large
         ]
         rows = [(*cell, _percent(row.share)) for cell, row in zip(cells, large, strict=True)]
         lines += ["", *_table(("module, with those in it", "forward ms", "backward ms", "share"), rows)]
-        small = [row for row in figures.modules if row.share < _SMALLEST_SHARE]
+        small = [row for row in profile.modules if row.share < _SMALLEST_SHARE]
         lines += _others(small, f" of less than {_SMALLEST_SHARE:.0%}")
-    lines += ["", *figures.remarks] if figures.remarks else []
+    lines += ["", *profile.remarks] if profile.remarks else []
     if profile.trace is not None:
         lines += ["", f"trace: {profile.trace} (open it in chrome://tracing or https://ui.perfetto.dev)"]
     return lines
 
 
-def _parts(figures: Figures) -> list[tuple[str, str, str]]:
-    operators = sum(row.milliseconds for row in figures.operators)
+def _parts(profile: Profile) -> list[tuple[str, str, str]]:
+    operators = sum(row.milliseconds for row in profile.operators)
     parts = {
-        "products, convolutions": figures.products,
-        "other operators": operators - figures.products,
-        "optimizer update": figures.optimizer,
-        "between them": figures.overhead,
+        "products, convolutions": profile.products,
+        "other operators": operators - profile.products,
+        "optimizer update": profile.optimizer,
+        "between them": profile.overhead,
     }
-    return [(name, f"{part:.3f}", _percent(part / figures.milliseconds)) for name, part in parts.items()]
+    return [(name, f"{part:.3f}", _percent(part / profile.milliseconds)) for name, part in parts.items()]
 
 
 def _others(rows: Sequence[object], which: str) -> list[str]:

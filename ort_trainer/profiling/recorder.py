@@ -15,7 +15,7 @@ from ..core.errors import shown, warn
 from ..engine import Plan
 from ..engine.timing import Timing
 from .chrome_trace import write_trace
-from .figures import GraphOrigins, MeasuredStep, figures_of
+from .figures import GraphOrigins, MeasuredStep, fill
 from .profile import Profile
 
 __all__ = ["Profiler"]
@@ -67,7 +67,7 @@ class Profiler:
         result = function()
         step.end = perf_counter_ns()
         self._steps.append(step)
-        self.profile.measured(len(self._steps))
+        self.profile.left -= 1
         return result
 
     def plan(self, plan: Plan) -> Plan:
@@ -94,7 +94,7 @@ class Profiler:
             except OSError as error:  # the training step has succeeded and must not seem to fail
                 remarks.append(f"the trace could not be written: {error}")
                 warn(f"the trace of the profile could not be written: {error}")
-        self.profile.measured(len(self._steps), figures_of(self._steps, origins, remarks))
+        fill(self.profile, self._steps, origins, remarks)
         if not self._rank:
             print(self.profile)
 
