@@ -24,7 +24,7 @@ ALLOWED = {
     "profiling": {"core", "engine", "step"},
     "state": {"core"},
     # Needs no torch; of the engine it uses only what needs none either.
-    "api": {"core", "engine"},
+    "api": {"core", "engine", "step"},
     "export": {"core", "engine", "optim", "options", "step"},
     "sources": {"export"},
     "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "step"},
@@ -37,7 +37,7 @@ ALLOWED = {
     | {"runs", "state", "train"},
     "integrations": {"core", "optim", "options", "trainer"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
-    "cli": {"api", "artifacts", "core", "engine", "export", "options", "state"},
+    "cli": {"api", "artifacts", "core", "engine", "export", "options", "state", "step"},
     "__main__": {"cli"},
     # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
     "compat": {"amp", "api", "artifacts", "core", "engine", "export", "optim", "options", "state", "step", "train"}

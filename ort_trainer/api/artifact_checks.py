@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.dims import symbols_of
 from ..core.indices import STEPS, IndexRange
-from .artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor
+from ..step.contract import OptimizerModel, RandomInput, Slot, Step, TensorSpec
 
 __all__ = ["check_described", "check_fits"]
 
@@ -22,7 +22,7 @@ _DTYPES = {
 """NumPy's name of an element type -> ONNX Runtime's."""
 
 
-def check_described(model: StepModel | OptimizerModel, name: str) -> None:
+def check_described(model: Step | OptimizerModel, name: str) -> None:
     """Checks that all fields have values of the right types.
 
     Args:
@@ -49,7 +49,7 @@ def _check_optimizer(model: OptimizerModel) -> None:
         _require(_is_number(slot.initial), f"state {key!r}")
 
 
-def _check_step(model: StepModel) -> None:
+def _check_step(model: Step) -> None:
     _require(isinstance(model.export, str), "export")
     for spec in (*_sequence(model.inputs, "inputs"), *_sequence(model.outputs, "outputs")):
         _tensor(spec, "inputs or outputs", (spec.name,))
@@ -58,7 +58,8 @@ def _check_step(model: StepModel) -> None:
         _require(_symbols(spec.shape or ()) <= named, f"outputs: the shape of {spec.name!r}")
     _texts([model.loss, model.reset], "loss")
     _texts(_items(model.state, "state").values(), "state")
-    _pairs(model.gradients, "gradients")
+    _require(model.sums.keys() == model.gradients.keys(), "gradients")
+    _texts([*model.sums.values(), *model.gradients.values()], "gradients")
     _texts(_items(model.buffer_updates, "buffer_updates").values(), "buffer_updates")
     for random in _sequence(model.random, "random"):
         _tensor(random, "random", (random.name, random.kind))
@@ -105,10 +106,10 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tensor(spec: Tensor | RandomTensor | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:
+def _tensor(spec: TensorSpec | RandomInput | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:
     _texts(texts, where)
     _require(isinstance(spec.dtype, str) and spec.dtype in _DTYPES, f"{where}: dtype")
-    if spec.shape is None and isinstance(spec, Tensor):
+    if spec.shape is None and isinstance(spec, TensorSpec):
         return
     for size in _sequence(spec.shape, where):
         if isinstance(size, str) and not sized:
@@ -151,7 +152,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_fits(model: StepModel | OptimizerModel, inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> None:
+def check_fits(model: Step | OptimizerModel, inputs: Sequence[Any], outputs: Sequence[Any], name: str) -> None:
     """Checks that the graph has the inputs and outputs that the model describes.
 
     Args:
@@ -193,7 +194,7 @@ def _fits(found: Sequence[Any], described: Sequence[int | str]) -> bool:
 _Described = dict[str, tuple[str | None, Sequence[int | str] | None]]
 
 
-def _named(model: StepModel | OptimizerModel) -> tuple[_Described, _Described]:
+def _named(model: Step | OptimizerModel) -> tuple[_Described, _Described]:
     """Returns the dtypes and shapes, where described, of the inputs and the outputs that the graph must have."""
     inputs: _Described = {}
     outputs: _Described = {}
@@ -211,10 +212,8 @@ def _named(model: StepModel | OptimizerModel) -> tuple[_Described, _Described]:
     inputs |= {spec.name: (spec.dtype, spec.shape) for spec in model.random}
     outputs |= {spec.name: (spec.dtype, spec.shape) for spec in model.outputs}
     if model.kind == "training":
-        inputs |= dict.fromkeys((old for old, _ in model.gradients.values()), (None, None))
+        inputs |= dict.fromkeys(model.sums.values(), (None, None))
         if model.gradients:
             inputs[model.reset] = "bool", (1,)
-        outputs |= dict.fromkeys(
-            (*(new for _, new in model.gradients.values()), *model.buffer_updates.values()), (None, None)
-        )
+        outputs |= dict.fromkeys((*model.gradients.values(), *model.buffer_updates.values()), (None, None))
     return inputs, outputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..core.errors import shown
+from ..core.protobuf import Field, Malformed, content, fields, text
 from ..engine.sessions import CALLING_OUT, DOMAINS
-from .protobuf import Field, Malformed, content, fields, text
 
 __all__ = ["check_contained", "custom_operators"]
 

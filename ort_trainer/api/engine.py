@@ -12,7 +12,7 @@ from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 
 from ..core.errors import shown
 from ..engine.sessions import new_session
-from .artifact import METADATA, OptimizerModel, StepModel, from_metadata
+from ..step.contract import METADATA, OptimizerModel, Step, from_metadata
 from .artifact_checks import check_described, check_fits
 from .contained import check_contained, custom_operators
 
@@ -39,7 +39,7 @@ __all__ = [
 
 ModelSource = str | os.PathLike[str] | bytes
 """A model: the path of its file, or its bytes."""
-Model = TypeVar("Model", StepModel, OptimizerModel)
+Model = TypeVar("Model", Step, OptimizerModel)
 
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -216,7 +216,7 @@ def load_model(
     """Loads a model into a session.
 
     Args:
-        cls: :class:`StepModel` or :class:`OptimizerModel`.
+        cls: :class:`Step` or :class:`OptimizerModel`.
         source: Path or bytes.
         argument: Name of the argument with the model.
         kind: ``training``, ``evaluation`` or ``optimizer``.

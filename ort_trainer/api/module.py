@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.atomic import atomic_path
 from ..core.errors import shown
-from .artifact import StepModel
+from ..step.contract import Step
 from .checkpoint_file import Array
 from .checkpoint_state import CheckpointState, state_of
 from .engine import (
@@ -62,11 +62,11 @@ class Module:
         self._state = inner = state_of(state)
         self._given_options, options = session_options, check_options(session_options)
         place = parse_device(device)
-        train = load_model(StepModel, train_model_uri, "train_model_uri", "training", options, place)
+        train = load_model(Step, train_model_uri, "train_model_uri", "training", options, place)
         inner.check(train.model, train.name)
         evaluation = None
         if eval_model_uri is not None:
-            evaluation = load_model(StepModel, eval_model_uri, "eval_model_uri", "evaluation", options, place)
+            evaluation = load_model(Step, eval_model_uri, "eval_model_uri", "evaluation", options, place)
             inner.check(evaluation.model, evaluation.name)
         with inner.lock:
             inner.use(place)

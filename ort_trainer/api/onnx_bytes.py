@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import shown
-from .artifact import METADATA
-from .protobuf import VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
+from ..core.protobuf import VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
+from ..step.contract import METADATA
 
 __all__ = ["inference_model"]
 

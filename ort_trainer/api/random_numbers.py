@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.errors import shown
 from ..core.masks import KEYS, NEVER, draw_words, threshold, words_for
-from .artifact import RandomTensor
+from ..step.contract import RandomInput
 
 if TYPE_CHECKING:
     from .checkpoint_file import Array
@@ -86,7 +86,7 @@ class RandomNumbers:
         """Restores a state from :meth:`get_state`."""
         self._state, self._bits, self._generator, self._anchor = state, None, None, None
 
-    def draw(self, wanted: Sequence[tuple[RandomTensor, tuple[int, ...]]]) -> list[Array]:
+    def draw(self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]]) -> list[Array]:
         """Returns random numbers for inputs of given shapes."""
         self._follow_seed()
         if self._bits is None:
@@ -117,7 +117,7 @@ class RandomNumbers:
         high, low = self._bits.random_raw(2)
         return ((int(high) << 32) | int(low)) % KEYS
 
-    def _draw(self, spec: RandomTensor, shape: tuple[int, ...], key: int) -> Array:
+    def _draw(self, spec: RandomInput, shape: tuple[int, ...], key: int) -> Array:
         if spec.kind == "mask":
             kept, number = spec.parameters
             return draw_mask(key, math.prod(shape), int(number), kept).reshape(shape).astype(spec.dtype, copy=False)

@@ -11,7 +11,7 @@ from ..core.dims import evaluate, holds, symbols_of
 from ..core.errors import shown
 from ..core.indices import IndexRange, check_indices
 from ..core.interrupts import uninterrupted
-from .artifact import RandomTensor, StepModel, Tensor
+from ..step.contract import RandomInput, Step, TensorSpec
 from .checkpoint_file import Array
 from .engine import CPU, Loaded, OrtValue, RunOptions, check_run_options
 from .state import State
@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
     """
 
     outputs: tuple[_Output, ...]
-    random: tuple[tuple[RandomTensor, tuple[int, ...]], ...]
+    random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
     indices: tuple[tuple[IndexRange, int], ...]
     sizes: Mapping[str, int]
 
@@ -59,7 +59,7 @@ class StepRunner:
         state: The state that it reads and changes.
     """
 
-    def __init__(self, loaded: Loaded[StepModel], state: State) -> None:
+    def __init__(self, loaded: Loaded[Step], state: State) -> None:
         self.name = loaded.name
         self.data = loaded.data
         self.model = model = loaded.model
@@ -204,7 +204,7 @@ class StepRunner:
         for name, graph_input in self.model.state.items():
             binding.bind_ortvalue_input(graph_input, state.values[name].value)
         if self._training:
-            for name, (graph_input, _) in self.model.gradients.items():
+            for name, graph_input in self.model.sums.items():
                 binding.bind_ortvalue_input(graph_input, state.gradients[name].value)
             if self.model.gradients:
                 binding.bind_cpu_input(self.model.reset, self._reset[state.reset])
@@ -252,7 +252,7 @@ def _wrong_dtype(name: str, found: object, expected: np.dtype[Any]) -> str:
     return f"input {name!r} has dtype {found}, but the model takes {expected}: use .astype(numpy.{expected})"
 
 
-def _check_shape(spec: Tensor, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
     described = list(spec.shape or ())
     if len(shape) != len(described):
         raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.errors import CheckpointError
 from ..core.schedules import learning_rate
-from .artifact import OptimizerModel, Slot, StepModel
+from ..step.contract import OptimizerModel, Slot, Step
 from .checkpoint_file import Array, Checkpoint, Value
 from .engine import CPU, Device, StateTensor
 from .random_numbers import RandomNumbers
@@ -106,7 +106,7 @@ class State:
         )
         self._in_use = True
 
-    def check(self, model: StepModel | OptimizerModel, model_name: str) -> None:
+    def check(self, model: Step | OptimizerModel, model_name: str) -> None:
         """Checks that a model comes from the same export.
 
         Raises:
@@ -130,7 +130,7 @@ class State:
             if name not in self.gradients:
                 self.gradients[name] = _zeros(self.values[name], self.device)
 
-    def targets(self, model: StepModel) -> dict[str, StateTensor]:
+    def targets(self, model: Step) -> dict[str, StateTensor]:
         """Returns the tensors that the next training step writes: graph output -> tensor."""
         if not self.reset and not self._other_gradients:
             self._other_gradients = {name: _zeros(self.gradients[name], self.device) for name in model.gradients}
@@ -138,7 +138,7 @@ class State:
             self._other_buffers = {name: _zeros(self.values[name], self.device) for name in model.buffer_updates}
         gradients = self.gradients if self.reset else self._other_gradients
         return {
-            **{output: gradients[name] for name, (_, output) in model.gradients.items()},
+            **{output: gradients[name] for name, output in model.gradients.items()},
             **{output: self._other_buffers[name] for name, output in model.buffer_updates.items()},
         }
 

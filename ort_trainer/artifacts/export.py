@@ -13,7 +13,7 @@ from ..api.checkpoint_file import Checkpoint
 from ..core.errors import shown
 from ..engine.ownership import shared_groups
 from ..export import BORROWED
-from ..step import TrainingGraph
+from ..step import Step
 from ..train.joint_state import Gathered
 from ..train.loop import TrainingLoop
 from ..train.state import write_by_one
@@ -93,8 +93,8 @@ class _Made:
         buffers: Which of the checkpoint's parameters are buffers of the model.
     """
 
-    training: TrainingGraph
-    evaluation: TrainingGraph
+    training: Step
+    evaluation: Step
     weight: float
     updates: Mapping[str, Updated]
     optimizer: Described | None
@@ -164,7 +164,7 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
     return write
 
 
-def _with_outputs(graph: TrainingGraph, names: Sequence[str] | None) -> TrainingGraph:
+def _with_outputs(graph: Step, names: Sequence[str] | None) -> Step:
     """Returns a graph with the loss and the given outputs, in that order."""
     if names is None:
         return graph

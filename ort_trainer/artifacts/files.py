@@ -12,11 +12,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..api.artifact import METADATA, OptimizerModel, StepModel, to_metadata
 from ..api.checkpoint_file import Checkpoint, to_bytes, without_optimizer
 from ..core.atomic import explained, remove_abandoned, sync, temporary_folder
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
+from ..step.contract import METADATA, OptimizerModel, Step, to_metadata
 
 __all__ = [
     "CHECKPOINT",
@@ -31,7 +31,7 @@ __all__ = [
     "write_files",
 ]
 
-Described = tuple[ir.Model, StepModel | OptimizerModel]
+Described = tuple[ir.Model, Step | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
 TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 
-from ..api.artifact import OptimizerModel, Slot
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
+from ..step.contract import OptimizerModel, Slot
 from ..step.names import Names
 from .step_models import IR_VERSION
 

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import torch
 
-from ..api.artifact import RandomTensor, StepModel, Tensor
 from ..core.indices import IndexRange
-from ..step import RandomInput, TensorSpec, TrainingGraph
+from ..step import Step, TensorSpec
 from ..step.names import Names
 
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
@@ -32,7 +30,7 @@ ACCUMULATED = "{}_grad.accumulation.out"
 _WORTH_MOVING = 1 << 15
 
 
-def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepModel]:
+def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
     """Returns a copy of a training graph that accumulates its gradients in buffers, and its description.
 
     Args:
@@ -75,15 +73,14 @@ def training_model(graph: TrainingGraph, factor: float) -> tuple[ir.Model, StepM
     common_passes.RemoveUnusedNodesPass()(model)
     said = replace(
         _described(graph, inputs, outputs),
-        gradients={name: (str(buffers[name].name), str(results[name].name)) for name in results},
-        buffer_updates=dict(graph.buffer_updates),
+        gradients={name: str(value.name) for name, value in results.items()},
+        sums={name: str(value.name) for name, value in buffers.items()},
         reset=str(reset.name),
-        random=tuple(_random(spec, inputs[spec.name]) for spec in graph.random),
     )
     return model, said
 
 
-def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
+def evaluation_model(graph: Step) -> tuple[ir.Model, Step]:
     """Returns a copy of an evaluation graph, and its description.
 
     Raises:
@@ -99,29 +96,27 @@ def evaluation_model(graph: TrainingGraph) -> tuple[ir.Model, StepModel]:
     return model, _described(graph, inputs, outputs)
 
 
-def _described(graph: TrainingGraph, inputs: Values, outputs: Values) -> StepModel:
-    """Returns the fields that the descriptions of both models have in common."""
-    return StepModel(
-        kind="training" if graph.training else "evaluation",
-        export="",
-        inputs=_tensors(graph.inputs, inputs, True),
-        outputs=_tensors(graph.outputs, outputs, False),
-        loss=graph.loss,
-        state=dict(graph.state),
-        guards=graph.guards,
-        fixed=dict(graph.fixed),
+def _described(graph: Step, inputs: Values, outputs: Values) -> Step:
+    """Returns what both models say, with the element types that the graph has: float32 for a bfloat16 tensor."""
+    return replace(
+        graph,
+        inputs=tuple(spec._replace(dtype=_dtype(inputs[spec.name], spec.dtype)) for spec in graph.inputs),
+        outputs=tuple(spec._replace(dtype=_dtype(outputs[spec.name], spec.dtype)) for spec in graph.outputs),
+        random=tuple(spec._replace(dtype=_dtype(inputs[spec.name], spec.dtype), order=()) for spec in graph.random),
         index_ranges=_index_ranges(graph),
+        loss_scale=None,
+        origins="",
     )
 
 
-def _index_ranges(graph: TrainingGraph) -> tuple[IndexRange, ...]:
+def _index_ranges(graph: Step) -> tuple[IndexRange, ...]:
     """Returns the ranges to check in a step, without the source lines, which belong to the user's files."""
     kept = {spec.name for spec in graph.outputs}
     needed = (entry for entry in graph.index_ranges if graph.training or not kept.isdisjoint(entry.outputs))
     return tuple(dict.fromkeys(entry._replace(source="", outputs=()) for entry in needed))
 
 
-def _portable(graph: TrainingGraph) -> ir.Model:
+def _portable(graph: Step) -> ir.Model:
     """Returns a copy of a graph's model that the oldest supported engine can read."""
     check_portable(graph)
     model = graph.model.clone()
@@ -132,7 +127,7 @@ def _portable(graph: TrainingGraph) -> ir.Model:
     return model
 
 
-def check_portable(graph: TrainingGraph) -> None:
+def check_portable(graph: Step) -> None:
     """Checks that every supported ONNX Runtime can run a graph.
 
     Raises:
@@ -223,18 +218,5 @@ def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
     return [*found, node]
 
 
-def _tensors(specs: tuple[TensorSpec, ...], values: Values, described: bool) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(spec.name, _dtype(values[spec.name], spec.dtype), spec.described if described else spec.shape)
-        for spec in specs
-    )
-
-
-def _random(spec: RandomInput, value: ir.Value) -> RandomTensor:
-    return RandomTensor(spec.name, spec.kind, _dtype(value, spec.dtype), spec.shape, spec.parameters)
-
-
-def _dtype(value: ir.Value, declared: torch.dtype) -> str:
-    """Returns NumPy's name of the dtype that the graph has for a tensor: float32 for a bfloat16 tensor."""
-    dtype = value.dtype or ir.tensor_adapters.from_torch_dtype(declared)
-    return str(np.dtype(dtype.numpy()))
+def _dtype(value: ir.Value, declared: str) -> str:
+    return declared if value.dtype is None else str(value.dtype.numpy().name)

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..api.artifact import METADATA
-from ..api.protobuf import Field, Malformed, content, decoded, fields, text, varints
+from ..core.protobuf import Field, Malformed, content, decoded, fields, text, varints
+from ..step.contract import METADATA
 
 __all__ = ["describe_model"]
 

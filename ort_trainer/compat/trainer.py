@@ -82,7 +82,7 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         graphs = [] if session is None else [*session.graphs(True), *session.graphs(False)]
         if not graphs:
             return known
-        dtypes = {spec.name: spec.dtype for spec in (*graphs[0].inputs, *graphs[0].outputs)}
+        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in (*graphs[0].inputs, *graphs[0].outputs)}
         typed: Any = copy.copy(known)
         typed.inputs = tuple(_Input(e.name, list(e.shape), dtypes.get(e.name)) for e in known.inputs)
         typed.outputs = tuple(_Output(e.name, list(e.shape), e.is_loss, dtypes.get(e.name)) for e in known.outputs)

@@ -13,7 +13,7 @@ import torch
 from ..core.dims import evaluate
 from ..core.indices import IndexRange
 from ..core.masks import KEYS
-from ..step import Dim, RandomInput, TrainingGraph
+from ..step import Dim, RandomInput, Step
 from .ort import make_session
 from .programs.dropout import draw_mask, unpacked
 
@@ -109,7 +109,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        graph: TrainingGraph,
+        graph: Step,
         state: Mapping[str, torch.Tensor],
         providers: Sequence[tuple[str, dict[str, object]]],
         options: SessionOptions,
@@ -142,18 +142,19 @@ class GraphRunner:
         if self._scaled is None or self._scaled[0] != value:
             assert spec.shape is not None
             shape = [int(size) for size in spec.shape]
-            self._scaled = value, torch.full(shape, value, dtype=spec.dtype, device=self._device)
+            self._scaled = value, torch.full(shape, value, dtype=getattr(torch, spec.dtype), device=self._device)
         return self._scaled[1]
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns a plan for inputs of these shapes that fetches the named outputs."""
         sizes = self.graph.sizes(shapes)
         specs = {spec.name: spec for spec in self.graph.outputs}
+        dtypes = {name: getattr(torch, specs[name].dtype) for name in names}
         return Plan(
             self,
             tuple(
-                _Output(name, _sizes(specs[name].shape, sizes), _bound_type(specs[name].dtype), specs[name].dtype)
-                for name in dict.fromkeys(names)
+                _Output(name, _sizes(specs[name].shape, sizes), _bound_type(dtype), dtype)
+                for name, dtype in dtypes.items()
             ),
             tuple((spec, _sizes(spec.shape, sizes) or ()) for spec in self.graph.random),
             tuple(
@@ -252,9 +253,7 @@ class GraphRunner:
         return (*self._place, kind, value.shape, address)
 
 
-def load(
-    graph: TrainingGraph, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions
-) -> InferenceSession:
+def load(graph: Step, providers: Sequence[tuple[str, dict[str, object]]], options: SessionOptions) -> InferenceSession:
     """Returns an ONNX Runtime session of a graph."""
     return make_session(graph.serialized(), options, providers)
 
@@ -295,13 +294,14 @@ def _sample(
     if key is not None and spec.kind == "mask":
         kept, number = spec.parameters
         return unpacked(draw_mask(key, math.prod(shape), int(number), kept), shape).to(device)
+    dtype = getattr(torch, spec.dtype)
     if spec.kind == "permutation":
-        return torch.randperm(*shape, generator=generator, dtype=spec.dtype, device=device)
+        return torch.randperm(*shape, generator=generator, dtype=dtype, device=device)
     order = spec.order or tuple(range(len(shape)))
-    value = torch.empty([shape[axis] for axis in order], dtype=spec.dtype, device=device)
+    value = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
     # A view with PyTorch's own strides, on which the order of the drawn numbers depends.
     value = value.permute([order.index(axis) for axis in range(len(shape))])
-    return _fill(value, spec, generator).contiguous().to(_bound_type(spec.dtype))
+    return _fill(value, spec, generator).contiguous().to(_bound_type(dtype))
 
 
 def _fill(value: torch.Tensor, spec: RandomInput, generator: torch.Generator | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..optim.parts import Parts, global_norm
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..optim.torch_update import TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
-from ..step import TrainingGraph
+from ..step import Step
 from .gradients import Gradients
 from .ort import providers_for, session_options
 from .programs.runner import KernelRunner, calls_pytorch
@@ -127,7 +127,7 @@ class StepSession:
             raise RuntimeError("there is no training graph yet: call prepare() or train_step() first")
         return self._runners_for(True)[0].inference_session
 
-    def add_graph(self, graph: TrainingGraph) -> None:
+    def add_graph(self, graph: Step) -> None:
         """Adds a training or evaluation graph; there can be several of each, for different shapes.
 
         Raises:
@@ -143,7 +143,7 @@ class StepSession:
                 self._updated[name] = torch.empty_like(self.buffers[name])
         self._runners_for(graph.training).append(runner)
 
-    def save_optimized(self, graph: TrainingGraph, path: Path) -> None:
+    def save_optimized(self, graph: Step, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
         # The user's own options must not be changed and can't be copied; only their optimization level matters here.
         options = session_options(None, self._options.use_deterministic_compute)
@@ -166,11 +166,11 @@ class StepSession:
             plan.bindings.clear()
         self.optimizer.rebind(tensors)
 
-    def graphs(self, training: bool) -> list[TrainingGraph]:
+    def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
         return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
 
-    def graphs_of_variant(self, training: bool) -> list[TrainingGraph]:
+    def graphs_of_variant(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode for the selected variant."""
         return [runner.graph for runner in self._runners_for(training)]
 
@@ -396,7 +396,7 @@ class StepSession:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
         return self._pruned[key]
 
-    def _make_runner(self, graph: TrainingGraph) -> GraphRunner:
+    def _make_runner(self, graph: Step) -> GraphRunner:
         tensors = {**self.parameters, **self.buffers}
         state = {name: tensors[name] for name in graph.state}
         try:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..step import TrainingGraph
+from ..step import Step
 from .ort import profiling
 from .programs.bridge import Call, execute, prepare_timed
 from .programs.program import GETITEM, Program
@@ -70,7 +70,7 @@ class TimedRun:
         is_complete: Whether all operations are known: ONNX Runtime's profiler records at most a million events.
     """
 
-    graph: TrainingGraph
+    graph: Step
     start: int
     end: int = 0
     operations: list[Operation] = field(default_factory=list)

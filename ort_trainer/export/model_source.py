@@ -13,7 +13,7 @@ from ..engine.ownership import own_copies
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
 from ..options.nested import Layout
-from ..step import TrainingGraph
+from ..step import Step
 
 __all__ = ["BORROWED", "Builder", "Layouts", "ModelSource", "Named", "autocast_dtype", "check_names"]
 
@@ -26,7 +26,7 @@ BORROWED = threading.RLock()
 class Builder(Protocol):
     """Builds graphs of one model, loss and description."""
 
-    def build(self, batch: Named, training: bool) -> TrainingGraph:
+    def build(self, batch: Named, training: bool) -> Step:
         """Returns the training or evaluation graph for a sample batch."""
         ...
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
-from ..step import TrainingGraph
+from ..step import Step
 from ..step.names import Names
 from .update_writer import ParameterUpdate, UpdateWriter
 
@@ -26,7 +26,7 @@ DIVISOR = "__gradient_divisor"
 
 
 def with_optimizer(
-    graph: TrainingGraph,
+    graph: Step,
     updates: Mapping[str, ParameterUpdate],
     *,
     rates: int = 1,
@@ -57,7 +57,7 @@ class _Writer(UpdateWriter):
 
     def __init__(
         self,
-        source: TrainingGraph,
+        source: Step,
         updates: Mapping[str, ParameterUpdate],
         rates: int,
         accumulate: bool,

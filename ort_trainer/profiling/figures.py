@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..engine.timing import Operation, TimedRun
-from ..step import TrainingGraph
+from ..step import Step
 from ..step.origins import Origins, parent_of
 from .profile import ModuleTime, OperatorTime, Profile
 
@@ -65,7 +65,7 @@ class GraphOrigins:
     def __init__(self) -> None:
         self._known: dict[int, Origins] = {}
 
-    def of(self, graph: TrainingGraph) -> Origins:
+    def of(self, graph: Step) -> Origins:
         """Returns the origins of a graph."""
         if id(graph) not in self._known:
             self._known[id(graph)] = Origins.from_text(graph.origins)

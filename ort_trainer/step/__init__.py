@@ -1,5 +1,5 @@
-"""The training graph: pure data, and the passes over it."""
+"""The contract of a step: data in an ONNX model, and the passes over it."""
 
-from .training_graph import Dim, RandomInput, TensorSpec, TrainingGraph
+from .contract import Dim, RandomInput, Step, TensorSpec, dtype_name
 
-__all__ = ["Dim", "RandomInput", "TensorSpec", "TrainingGraph"]
+__all__ = ["Dim", "RandomInput", "Step", "TensorSpec", "dtype_name"]

@@ -11,7 +11,7 @@ import torch
 
 from ..core.atomic import atomic_path, check_target, explained, sync, temporary_folder
 from ..core.interrupts import uninterrupted
-from .training_graph import TrainingGraph
+from .contract import Step
 
 __all__ = ["WEIGHTS", "save_model", "with_weights"]
 
@@ -23,7 +23,7 @@ _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
 
 
 def save_model(
-    graph: TrainingGraph,
+    graph: Step,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     trained: Collection[str],
@@ -67,7 +67,7 @@ def save_model(
 
 
 def with_weights(
-    graph: TrainingGraph,
+    graph: Step,
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     trained: Collection[str],

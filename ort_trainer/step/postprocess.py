@@ -8,7 +8,7 @@ from collections.abc import Callable
 import onnx
 import onnx_ir as ir
 
-from .training_graph import TrainingGraph
+from .contract import Step
 
 __all__ = ["PostprocessPass", "postprocessed"]
 
@@ -50,6 +50,6 @@ class PostprocessPass(ir.passes.FunctionalPass):
         return ir.passes.PassResult(result, modified=True)
 
 
-def postprocessed(graph: TrainingGraph, postprocess: Postprocess) -> TrainingGraph:
+def postprocessed(graph: Step, postprocess: Postprocess) -> Step:
     """Returns the graph after the user's own pass."""
     return dataclasses.replace(graph, stored=PostprocessPass(postprocess)(graph.model).model)

@@ -12,7 +12,7 @@ from ..core.atomic import atomic_path, check_target
 from ..engine import StepSession
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
-from ..step import TrainingGraph
+from ..step import Step
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,7 +39,7 @@ def check_graph_paths(paths: Mapping[str, str]) -> None:
 
 def save_graphs(
     options: ORTTrainerOptions,
-    graph: TrainingGraph,
+    graph: Step,
     session: StepSession,
     config: OptimizerConfig,
     accumulate: bool,
@@ -98,7 +98,7 @@ def _write(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.to_proto(model).SerializeToString())
 
 
-def _write_optimized(session: StepSession, graph: TrainingGraph, path: Path) -> None:
+def _write_optimized(session: StepSession, graph: Step, path: Path) -> None:
     try:
         session.save_optimized(graph, path)
     except Exception as error:  # ONNX Runtime has no exception class for a file that it can't write

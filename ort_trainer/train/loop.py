@@ -19,7 +19,7 @@ from ..optim.step_info import TrainStepInfo
 from ..optim.update import Again
 from ..options import ORTTrainerOptions
 from ..profiling import Profiler
-from ..step import TrainingGraph
+from ..step import Step
 from .batch import Batch
 from .debug_files import check_graph_paths, save_graphs
 from .finite_losses import FiniteLosses
@@ -391,7 +391,7 @@ class TrainingLoop:
             self._pending, self.pending_dict = None, {}
         self._session = session
 
-    def _graph_built(self, session: StepSession, graph: TrainingGraph) -> None:
+    def _graph_built(self, session: StepSession, graph: Step) -> None:
         """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
         self.precision.name_input(graph)
         if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import shown
 from ..options import ModelDescription
-from ..step import TrainingGraph
+from ..step import Step
 from .loop import TrainingLoop
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
     return ir.to_proto(with_weights(_graph(loop, names), session.parameters, session.buffers, loop.source.trainable))
 
 
-def _graph(loop: TrainingLoop, names: Sequence[str]) -> TrainingGraph:
+def _graph(loop: TrainingLoop, names: Sequence[str]) -> Step:
     """Returns the evaluation graph with these outputs only."""
     graph = loop.prepare(loop.graphs.blank_batch(), False, loop.graphs.fetches(())).runner.graph
     return graph if list(names) == [spec.name for spec in graph.outputs] else graph.pruned(names)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..amp import DynamicLossScaler, LossScaler
 from ..optim.step_info import TrainStepInfo
-from ..step import TrainingGraph
+from ..step import Step
 from .user_objects import load_state
 
 __all__ = ["Precision", "ScaledPrecision", "choose_precision"]
@@ -33,7 +33,7 @@ class Precision:
         """The factor on the coming loss for the backward pass."""
         return 1.0
 
-    def name_input(self, graph: TrainingGraph) -> None:
+    def name_input(self, graph: Step) -> None:
         """Records the name of the input by which a new graph takes the scale."""
 
     def update(self, info: TrainStepInfo) -> None:
@@ -81,7 +81,7 @@ class ScaledPrecision(Precision):
         """The scaler's scale."""
         return self.scaler.loss_scale
 
-    def name_input(self, graph: TrainingGraph) -> None:
+    def name_input(self, graph: Step) -> None:
         """Sets the scaler's ``input_name`` to the graph's input."""
         if graph.loss_scale is not None:
             self.scaler.input_name = graph.loss_scale.name

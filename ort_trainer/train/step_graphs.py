@@ -17,7 +17,7 @@ from ..engine.memory import return_freed_memory
 from ..export import BORROWED, Builder, ModelSource
 from ..options import ModelDescription
 from ..options.nested import Layout, argument_of, constants_of, flatten, has_tensors
-from ..step import TrainingGraph
+from ..step import Step
 from .batch import Batch, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
@@ -52,7 +52,7 @@ class StepGraphs:
         model_desc: Mapping[str, Any] | str,
         device: torch.device,
         tolerates: Callable[[str], bool],
-        built: Callable[[StepSession, TrainingGraph], None],
+        built: Callable[[StepSession, Step], None],
     ) -> None:
         self._source = source
         self._device = device
@@ -207,7 +207,7 @@ class StepGraphs:
             assert plan is not None
         return plan
 
-    def portable(self, session: StepSession, training: bool) -> TrainingGraph:
+    def portable(self, session: StepSession, training: bool) -> Step:
         """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the session uses.
 
         Args:
@@ -377,7 +377,7 @@ class StepGraphs:
             return f"the model has changed: {self._source.last_change}"
         return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
 
-    def _build(self, batch: Batch, training: bool, portable: bool = False) -> TrainingGraph:
+    def _build(self, batch: Batch, training: bool, portable: bool = False) -> Step:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
                 graph = self._builder(batch, portable).build(_without_inference(batch), training)

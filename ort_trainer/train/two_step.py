@@ -10,7 +10,7 @@ import torch
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..engine import StepSession
-from ..step import TrainingGraph
+from ..step import Step
 from . import own_loop
 from .batch import Batch
 from .inference_mode import outside_inference_mode
@@ -132,7 +132,7 @@ class TwoStepSession:
         """
         return self._session.inference_session
 
-    def graphs(self, training: bool) -> list[TrainingGraph]:
+    def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, oldest first."""
         return self._session.graphs(training)
 

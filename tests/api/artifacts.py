@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from ort_trainer.api.artifact import METADATA, OptimizerModel, RandomTensor, Slot, StepModel, Tensor, to_metadata
 from ort_trainer.api.checkpoint_file import Checkpoint, to_bytes
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
+from ort_trainer.step.contract import METADATA, OptimizerModel, RandomInput, Slot, Step, TensorSpec, to_metadata
 
 FLOAT, INT64, BOOL, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.UINT8
 EXPORT = "e" * 64
-INPUTS = (Tensor("x", "float32", ("batch", 3)), Tensor("target", "float32", ("batch", 2)))
+INPUTS = (TensorSpec("x", "float32", ("batch", 3)), TensorSpec("target", "float32", ("batch", 2)))
 OUTPUTS = (
-    Tensor("loss", "float32", ()),
-    Tensor("y", "float32", ("dim('batch')", 2)),
-    Tensor("positive", "int64", None),
+    TensorSpec("loss", "float32", ()),
+    TensorSpec("y", "float32", ("dim('batch')", 2)),
+    TensorSpec("positive", "int64", None),
 )
 PARAMETERS = {
     "w": np.array([[0.5, -0.25], [1.0, 0.75], [-0.5, 0.125]], np.float32),
@@ -87,7 +87,7 @@ def backward(dropout: bool) -> list:
     return [*nodes, node("If", ["lazy_reset_grad"], outs, **branches)]
 
 
-def finished(nodes: list, inputs: list, outputs: list, model: StepModel | OptimizerModel) -> bytes:
+def finished(nodes: list, inputs: list, outputs: list, model: Step | OptimizerModel) -> bytes:
     info = helper.make_tensor_value_info
     constants = [
         helper.make_tensor("zero", FLOAT, [], [0.0]),
@@ -125,16 +125,17 @@ def make_artifacts(
     results = [("loss", FLOAT, []), ("y", FLOAT, ["batch", 2]), ("positive", INT64, [2, None])]
     state = {name: name for name in (*TRAINED, "mean")}
     weights = [(name, FLOAT, sizes(name)) for name in TRAINED]
-    masks = (RandomTensor("mask", "mask", "uint8", ("dim('batch')", 2), (0.5, 3)),) if dropout else ()
-    training = StepModel(
-        "training",
-        export,
-        INPUTS,
-        OUTPUTS,
-        "loss",
-        state,
-        {name: (f"{name}_grad.accumulation.buffer", f"{name}_grad.accumulation.out") for name in TRAINED},
-        {"mean": "mean.updated"},
+    masks = (RandomInput("mask", "mask", "uint8", ("dim('batch')", 2), (0.5, 3)),) if dropout else ()
+    training = Step(
+        kind="training",
+        export=export,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+        loss="loss",
+        state=state,
+        gradients={name: f"{name}_grad.accumulation.out" for name in TRAINED},
+        sums={name: f"{name}_grad.accumulation.buffer" for name in TRAINED},
+        buffer_updates={"mean": "mean.updated"},
         random=masks,
         guards=guards,
         fixed=fixed or {},
@@ -152,7 +153,14 @@ def make_artifacts(
         *((f"{name}_grad.accumulation.out", FLOAT, sizes(name)) for name in TRAINED),
         ("mean.updated", FLOAT, [2]),
     ]
-    evaluation = StepModel("evaluation", export, INPUTS, OUTPUTS, "loss", {name: name for name in TRAINED})
+    evaluation = Step(
+        kind="evaluation",
+        export=export,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+        loss="loss",
+        state={name: name for name in TRAINED},
+    )
     return Artifacts(
         finished([*forward(), *backward(dropout)], train_inputs, train_outputs, training),
         finished(forward(), [*data, *weights], results, evaluation),

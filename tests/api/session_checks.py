@@ -20,7 +20,7 @@ from ort_trainer.api import (
     random_numbers,
     set_seed,
 )
-from ort_trainer.api.artifact import RandomTensor
+from ort_trainer.step.contract import RandomInput
 
 from .exported import NAMES, RATE, TRAINED
 from .world import PYTHON, World, checks, close, flat, same_weights
@@ -214,7 +214,7 @@ def exports_for_inference(world: World) -> None:
 def seeds(world: World) -> None:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(random_numbers._Seed, "value", None)
-    mask = RandomTensor("mask", "mask", "uint8", (64,), (0.5, 0))
+    mask = RandomInput("mask", "mask", "uint8", (64,), (0.5, 0))
     random, drawn = world.state._state.random, []
     for seed in (7, 7, 8):
         set_seed(seed)

@@ -118,7 +118,7 @@ def test_what_metadata_and_graph_say_differently(artifacts: Artifacts) -> None:
         "inputs or outputs: shape": lambda d: d["outputs"][1].update(shape=[-5, 2]),
         "guards": lambda d: d.update(guards=[3.5]),
         "not arithmetic over dimensions": lambda d: d.update(guards=["(" * 5000 + ")" * 5000]),
-        "missing 1 required positional argument": lambda d: d.pop("state"),
+        "missing 1 required keyword-only argument": lambda d: d.pop("state"),
         "update ort_trainer, or export again": lambda d: d.update(format=99),
         "unknown kind 'x'": lambda d: d.update(kind="x"),
     }

@@ -6,33 +6,54 @@ import io
 import json
 
 import numpy as np
+import onnx
 import pytest
 
-from ort_trainer.api.artifact import OptimizerModel, RandomTensor, Slot, StepModel, Tensor, from_metadata, to_metadata
 from ort_trainer.api.artifact_checks import check_described
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes, without_optimizer
 from ort_trainer.core.errors import CheckpointError
 from ort_trainer.core.indices import IndexRange
 from ort_trainer.core.sealed import write
+from ort_trainer.step.contract import (
+    METADATA,
+    OptimizerModel,
+    RandomInput,
+    Slot,
+    Step,
+    TensorSpec,
+    from_metadata,
+    to_metadata,
+)
 
 from .artifacts import as_version_2
 
-STEP = StepModel(
-    "training",
-    "id",
-    (Tensor("x", "float32", ("batch", 4)), Tensor("label", "int64", ("batch", 3))),
-    (Tensor("loss", "float32", ()), Tensor("found", "int64", None)),
-    "loss",
-    {"w": "w"},
-    {"w": ("w_grad.accumulation.buffer", "w_grad.accumulation.out")},
-    {"mean": "mean.updated"},
-    random=(RandomTensor("mask", "mask", "uint8", ("dim('batch') * 4",), (0.5, 0)),),
+STEP = Step(
+    kind="training",
+    export="id",
+    inputs=(TensorSpec("x", "float32", ("batch", 4)), TensorSpec("label", "int64", ("batch", 3))),
+    outputs=(TensorSpec("loss", "float32", ()), TensorSpec("found", "int64", None)),
+    loss="loss",
+    state={"w": "w"},
+    gradients={"w": "w_grad.accumulation.out"},
+    sums={"w": "w_grad.accumulation.buffer"},
+    buffer_updates={"mean": "mean.updated"},
+    random=(RandomInput("mask", "mask", "uint8", ("dim('batch') * 4",), (0.5, 0)),),
     guards=("dim('batch') > 1",),
     fixed={"length": 3},
     index_ranges=(
         IndexRange("label", "dim('batch') + 1", True, -1, "index", steps=(("slice", (1, None, "dim('batch')", 1)),)),
     ),
 )
+FORMAT_2 = """{"format": 2, "kind": "training", "export": "id",
+"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]},
+{"name": "label", "dtype": "int64", "shape": ["batch", 3]}],
+"outputs": [{"name": "loss", "dtype": "float32", "shape": []}, {"name": "found", "dtype": "int64", "shape": null}],
+"loss": "loss", "state": {"w": "w"}, "gradients": {"w": ["w_grad.accumulation.buffer", "w_grad.accumulation.out"]},
+"buffer_updates": {"mean": "mean.updated"}, "reset": "lazy_reset_grad",
+"random": [{"name": "mask", "kind": "mask", "dtype": "uint8", "shape": ["dim('batch') * 4"], "parameters": [0.5, 0]}],
+"guards": ["dim('batch') > 1"], "fixed": {"length": 3},
+"index_ranges": [{"input": "label", "size": "dim('batch') + 1", "from_end": true, "ignored": -1, "operator": "index",
+"source": "", "outputs": [], "steps": [["slice", [1, null, "dim('batch')", 1]]]}]}""".replace("\n", " ")
 OPTIMIZER = OptimizerModel(
     "id",
     "AdamOptimizer",
@@ -43,25 +64,48 @@ OPTIMIZER = OptimizerModel(
 
 
 @pytest.mark.parametrize("model", [STEP, OPTIMIZER], ids=["training", "optimizer"])
-def test_models_come_back_from_metadata(model: StepModel | OptimizerModel) -> None:
+def test_models_come_back_from_metadata(model: Step | OptimizerModel) -> None:
     assert from_metadata(type(model), to_metadata(model), "model") == model
+
+
+def test_the_metadata_of_format_2_stay_as_they_are() -> None:
+    assert to_metadata(STEP) == FORMAT_2
+    assert from_metadata(Step, FORMAT_2, "model") == STEP
+
+
+def test_a_step_is_its_model_and_its_metadata() -> None:
+    """A step of an exporter, with what artifacts never have, in the bytes of one ONNX file."""
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
+    onnx.helper.set_model_props(model, {"other": "text"})
+    step = dataclasses.replace(
+        STEP,
+        sums={},
+        random=(RandomInput("noise", "normal", "bfloat16", (2, 3), order=(1, 0)),),
+        loss_scale=TensorSpec("scale", "float32", ()),
+        programs={"0": "text"},
+        origins="{}",
+        stored=model.SerializeToString(),
+    )
+    assert Step.from_bytes(step.to_bytes()) == step
+    props = {entry.key: entry.value for entry in onnx.ModelProto.FromString(step.to_bytes()).metadata_props}
+    assert props == {"other": "text", METADATA: to_metadata(step)}
 
 
 def test_metadata_of_something_else() -> None:
     with pytest.raises(ValueError, match=r"'a.onnx' is not an ort_trainer artifact"):
-        from_metadata(StepModel, None, "'a.onnx'")
+        from_metadata(Step, None, "'a.onnx'")
     with pytest.raises(ValueError, match=r"expected the training or evaluation model .* 'a.onnx' is the optimizer"):
-        from_metadata(StepModel, to_metadata(OPTIMIZER), "'a.onnx'")
+        from_metadata(Step, to_metadata(OPTIMIZER), "'a.onnx'")
     with pytest.raises(ValueError, match=r"damaged"):
-        from_metadata(StepModel, to_metadata(STEP).replace('"outputs"', '"outs"'), "'a.onnx'")
+        from_metadata(Step, to_metadata(STEP).replace('"outputs"', '"outs"'), "'a.onnx'")
     with pytest.raises(ValueError, match=r"format 7"):
-        from_metadata(StepModel, to_metadata(STEP).replace('"format": 2', '"format": 7'), "'a.onnx'")
+        from_metadata(Step, to_metadata(STEP).replace('"format": 2', '"format": 7'), "'a.onnx'")
 
 
 def test_metadata_of_before_there_were_index_ranges() -> None:
     found = json.loads(to_metadata(STEP))
     assert found.pop("index_ranges") and found.pop("format") == 2
-    assert from_metadata(StepModel, json.dumps({"format": 1, **found}), "model") == dataclasses.replace(
+    assert from_metadata(Step, json.dumps({"format": 1, **found}), "model") == dataclasses.replace(
         STEP, index_ranges=()
     )
 
@@ -95,7 +139,7 @@ def test_index_ranges_that_are_none(changes: dict, what: str) -> None:
     with pytest.raises(
         ValueError, match=f"'a.onnx' is damaged: its metadata don't describe the training model .*{what}"
     ):
-        check_described(from_metadata(StepModel, json.dumps(found), "'a.onnx'"), "'a.onnx'")
+        check_described(from_metadata(Step, json.dumps(found), "'a.onnx'"), "'a.onnx'")
     check_described(STEP, "'a.onnx'")
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
-from ort_trainer.api.artifact import RandomTensor
 from ort_trainer.api.engine import Device, StateTensor
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
 from ort_trainer.engine.programs import dropout
+from ort_trainer.step.contract import RandomInput
 
 from .artifacts import PARAMETERS, TRAINED, Artifacts, make_artifacts
 
@@ -383,7 +383,7 @@ def test_a_mask_of_any_size(count: int, kept: float) -> None:
 def test_a_draw_can_be_undone(kinds: tuple[str, ...]) -> None:
     numbers = RandomNumbers()
     parameters = {"mask": (0.5, 1.0)}
-    wanted = [(RandomTensor("r", kind, "float32", (700,), parameters.get(kind, ())), (700,)) for kind in kinds]
+    wanted = [(RandomInput("r", kind, "float32", (700,), parameters.get(kind, ())), (700,)) for kind in kinds]
     for _ in range(400):  # the generator refills its words within these
         numbers.draw(wanted)
     before = numbers.get_state()
@@ -394,7 +394,7 @@ def test_a_draw_can_be_undone(kinds: tuple[str, ...]) -> None:
 
 
 def test_random_numbers_go_on_from_a_state() -> None:
-    spec = (RandomTensor("mask", "mask", "uint8", (100,), (0.5, 1)), (100,))
+    spec = (RandomInput("mask", "mask", "uint8", (100,), (0.5, 1)), (100,))
     torch.manual_seed(11)
     legacy = torch.get_rng_state().numpy()
     assert legacy.size > 624
@@ -421,7 +421,7 @@ def test_random_numbers_go_on_from_a_state() -> None:
 )
 def test_other_random_numbers(kind: str, dtype: str, parameters: tuple, mean: float, low: float, high: float) -> None:
     set_seed(0)
-    (values,) = RandomNumbers().draw([(RandomTensor("r", kind, dtype, (20000,), parameters), (20000,))])
+    (values,) = RandomNumbers().draw([(RandomInput("r", kind, dtype, (20000,), parameters), (20000,))])
     assert values.dtype == dtype
     assert values.shape == (20000,)
     assert low <= values.min() and values.max() <= high

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ort_trainer.api import onnx_bytes
-from ort_trainer.api.artifact import METADATA, StepModel, from_metadata
 from ort_trainer.api.checkpoint_file import read_checkpoint
 from ort_trainer.api.onnx_bytes import inference_model
+from ort_trainer.step.contract import METADATA, Step, from_metadata
 
 from .exported import export
 
@@ -146,7 +146,7 @@ def test_the_evaluation_model_of_an_export(tmp_path: Path) -> None:
     exported = export(tmp_path)
     data = exported.file("eval_model.onnx").read_bytes()
     properties = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
-    description = from_metadata(StepModel, properties[METADATA], "the model")
+    description = from_metadata(Step, properties[METADATA], "the model")
     parameters = read_checkpoint(exported.file("checkpoint")).parameters
     state = {graph: parameters[name] for name, graph in description.state.items()}
     made = inference_model(data, state, ["logits"])

@@ -11,8 +11,8 @@ import torch
 
 from ort_trainer import ORTTrainer
 from ort_trainer.api import CheckpointState, Module, Optimizer
-from ort_trainer.api.artifact import METADATA, OptimizerModel, StepModel, from_metadata
 from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes
+from ort_trainer.step.contract import METADATA, OptimizerModel, Step, from_metadata
 
 Batch = Sequence[torch.Tensor]
 
@@ -54,13 +54,13 @@ def exported(trainer: ORTTrainer, folder: Path) -> Artifacts:
     return Artifacts(folder)
 
 
-def described(folder: Path, name: str) -> StepModel | OptimizerModel:
+def described(folder: Path, name: str) -> Step | OptimizerModel:
     """Returns a model's description of itself."""
     import onnx
 
     props = {entry.key: entry.value for entry in onnx.load(folder / name).metadata_props}
-    kind: Any = OptimizerModel if name == "optimizer_model.onnx" else StepModel
-    found: StepModel | OptimizerModel = from_metadata(kind, props[METADATA], name)
+    kind: Any = OptimizerModel if name == "optimizer_model.onnx" else Step
+    found: Step | OptimizerModel = from_metadata(kind, props[METADATA], name)
     return found
 
 

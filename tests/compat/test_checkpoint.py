@@ -13,7 +13,7 @@ from ort_trainer.compat import checkpoint
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:experimental_:DeprecationWarning")
-REAL = Path(__file__).parent.parent / "checkpoint" / "data" / "legacy_1_16.h5"
+REAL = Path(__file__).parent.parent / "state" / "data" / "legacy_1_16.h5"
 X, Y = mlp_batches(1)[0]
 
 

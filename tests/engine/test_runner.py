@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from ort_trainer.engine.ort import providers_for, session_options
 from ort_trainer.engine.runner import GraphRunner
-from ort_trainer.step import RandomInput, TensorSpec, TrainingGraph
+from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +25,7 @@ def runner(
     loss_scale: bool = False,
 ) -> tuple[GraphRunner, torch.Tensor]:
     """Returns a runner of a graph over ``w`` (state) and ``x`` of [n, 2], with the given nodes."""
-    scale = TensorSpec("scale", F32, ()) if loss_scale else None
+    scale = TensorSpec("scale", "float32", ()) if loss_scale else None
     inputs = [
         helper.make_tensor_value_info("w", TensorProto.FLOAT, [2]),
         helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2]),
@@ -37,11 +37,11 @@ def runner(
     model = helper.make_model(
         helper.make_graph(nodes, "g", inputs, results), opset_imports=[helper.make_opsetid("", 18)], ir_version=8
     )
-    graph = TrainingGraph(
+    graph = Step(
         stored=ir.from_proto(model),
-        training=True,
-        inputs=(TensorSpec("x", F32, N, ("n", 2)),),
-        outputs=tuple(TensorSpec(name, dtype, shape) for name, (shape, dtype) in outputs.items()),
+        kind="training",
+        inputs=(TensorSpec("x", "float32", ("n", 2)),),
+        outputs=tuple(TensorSpec(name, dtype_name(dtype), shape) for name, (shape, dtype) in outputs.items()),
         loss=next(iter(outputs)),
         state={"weight": "w"},
         random=random,
@@ -99,7 +99,7 @@ def test_the_loss_scale_is_bound_anew_where_it_is_another_tensor() -> None:
 
 
 def test_random_inputs_come_from_the_generator() -> None:
-    random = (RandomInput("r", "uniform", F32, N),)
+    random = (RandomInput("r", "uniform", "float32", N),)
     run, _ = runner([helper.make_node("Add", ["x", "r"], ["y"])], {"y": (N, F32)}, random)
     x = torch.zeros(4, 2)
     plan = run.plan({"x": x.shape}, ["y"])

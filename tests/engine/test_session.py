@@ -12,7 +12,7 @@ from ort_trainer import optim
 from ort_trainer.engine import StepSession
 from ort_trainer.export.torch import ExportedStep, GraphBuilder
 from ort_trainer.options.model_desc import ModelDescription
-from ort_trainer.step import TrainingGraph
+from ort_trainer.step import Step
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
 
@@ -22,7 +22,7 @@ X, Y = mlp_batches(1)[0]
 
 
 @pytest.fixture(scope="module")
-def graphs() -> dict[bool, TrainingGraph]:
+def graphs() -> dict[bool, Step]:
     model = MLP()
     step = ExportedStep(model, ModelDescription(MLP_DESC), F.cross_entropy, frozenset(dict(model.named_parameters())))
     return {training: GraphBuilder(step).build({"x": X, "label": Y}, training) for training in (True, False)}
@@ -34,7 +34,7 @@ def model() -> MLP:
 
 
 @pytest.fixture
-def session(model: MLP, graphs: dict[bool, TrainingGraph]) -> StepSession:
+def session(model: MLP, graphs: dict[bool, Step]) -> StepSession:
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     session = StepSession(parameters, {}, {name: [name] for name in parameters}, optim.SGDConfig(lr=0.5), clip=False)
     for graph in graphs.values():
@@ -135,17 +135,17 @@ def test_a_session_without_a_graph(model: MLP) -> None:
         _ = session.inference_session
 
 
-def test_a_graph_that_the_runtime_can_not_load(session: StepSession, graphs: dict[bool, TrainingGraph]) -> None:
-    broken = TrainingGraph.from_bytes(graphs[False].to_bytes())
+def test_a_graph_that_the_runtime_can_not_load(session: StepSession, graphs: dict[bool, Step]) -> None:
+    broken = Step.from_bytes(graphs[False].to_bytes())
     next(iter(broken.model.graph)).op_type = "NoSuchOperator"
     with pytest.raises(RuntimeError, match=r"ONNX Runtime can't load the evaluation graph.*NoSuchOperator"):
         session.add_graph(broken)
     assert len(session.graphs(False)) == 1
 
 
-def test_graph_round_trip(graphs: dict[bool, TrainingGraph]) -> None:
+def test_graph_round_trip(graphs: dict[bool, Step]) -> None:
     for graph in graphs.values():
-        again = TrainingGraph.from_bytes(graph.to_bytes())
+        again = Step.from_bytes(graph.to_bytes())
         for name in (
             "training",
             "inputs",

@@ -22,12 +22,12 @@ from ort_trainer.artifacts.upstream import read_upstream_checkpoint, upstream_ch
 from ort_trainer.export.onnx import load_onnx_model
 from ort_trainer.export.torch.exported import Export
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
-from ort_trainer.step import TrainingGraph
+from ort_trainer.step import Step
 
 from ..api.artifacts import make_artifacts
 from ..artifacts.test_upstream_checkpoint import sample
 
-LEGACY = Path(__file__).parent.parent / "checkpoint" / "data" / "legacy_1_16.h5"
+LEGACY = Path(__file__).parent.parent / "state" / "data" / "legacy_1_16.h5"
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,14 @@ def _read_wire(data: bytes, folder: Path) -> Any:
 
 
 def _export() -> bytes:
-    graph = TrainingGraph(b"model", True, (), (), "loss", {"w": "w"}, guards=("dim('n') > 2",), fixed={"m": 3})
+    known = {"state": {"w": "w"}, "guards": ("dim('n') > 2",), "fixed": {"m": 3}, "stored": _model()}
+    graph = Step(kind="training", inputs=(), outputs=(), loss="loss", **known)
     return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), {"m": "here"}).to_bytes()
 
 
 def _read_export(data: bytes, folder: Path) -> Any:
     found = Export.from_bytes(data)
-    return found, TrainingGraph.from_bytes(found.graph)
+    return found, Step.from_bytes(found.graph)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.indices import STEPS
-from ort_trainer.step import TrainingGraph
+from ort_trainer.step import Step
 from tests.helpers import MLP, assert_same_state, mlp_batches, mlp_trainer
 
 ROWS = 6
@@ -200,7 +200,7 @@ def test_the_check_can_be_switched_off() -> None:
     trainer.train_step(x, label)
     graph = trainer._loop.session.graphs(True)[0]
     assert [(entry.input, entry.size) for entry in graph.index_ranges] == [("label", 3)]
-    assert TrainingGraph.from_bytes(graph.to_bytes()).index_ranges == graph.index_ranges
+    assert Step.from_bytes(graph.to_bytes()).index_ranges == graph.index_ranges
     counted_from_the_end = torch.where(label == 2, -1, label)
     ours, theirs = (trainer.eval_step(x, given)[0].item() for given in (counted_from_the_end, label))
     assert ours == theirs

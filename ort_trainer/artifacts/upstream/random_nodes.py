@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ...step import RandomInput, TrainingGraph
+from ...step import RandomInput, Step
 from ...step.emitter import Emitter
 
 __all__ = ["RandomNodes"]
@@ -32,7 +32,7 @@ class RandomNodes:
         inputs: The inputs of the model by name; their shapes determine the sizes.
     """
 
-    def __init__(self, emitter: Emitter, graph: TrainingGraph, inputs: Mapping[str, ir.Value]) -> None:
+    def __init__(self, emitter: Emitter, graph: Step, inputs: Mapping[str, ir.Value]) -> None:
         self._emit, self._graph, self._inputs = emitter, graph, inputs
         self._sizes: dict[str, ir.Value] = {}
 
@@ -119,7 +119,7 @@ class RandomNodes:
     def _dimension(self, symbol: str, size: str) -> ir.Value:
         """Returns the size of a symbolic dimension, int64 [1]."""
         for spec in self._graph.inputs:
-            if symbol in spec.described and spec.name in self._inputs:
-                axis = spec.described.index(symbol)
+            if symbol in (spec.shape or ()) and spec.name in self._inputs:
+                axis = (spec.shape or ()).index(symbol)
                 return self._emit("Shape", self._inputs[spec.name], start=axis, end=axis + 1)
         raise ValueError(f"no input of the model has the dimension {symbol!r} of {size!r}")

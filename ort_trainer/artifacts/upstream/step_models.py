@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ...step import TrainingGraph
+from ...step import Step
 from ...step.emitter import Emitter
 from ...step.names import Names
 from ...step.prune import RemoveUnusedPass
@@ -43,8 +43,8 @@ class StepModels:
 
 
 def step_models(
-    training: TrainingGraph,
-    evaluation: TrainingGraph,
+    training: Step,
+    evaluation: Step,
     state: Mapping[str, Array],
     buffers: Collection[str],
     gradient_weight: float = 1.0,
@@ -97,7 +97,7 @@ def step_models(
     return StepModels(first.finish(inputs), second.finish(inputs), trained, training.model.opset_imports[""])
 
 
-def _check_names(graph: TrainingGraph, kept: Sequence[str], trained: Sequence[str]) -> None:
+def _check_names(graph: Step, kept: Sequence[str], trained: Sequence[str]) -> None:
     """Raises a ValueError if the model uses a name that the runtime reserves."""
     reserved = {RESET, *(form.format(name) for name in trained for form in (BUFFER, ACCUMULATED))}
     clash = reserved.intersection((*kept, *(spec.name for spec in (*graph.inputs, *graph.outputs))))
@@ -117,7 +117,7 @@ class _Writer:
         state: Values of all state.
     """
 
-    def __init__(self, source: TrainingGraph, kept: Sequence[str], state: Mapping[str, Array]) -> None:
+    def __init__(self, source: Step, kept: Sequence[str], state: Mapping[str, Array]) -> None:
         self._source, self._kept, self._state = source, kept, state
         self._model = source.model.clone()
         self._graph = self._model.graph

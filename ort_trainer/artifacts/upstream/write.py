@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from ...api.checkpoint_file import Checkpoint
-from ...step import TrainingGraph
+from ...step import Step
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from .conversion import to_upstream
 from .optimizer_model import optimizer_model
@@ -24,8 +24,8 @@ __all__ = ["write_upstream_artifacts"]
 
 def write_upstream_artifacts(
     folder: Path,
-    training: TrainingGraph,
-    evaluation: TrainingGraph,
+    training: Step,
+    evaluation: Step,
     updates: Mapping[str, ParameterUpdate],
     checkpoint: Checkpoint,
     buffers: Collection[str],

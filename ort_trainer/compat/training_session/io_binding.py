@@ -11,7 +11,7 @@ import torch
 
 from ...core.dims import evaluate
 from ...engine.ort import make_ort_value
-from ...step import TrainingGraph
+from ...step import Step
 
 __all__ = ["IOBinding", "check_binding"]
 
@@ -184,7 +184,7 @@ def _memory(device_type: str, device_id: int, element_type: Any, shape: Sequence
 
 def check_binding(
     binding: IOBinding,
-    graph: TrainingGraph,
+    graph: Step,
     batch: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
     all_finite: str,
@@ -204,7 +204,7 @@ def check_binding(
     sizes = graph.sizes({name: tuple(value.shape) for name, value in batch.items()})
     for spec in graph.outputs:
         if spec.shape is not None:
-            binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], spec.dtype)
+            binding.check(spec.name, [evaluate(size, sizes) for size in spec.shape], getattr(torch, spec.dtype))
     for name, value in gradients.items():
         binding.check(f"{name}_grad", value.shape, value.dtype)
     binding.check(all_finite, [1], torch.bool)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...step import TrainingGraph
+from ...step import Step
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Plan, as_taken
 from .bridge import execute, from_torch, prepare
@@ -16,7 +16,7 @@ from .program import Program
 __all__ = ["KernelRunner", "calls_pytorch"]
 
 
-def calls_pytorch(graph: TrainingGraph) -> bool:
+def calls_pytorch(graph: Step) -> bool:
     """Returns whether nodes of a graph are programs of PyTorch's operators."""
     return bool(graph.programs)
 

@@ -16,7 +16,7 @@ from ...core.dims import fixed_dimensions
 from ...core.errors import ExportError
 from ...core.indices import IndexRange
 from ...options import ModelDescription
-from ...step import TensorSpec, TrainingGraph
+from ...step import Step, TensorSpec, dtype_name
 from ...step.postprocess import postprocessed
 from ...step.prune import KeepOutputsPass, RemoveUnusedPass
 from ...step.run_passes import run_passes
@@ -81,7 +81,7 @@ class OnnxGraphBuilder:
     portable: bool = False
     losses: dict[Any, tuple[ir.Model, tuple[IndexRange, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
-    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
         """Builds a graph for a batch; symbolic dimensions stay symbolic unless a rewrite needs a number.
 
         Args:
@@ -137,7 +137,7 @@ class OnnxGraphBuilder:
 
     def _assemble(
         self, batch: Mapping[str, torch.Tensor], training: bool, fixed: Mapping[str, int], measured: bool
-    ) -> TrainingGraph:
+    ) -> Step:
         step, description = self.step, self.step.description
         _check_dtypes(step.model.model, batch)
         symbols, found = _symbols(description), Found()
@@ -153,13 +153,11 @@ class OnnxGraphBuilder:
         described |= {entry.name: entry.shape for entry in description.outputs}
         model = run_passes(model, RemoveUnusedPass(description.input_names), SetInterfacePass(described))
         used = {value.name for value in model.graph.inputs}
-        return TrainingGraph(
+        return Step(
             stored=model,
-            training=training,
+            kind="training" if training else "evaluation",
             inputs=tuple(
-                TensorSpec(
-                    entry.name, batch[entry.name].dtype, dims(with_sizes(entry.shape, fixed), symbols), entry.shape
-                )
+                TensorSpec(entry.name, dtype_name(batch[entry.name].dtype), entry.shape)
                 for entry in description.inputs
                 if entry.name in used
             ),
@@ -168,7 +166,7 @@ class OnnxGraphBuilder:
             state={name: name for name in (*step.model.parameters, *step.model.buffers) if name in used},
             gradients=found.gradients,
             buffer_updates=found.buffer_updates,
-            loss_scale=TensorSpec(found.loss_scale, torch.float32, ()) if training else None,
+            loss_scale=TensorSpec(found.loss_scale, "float32", ()) if training else None,
             random=tuple(found.random),
             fixed=dict(fixed),
             index_ranges=tuple(entry for entry in found.index_ranges if entry.input in used),
@@ -234,4 +232,4 @@ def _output(entry: Any, value: ir.Value, symbols: set[str]) -> TensorSpec:
             f"output {entry.name!r} has {len(shape)} dimensions, {list(shape)}, but model_desc says "
             f"{len(entry.shape)}: {list(entry.shape)}"
         )
-    return TensorSpec(entry.name, ir.tensor_adapters.to_torch_dtype(dtype_of(value)), dims(shape, symbols), entry.shape)
+    return TensorSpec(entry.name, dtype_of(value).numpy().name, dims(shape, symbols))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
@@ -13,7 +12,7 @@ from ...core.errors import ExportError
 from ...engine.bfloat16 import WidenInterfacePass
 from ...engine.kernels import FitToKernelsPass
 from ...options import ModelDescription
-from ...step import Dim, TensorSpec, TrainingGraph
+from ...step import Dim, Step, TensorSpec, dtype_name
 from ...step.names import Names
 from .capture import Capture
 from .input_sizes import read_sizes_from_needed_inputs
@@ -36,7 +35,7 @@ def assemble(
     training: bool,
     for_kernels: bool = False,
     stage: Callable[[str], None] = lambda _: None,
-) -> TrainingGraph:
+) -> Step:
     """Names every input and result of a captured step, and translates the step to ONNX.
 
     Args:
@@ -52,10 +51,10 @@ def assemble(
     canonical = canonical_names(step.model)
     description = step.description
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
-    outputs = _outputs(step.description, found)
+    outputs, shapes = _outputs(step.description, found)
     draws = Draws(step.fast_random, for_kernels)
     random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
-    random = {node: dataclasses.replace(spec, name=names.unique(spec.name)) for node, spec in random.items()}
+    random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
     if for_kernels and asks_for_recomputation(step.recompute, found):
         raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
     if not training:
@@ -78,15 +77,11 @@ def assemble(
     loss_scale = None
     if found.tangent is not None:
         fake = found.tangent.meta["val"]
-        loss_scale = TensorSpec(_LOSS_SCALE, fake.dtype, tuple(int(size) for size in fake.shape))
+        loss_scale = TensorSpec(_LOSS_SCALE, dtype_name(fake.dtype), tuple(int(size) for size in fake.shape))
         inputs.append((found.tangent, _LOSS_SCALE))
     results = list(zip(found.outputs, description.output_names, strict=True))
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
     results += [(node, update_names[name]) for name, node in updates.items()]
-    specs = tuple(
-        TensorSpec(entry.name, node.meta["val"].dtype, found.symbols.shape(node.meta["val"]), entry.shape)
-        for node, entry in batch
-    )
     programs: Mapping[str, str] = {}
     operators: Mapping[str, Sequence[torch.fx.Node | None]] = {}
     if for_kernels:
@@ -100,12 +95,12 @@ def assemble(
         if training:
             operators = onnx_operators(model, found.module.graph)
         drop_source(model)
-    set_shapes(model, [*specs, *outputs])
+    set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
     guards, frozen = found.symbols.guards()
-    return TrainingGraph(
+    return Step(
         stored=model,
-        training=training,
-        inputs=specs,
+        kind="training" if training else "evaluation",
+        inputs=tuple(TensorSpec(entry.name, dtype_name(node.meta["val"].dtype), entry.shape) for node, entry in batch),
         outputs=outputs,
         loss=description.loss.name,
         state=state_names,
@@ -131,14 +126,18 @@ def _fit(model: ir.Model, device: str) -> None:
         )
 
 
-def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec, ...]:
-    """Returns the specs of the outputs, after checking them against the description."""
-    specs = []
+def _outputs(
+    description: ModelDescription, found: Capture
+) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[int | str, ...]]]:
+    """Returns the specs of the outputs and their described shapes, after checking them against the description."""
+    specs, shapes = [], {}
     for entry, node in zip(description.outputs, found.outputs, strict=True):
         fake = node.meta["val"]
+        shape = found.symbols.shape(fake)
+        specs.append(TensorSpec(entry.name, dtype_name(fake.dtype), shape))
+        shapes[entry.name] = entry.shape
         if description.has_open_outputs:
-            shape = found.symbols.shape(fake)
-            specs.append(TensorSpec(entry.name, fake.dtype, shape, _described(shape, entry.shape)))
+            shapes[entry.name] = _described(shape, entry.shape)
             continue
         if fake.dim() != len(entry.shape) and not (entry.is_loss and fake.numel() == 1):
             raise ExportError(
@@ -151,8 +150,7 @@ def _outputs(description: ModelDescription, found: Capture) -> tuple[TensorSpec,
                     f"output {entry.name!r} has size {size} in dimension {axis}, but model_desc says {described}: "
                     f"{list(entry.shape)}"
                 )
-        specs.append(TensorSpec(entry.name, fake.dtype, found.symbols.shape(fake), entry.shape))
-    return tuple(specs)
+    return tuple(specs), shapes
 
 
 def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError
 from ...engine.ort import preload
-from ...step import TrainingGraph
+from ...step import Step
 from ..cache import export_cache
 from .exported import Export
 from .guard.borrow import borrowed
@@ -58,7 +58,7 @@ class GraphBuilder:
     tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
 
-    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
         If possible, the export runs in a child process: the exporter needs more memory than many models, and all of it
@@ -80,7 +80,7 @@ class GraphBuilder:
             step = dataclasses.replace(self.step, recompute=recompute)
             return dataclasses.replace(self, step=step).build(batch, training)
 
-    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> TrainingGraph:
+    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         with showing_progress(type(self.step.model).__name__) as progress:
@@ -93,7 +93,7 @@ class GraphBuilder:
             draw = progress.draw if progress.shown else None
             answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
-        graph = dataclasses.replace(TrainingGraph.from_bytes(found.graph), kept=found.kept)
+        graph = dataclasses.replace(Step.from_bytes(found.graph), kept=found.kept)
         if training and self.depends_on_modes is not None:
             parts = dict(StepModule(self.step).named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})
@@ -111,7 +111,7 @@ class GraphBuilder:
             _refuse_contrib_ops(graph)
         return graph
 
-    def _log_export(self, found: Export, graph: TrainingGraph, seconds: float) -> None:
+    def _log_export(self, found: Export, graph: Step, seconds: float) -> None:
         for remark in found.remarks:
             _log.info("%s", remark)
         kind = "training" if graph.training else "evaluation"
@@ -130,7 +130,7 @@ class GraphBuilder:
             return tuple(module(*(value.clone() for value in sample)))
 
 
-def _refuse_contrib_ops(graph: TrainingGraph) -> None:
+def _refuse_contrib_ops(graph: Step) -> None:
     """Implements the option ``_internal_use.enable_onnx_contrib_ops`` False."""
     found = {f"{node.domain}::{node.op_type}" for node in graph.model.graph.all_nodes() if node.domain not in _STANDARD}
     if found:

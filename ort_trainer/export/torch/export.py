@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.errors import ExportError
-from ...step import TrainingGraph
+from ...step import Step
 from ..cache import ExportCache
 from .explain import may_be_sizes
 from .exported import Export, violated
@@ -188,7 +188,7 @@ class _Exporter:
                 return None
             try:
                 known = Export.from_bytes(data)
-                TrainingGraph.from_bytes(known.graph)
+                Step.from_bytes(known.graph)
             except ValueError as error:
                 damaged = self._cache.path(key)
                 self._remarks.append(f"the cached export {damaged} is damaged, so the model is exported again: {error}")

@@ -16,7 +16,7 @@ class Export:
     """An exported graph, and remarks about it.
 
     Attributes:
-        graph: The bytes of a :class:`~ort_trainer.step.TrainingGraph`.
+        graph: The bytes of a :class:`~ort_trainer.step.Step`.
         guards: Conditions on the symbolic sizes under which the graph is valid.
         fixed: Symbol -> the only size for which the graph is valid.
         reasons: The same symbols with the places where the model fixes them.

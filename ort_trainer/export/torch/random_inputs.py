@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.errors import ExportError
-from ...step import Dim, RandomInput
+from ...step import Dim, RandomInput, dtype_name
 from .operators.registry import random_operators
 from .source_lines import source_line
 from .symbols import SymbolTable, hint
@@ -99,7 +99,7 @@ class Lifter:
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             placeholder = self.graph.placeholder(name)
         placeholder.meta["val"] = fake
-        self.inputs[placeholder] = RandomInput(name, kind, fake.dtype, shape, parameters, order)
+        self.inputs[placeholder] = RandomInput(name, kind, dtype_name(fake.dtype), shape, parameters, order)
         return placeholder
 
     @contextlib.contextmanager

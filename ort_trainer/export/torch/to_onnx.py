@@ -8,7 +8,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ...step import TensorSpec
 from ...step.names import Names
 from ...step.simplify import SimplifyPass, convert_opset
 from .operators.execution_order import lower_after
@@ -91,7 +90,7 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
         value.name = named[id(value)]
 
 
-def set_shapes(model: ir.Model, specs: Sequence[TensorSpec]) -> None:
+def set_shapes(model: ir.Model, described: Mapping[str, Sequence[int | str]]) -> None:
     """Gives batch inputs and outputs the dimension names of the model description, and removes the exporter's names.
 
     ONNX Runtime infers intermediate shapes itself; unknown names there would only cause warnings.
@@ -100,7 +99,6 @@ def set_shapes(model: ir.Model, specs: Sequence[TensorSpec]) -> None:
         for value in node.outputs:
             if value.shape is not None and not value.shape.is_static():
                 value.shape = None
-    described = {spec.name: spec for spec in specs}
     for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.name in described:
-            value.shape = ir.Shape(described[value.name].described)
+        if value.name is not None and value.name in described:
+            value.shape = ir.Shape(described[value.name])

@@ -62,8 +62,7 @@ class RandomNumbersPass(ir.passes.InPlacePass):
         assert node.graph is not None
         value = ir.val(e.name("random"), dtype, shape)
         node.graph.inputs.append(value)
-        torch_dtype = ir.tensor_adapters.to_torch_dtype(dtype)
-        self._found.random.append(RandomInput(str(value.name), kind, torch_dtype, sizes, parameters))
+        self._found.random.append(RandomInput(str(value.name), kind, dtype.numpy().name, sizes, parameters))
         return e("Reshape", value, e("Shape", operand(node))) if self._check_shapes and node.inputs else value
 
     def _dropout(self, node: ir.Node, e: Emitter) -> Sequence[ir.Value | None]:
