@@ -54,10 +54,8 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
         meta = rules["meta"]
         refused = f"refused beyond the default, `{rules['default']!r}`"
         if "only_default" in meta:
-            states[path] = f"{refused}, after `install()` a warning; {meta['only_default']}"
-        elif "state" in meta:
-            lenient = ", after `install()` a warning" if meta.get("idle") else ""
-            states[path] = f"{refused}{lenient}; each process trains the whole model"
+            warned = "" if "refused" in meta else ", after `install()` a warning"
+            states[path] = f"{refused}{warned}; {meta['only_default']}"
         else:
             states[path] = f"works, differs: {meta['differs']}" if meta.get("differs") else "works"
     for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:

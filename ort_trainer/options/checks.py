@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import numpy as np
 
 __all__ = ["SPELLINGS", "conflicts", "idle", "respelled"]
 
-_PIPELINE = "distributed.pipeline_parallel"
 _CPU = "CPUExecutionProvider"
-_LARGE = "for large models use distributed.deepspeed_zero_optimization.stage 1, smaller micro-batches or bfloat16"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # Keys in the legacy documentation whose names or sections differ from the legacy code.
 SPELLINGS = {
@@ -28,8 +25,6 @@ SPELLINGS = {
     "_internal_use.provider_options": "provider_options",
     "_internal_use.session_options": "session_options",
 }
-_EDGE = r"[^,:/-]+(-[^,:/-]+(/[^,:/-]+)*)?"
-_CUT = re.compile(rf"{_EDGE}(:{_EDGE})*")
 
 
 def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -91,7 +86,6 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
     yield from _precision(document["mixed_precision"])
     yield from _processes(document["distributed"], given)
     yield from _reduction(document, given)
-    yield from _pipeline(document["distributed"]["pipeline_parallel"])
 
 
 def idle(document: Mapping[str, Any]) -> Iterator[str]:
@@ -112,16 +106,6 @@ def idle(document: Mapping[str, Any]) -> Iterator[str]:
             f"provider_options.{_CPU}: has no effect, because ONNX Runtime ignores the options of the CPU provider; "
             "leave it out, or set threads and the memory arena in session_options"
         )
-    pipeline = distributed["pipeline_parallel"]
-    if pipeline["pipeline_parallel_size"] == 1:
-        used = [
-            key for key, value in pipeline.items() if key != "pipeline_parallel_size" and value not in (1, "", {}, [])
-        ]
-        for key in used:
-            yield (
-                f"{_PIPELINE}.{key}: has no effect without a pipeline ({_PIPELINE}.pipeline_parallel_size is 1); leave "
-                "it out"
-            )
 
 
 def _clipping(utils: Mapping[str, Any]) -> Iterator[str]:
@@ -167,18 +151,6 @@ def _processes(distributed: Mapping[str, Any], given: Collection[str]) -> Iterat
                 f"distributed.data_parallel_size: {data} must equal distributed.world_size, {world}, because all "
                 "processes share the data; leave it out"
             )
-    horizontal = distributed["horizontal_parallel_size"]
-    stages = distributed["pipeline_parallel"]["pipeline_parallel_size"]
-    if horizontal > 1:
-        yield (
-            f"distributed.horizontal_parallel_size: {horizontal} processes can't share a layer, because each trains "
-            f"the whole model: {_LARGE}, or train in PyTorch with torch.distributed.tensor.parallel"
-        )
-    if stages > 1:
-        yield (
-            f"{_PIPELINE}.pipeline_parallel_size: {stages} stages can't be trained, because each process trains the "
-            f"whole model: {_LARGE}, or train in PyTorch with torch.distributed.pipelining"
-        )
 
 
 def _reduction(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
@@ -196,38 +168,3 @@ def _reduction(document: Mapping[str, Any], given: Collection[str]) -> Iterator[
             "distributed.enable_adasum: Adasum combines means of gradients, but batch.gradient_reduction is 'sum': "
             "leave one of them out"
         )
-
-
-def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[str]:
-    path = _PIPELINE
-    stages = pipeline["pipeline_parallel_size"]
-    cuts = pipeline["pipeline_cut_info_string"]
-    sliced = {key: pipeline[f"sliced_{key}"] for key in ("schema", "axes", "tensor_names")}
-    if stages == 1:
-        return
-    wrong = [cut for cut in cuts.split(",") if not _CUT.fullmatch(cut)] if cuts else []
-    if wrong:
-        yield (
-            f"{path}.pipeline_cut_info_string: {wrong} are invalid cuts: a cut is one or more edges 'producer' or "
-            "'producer-consumer/consumer/...' with ':' between them; separate cuts with ','"
-        )
-    count = len(cuts.split(",")) if cuts else 0
-    if count != stages - 1:
-        yield f"{path}.pipeline_cut_info_string: {stages} stages need {stages - 1} cuts, but it has {count}"
-    names = {name for value in sliced.values() for name in value}
-    for key, value in sliced.items():
-        missing = sorted(names - set(value))
-        if missing:
-            yield (
-                f"{path}.sliced_{key}: {missing} are missing; sliced_schema, sliced_axes and sliced_tensor_names must "
-                "have the same names"
-            )
-    for name, axis in sliced["axes"].items():
-        rank = len(sliced["schema"].get(name, ()))
-        if name in sliced["schema"] and not -rank <= axis < rank:
-            yield f"{path}.sliced_axes.{name}: {axis} is out of range for a tensor with {rank} dimensions"
-    for name, shape in sliced["schema"].items():
-        if any(size < 1 for size in shape):
-            yield f"{path}.sliced_schema.{name}: sizes must be at least 1, but {list(shape)} was given"
-    if len(set(sliced["tensor_names"])) < len(sliced["tensor_names"]):
-        yield f"{path}.sliced_tensor_names: names must be unique"

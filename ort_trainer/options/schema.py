@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.resources
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from .checks import SPELLINGS
 __all__ = [
     "ListedOption",
     "SchemaValidator",
-    "changed_in_vain",
+    "beyond_default",
     "flatten_errors",
     "leaves",
     "listed_options",
@@ -64,20 +66,18 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
             self._error(field, "must be positive and finite")
 
 
-def changed_in_vain(
-    schema: Mapping[str, Any], document: Mapping[str, Any], path: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yields (dotted path, message) for every option that supports only its default but has another value.
+def beyond_default(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """Yields (dotted path, message, harmless) for every option that supports only its default but has another value.
 
-    These options have the reason as ``only_default`` in their ``meta``.
+    These options have the reason as ``only_default`` in their ``meta``, and may have their own message: ``idle`` if the
+    value has no effect, so that ignoring it does no harm, or ``refused``.
     """
-    for key, rules in schema.items():
-        here, value = f"{path}.{key}" if path else key, document[key]
-        reason = rules["meta"].get("only_default") if "meta" in rules else None
-        if "meta" not in rules:
-            yield from changed_in_vain(rules["schema"], value, here)
-        elif reason is not None and value != rules["default"]:
-            yield here, f"can't be changed from {rules['default']!r}, because other values have no effect: {reason}"
+    for path, rules in leaves(schema):
+        value, meta = reduce(getitem, path.split("."), document), rules["meta"]
+        if "only_default" in meta and value != rules["default"]:
+            only = f"can't be changed from {rules['default']!r}, because other values have no effect: "
+            own = meta.get("refused", meta.get("idle", ""))
+            yield path, own.format(value) or only + meta["only_default"], "refused" not in meta
 
 
 def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:

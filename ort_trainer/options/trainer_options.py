@@ -13,7 +13,7 @@ from ..core.errors import shown, warn
 from ..engine.ort import is_session_options
 from ..optim import LRScheduler
 from .checks import conflicts, idle, respelled
-from .schema import SchemaValidator, changed_in_vain, flatten_errors, load_schema
+from .schema import SchemaValidator, beyond_default, flatten_errors, load_schema
 from .section import Section
 from .sections import Options, OptionsDict
 
@@ -109,10 +109,10 @@ class ORTTrainerOptions(Options):
             errors.append(f"{path}: {message}{_describe(options, path)}")
         if valid:
             errors += conflicts(validator.document, given)
-            in_vain = changed_in_vain(_SCHEMA, validator.document)
-            without_effect = [f"{path}: {reason}{_describe(options, path)}" for path, reason in in_vain]
-            without_effect += idle(validator.document)
-            errors += [message for message in without_effect if not self.tolerates(message)]
+            for path, message, harmless in beyond_default(_SCHEMA, validator.document):
+                message = f"{path}: {message}{_describe(options, path) if harmless else ''}"
+                errors += [] if harmless and self.tolerates(message) else [message]
+            errors += [message for message in idle(validator.document) if not self.tolerates(message)]
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document
