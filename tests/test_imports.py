@@ -11,7 +11,7 @@ import pytest
 
 from ort_trainer.export import cache
 
-from .harness.import_map import FILES, PACKAGE, circular, closure, target, tree
+from .harness.import_map import FILES, PACKAGE, circular, closure, room, rooms_imported, tree
 
 # Every room, with the rooms that it may import from: those upstream in the data flow.
 ALLOWED = {
@@ -46,28 +46,13 @@ ALLOWED = {
 }
 
 
-def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return parts[0]
-
-
-def imports(path: Path) -> set[str]:
-    """Returns the rooms of this package that a file imports from."""
-    found = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            _, *parts = target(path, node)
-            found |= {parts[0]} if parts else {alias.name for alias in node.names}
-    return found
-
-
 def test_every_room_is_listed() -> None:
     assert {room(path) for path in FILES} == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_direction(path: Path) -> None:
-    assert imports(path) - {room(path)} <= ALLOWED[room(path)]
+    assert rooms_imported(path) - {room(path)} <= ALLOWED[room(path)]
 
 
 def test_no_file_imports_itself_through_others() -> None:

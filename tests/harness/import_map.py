@@ -35,6 +35,21 @@ def target(path: Path, node: ast.ImportFrom) -> tuple[str, ...]:
     return (*parts[: len(parts) - node.level], *name)
 
 
+def room(path: Path) -> str:
+    """Returns the room of a file of the package: its folder at the top, or the file itself if it lies there."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Returns the rooms that a file of the package imports from, for type checkers too."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            _, *parts = target(path, node)
+            found |= {parts[0]} if parts else {alias.name for alias in node.names}
+    return found
+
+
 @functools.cache
 def imported(path: Path, checkers: bool = False) -> frozenset[Path]:
     """Returns the files that a file imports: those that define the names, not those that re-export them.
