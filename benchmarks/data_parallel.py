@@ -106,9 +106,8 @@ def ort_rank(row: str, kind: Kind) -> Rank:
     loop = training.trainer._loop
 
     def describe() -> dict[str, float]:
-        session = loop.session
-        moments = [value for slots in session.optimizer.slots.values() for value in slots.values()]
-        gradients = [value for name, value in session.parameters.items() if name in session.optimizer.slots]
+        moments = [value for slots in loop.optimizer.slots.values() for value in slots.values()]
+        gradients = [value for name, value in loop.session.parameters.items() if name in loop.optimizer.slots]
         return {"gradients": _nbytes(gradients), "moments": _nbytes(moments)}
 
     return Rank(training.step, training.trainer, strategy=loop.strategy, describe=describe)

@@ -20,7 +20,7 @@ ALLOWED = {
     "optim": {"core", "engine", "step"},
     "amp": {"core", "optim"},
     "options": {"amp", "core", "engine", "optim"},
-    "engine": {"core", "optim", "step"},
+    "engine": {"core", "step"},
     "profiling": {"core", "engine", "step"},
     "state": {"core"},
     # Needs no torch; of the engine it uses only what needs none either.

@@ -72,7 +72,7 @@ def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathe
     idle = {}
     for name, slots in layout.slots.items():
         counts = name in layout.counted and not layout.rule.shares_count
-        done = counts and int(session.optimizer.counts[name])
+        done = counts and int(loop.optimizer.counts[name])
         # The models have no state for parameters that are no longer updated, so a state other than the initial is lost.
         if name not in updates and not done and not any(value.any() for value in gathered.slots.get(name, {}).values()):
             idle[name] = [*slots, *([UPDATE_COUNT] if counts else [])]

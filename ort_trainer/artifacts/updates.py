@@ -56,7 +56,7 @@ def found_updates(
     """
     session, config = loop.session, loop.config
     assert session is not None
-    optimizer = session.optimizer
+    optimizer = loop.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
     wanted, found = set(names), {}
     rule, translate = _translated(config) if isinstance(config, TorchOptimizerConfig) else (optimizer.rule, None)

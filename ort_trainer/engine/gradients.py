@@ -94,17 +94,6 @@ class Gradients:
         """Returns the gradients since the last reset; empty right after one."""
         return {} if self._reset else self._found()
 
-    def use(self) -> dict[str, torch.Tensor]:
-        """Returns the present gradients for an update, which changes them in place.
-
-        Raises:
-            RuntimeError: If there are none.
-        """
-        if self._reset:
-            raise RuntimeError("there are no gradients to apply: call train_step before optimizer_step")
-        self._used = True
-        return self.present()
-
     def hold(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         """Records the gradients that an update uses instead of the present ones; empty invalidates the gradients."""
         if gradients is not None:

@@ -1,4 +1,4 @@
-"""``StepSession``: training, evaluation and weight updates, with graphs looked up by the shapes of a batch."""
+"""``StepSession``: runs of training and evaluation, with graphs looked up by the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optim import OptimizerConfig
-from ..optim.parts import Parts, global_norm
-from ..optim.torch_optimizer import TorchOptimizerConfig
-from ..optim.torch_update import TorchUpdate
-from ..optim.update import Again, OptimizerUpdate
 from ..step import Step
 from .gradients import Gradients
 from .ort import providers_for, session_options
@@ -31,19 +26,14 @@ _MAXIMUM_PLANS = 256
 
 
 class StepSession:
-    """Owns parameters, gradients, moments and buffers, and runs training, evaluation and weight updates on them.
+    """Owns parameters, gradients and buffers, and runs training and evaluation on them.
 
     The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. :meth:`train` adds to the gradients,
-    :meth:`optimizer_step` applies them, :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
+    :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
 
     Args:
         parameters: All parameters by name, trained or not. The session uses these tensors directly and changes them.
         buffers: All buffers by name, used in the same way.
-        trainable: Names of the parameters to train, each with all its names in parameter groups.
-        optimizer_config: The update rule and the initial learning rates.
-        clip: Whether gradients are clipped to the config's ``max_norm_clip``.
-        max_norm: Limit of the gradient norm that overrides the config's; None for the config's.
-        max_value: Limit of the absolute value of each gradient element; None for no limit.
         device: The device of all tensors.
         given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
         deterministic: Whether to request deterministic kernels from ONNX Runtime.
@@ -51,19 +41,13 @@ class StepSession:
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
         seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
         gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
-        parts: The parts of the parameters that this process updates; None for all.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
-        trainable: Mapping[str, Sequence[str]],
-        optimizer_config: OptimizerConfig,
         *,
-        clip: bool = True,
-        max_norm: float | None = None,
-        max_value: float | None = None,
         device: str | torch.device = "cpu",
         given_options: SessionOptions | None = None,
         deterministic: bool = False,
@@ -71,7 +55,6 @@ class StepSession:
         mem_limit: int = 0,
         seed: int | None = 0,
         gradient_memory: Mapping[str, torch.Tensor] | None = None,
-        parts: Parts | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._given_options, self._deterministic = given_options, deterministic
@@ -89,17 +72,6 @@ class StepSession:
         self._variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
-        self._learning_rates: Sequence[float] = optimizer_config.learning_rates
-        update = TorchUpdate if isinstance(optimizer_config, TorchOptimizerConfig) else OptimizerUpdate
-        self.optimizer: OptimizerUpdate = update(
-            optimizer_config,  # type: ignore[arg-type]
-            {name: self.parameters[name] for name in trainable},
-            {name: optimizer_config.group_of(*names) for name, names in trainable.items()},
-            clip=clip,
-            max_norm=max_norm,
-            max_value=max_value,
-            parts=parts,
-        )
 
     @functools.cached_property
     def _options(self) -> SessionOptions:
@@ -164,7 +136,6 @@ class StepSession:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
             plan.bindings.clear()
-        self.optimizer.rebind(tensors)
 
     def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
@@ -233,7 +204,7 @@ class StepSession:
         graph = plan.runner.graph
         fresh = self._gradients.are_fresh
         if fresh:
-            self.forget()
+            self._gradients.forget()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
         self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
         return results
@@ -247,7 +218,7 @@ class StepSession:
             The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
         """
         if self._gradients.are_fresh:
-            self.forget()
+            self._gradients.forget()
         results, written = self._run(plan, batch, False, loss_scale, check)
         found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
         # The next run overwrites bound tensors.
@@ -283,40 +254,6 @@ class StepSession:
         """Makes the next :meth:`train` overwrite the gradients instead of adding to them."""
         self._gradients.reset()
 
-    def optimizer_step(
-        self,
-        *,
-        divisor: float = 1.0,
-        check_finite: bool = False,
-        gradients: Mapping[str, torch.Tensor] | None = None,
-        again: Again | None = None,
-    ) -> bool:
-        """Updates the weights with the gradients. Call :meth:`lazy_reset_grad` afterwards: the update changes them.
-
-        Args:
-            divisor: Divisor of the gradients, applied first.
-            check_finite: Whether to change nothing if any gradient is not finite.
-            gradients: Gradients by parameter name to use instead of the session's; they are divided and clipped in
-                place.
-            again: Recomputes loss and gradients, for optimizers with a closure.
-
-        Returns:
-            Whether all gradients were finite; True if that was not checked.
-
-        Raises:
-            RuntimeError: If there are no gradients: no :meth:`train` since the last reset.
-        """
-        gradients = self._gradients.use() if gradients is None else gradients
-        return self.optimizer.step(gradients, self._learning_rates, divisor, check_finite, again)
-
-    def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rate of the next updates: one for all parameters, or one per group and the default."""
-        self._learning_rates = [float(rate) for rate in learning_rates]
-
-    def get_learning_rate(self) -> float:
-        """Returns the learning rate of the next updates; of several, that of the default group."""
-        return self._learning_rates[-1]
-
     def present_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset, by parameter name; empty right after one."""
         return self._gradients.present()
@@ -333,23 +270,18 @@ class StepSession:
         """
         self._gradients.hold(gradients)
 
+    @property
+    def starts_over(self) -> bool:
+        """Whether the next :meth:`train` overwrites the gradients."""
+        return self._gradients.are_fresh
+
     def used_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
         return self._gradients.used()
 
-    def norm_of_used(self) -> torch.Tensor | None:
-        """Returns the global norm of :meth:`used_gradients`; None if there are none."""
-        used = self.used_gradients()
-        return global_norm(used.values()) if used else None
-
     def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Sets the accumulated gradients; empty for none."""
         self._gradients.restore(gradients)
-
-    def forget(self) -> None:
-        """Releases the gradients that the last update used."""
-        self.optimizer.forget(self._gradients.used())
-        self._gradients.forget()
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
         return self._runners.setdefault((training, self._variants[training]), [])

@@ -20,6 +20,8 @@ class TorchUpdate(OptimizerUpdate):
     After :meth:`step` the gradients remain in ``p.grad`` until the next run of a training graph.
     """
 
+    shows_gradients = True
+
     def __init__(self, config: TorchOptimizerConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._torch = config

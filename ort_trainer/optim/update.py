@@ -47,9 +47,12 @@ class OptimizerUpdate:
         rule: The rule that updates the weights.
         slots: Parameter name -> its state tensors by slot, such as ``Moment_1``; empty if it has none.
         counts: Parameter name -> number of updates, a float32 scalar as torch's kernels require; only if counted.
+        shows_gradients: Whether the gradients of an update can be seen in ``p.grad`` until :meth:`forget`.
         norm: The global norm of the gradients of the last update, a scalar, divided but not clipped; None if it was not
             needed.
     """
+
+    shows_gradients = False
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.atomic import atomic_path, check_target
 from ..engine import StepSession
 from ..optim import OptimizerConfig
+from ..optim.update import OptimizerUpdate
 from ..options import ORTTrainerOptions
 from ..step import Step
 
@@ -41,6 +42,7 @@ def save_graphs(
     options: ORTTrainerOptions,
     graph: Step,
     session: StepSession,
+    optimizer: OptimizerUpdate,
     config: OptimizerConfig,
     accumulate: bool,
     check_finite: bool,
@@ -50,7 +52,8 @@ def save_graphs(
     Args:
         options: All settings.
         graph: The first training graph.
-        session: The session; it knows the trained parameters and ONNX Runtime's settings.
+        session: The session; it knows ONNX Runtime's settings.
+        optimizer: The optimizer; it knows the trained parameters.
         config: The update rule.
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped when gradients are not finite.
@@ -74,7 +77,7 @@ def save_graphs(
                 graph,
                 {
                     name: ParameterUpdate(config.rule, index, hyper, limit, options.utils.max_grad_value or math.inf)
-                    for index, hyper, limit, names in session.optimizer.groups
+                    for index, hyper, limit, names in optimizer.groups
                     for name in names
                 },
                 rates=len(config.learning_rates),

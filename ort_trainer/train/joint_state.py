@@ -61,7 +61,7 @@ def gather_state(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> Gat
             window["micro_batches"] = max(counts)
     if meeting.kind == "model":
         return Gathered(random_states, window, {}, {})
-    kept = session.optimizer.slots
+    kept = loop.optimizer.slots
     slots: dict[str, dict[str, torch.Tensor]] = {name: {} for name in kept}
     for slot in loop.layout.rule.slots:
         parts = {name: own[slot] for name, own in kept.items() if slot in own}

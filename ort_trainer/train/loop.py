@@ -16,7 +16,9 @@ from ..engine import Check, Plan, StepSession
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
-from ..optim.update import Again
+from ..optim.torch_optimizer import TorchOptimizerConfig
+from ..optim.torch_update import TorchUpdate
+from ..optim.update import Again, OptimizerUpdate
 from ..options import ORTTrainerOptions
 from ..profiling import Profiler
 from ..step import Step
@@ -26,7 +28,6 @@ from .finite_losses import FiniteLosses
 from .indices import check_indices
 from .layout import Layout
 from .learning_rates import learning_rates
-from .make_session import make_session
 from .precision import choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
@@ -65,6 +66,7 @@ class TrainingLoop:
         profiler: Measures steps while a profile is running; else None.
         layout: The contents of the state.
         holds_gradients: Whether ``p.grad`` holds gradients for an update.
+        optimizer: Updates the weights; it exists as long as the session.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
-        self.graphs = StepGraphs(source, model_desc, device, options.tolerates, self._graph_built)
+        self.graphs = StepGraphs(source, model_desc, device, options.tolerates, self._graph_built, self._rebound)
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = learning_rates(config, options.lr_scheduler)
@@ -241,6 +243,7 @@ class TrainingLoop:
         assert self._session is not None
         window, scale = self.window, self.precision.loss_scale
         factor = window.factor(weight, scale)
+        self._release_shown()
         outputs = self._session.train(plan, batch, loss_scale=factor, check=self.losses.check)
         self.source.publish(plan.runner.graph.buffer_updates)
         window.add(weight, scale)
@@ -262,6 +265,7 @@ class TrainingLoop:
         """
         assert self._session is not None
         scale = self.precision.loss_scale
+        self._release_shown()
         outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
@@ -353,7 +357,35 @@ class TrainingLoop:
             return self.step(plan, batch, weight)
 
     def _make_session(self) -> StepSession:
-        return make_session(self.source, self.config, self.options, self.device, self._seed, self.strategy)
+        """Returns a session, which owns or shares the model's tensors; sets the optimizer that updates them."""
+        source, config, options = self.source, self.config, self.options
+        with BORROWED:  # an export temporarily puts other tensors into the model
+            parameters, buffers = source.parameters, source.buffers
+            tensors = source.adopt(self.device)
+        trainable = {name: tensors[name] for name in source.trainable}
+        memory, parts = self.strategy.lay_out(trainable)
+        session = StepSession(
+            {name: tensors[name] for name in parameters},
+            {name: tensors[name] for name in buffers},
+            device=self.device,
+            given_options=options.session_options,
+            deterministic=options.debug.deterministic_compute,
+            provider_options=options.provider_options,
+            mem_limit=options.memory_limit(self.device),
+            seed=None if options.utils.random_numbers == "pytorch_global" else self._seed,
+            gradient_memory=memory,
+        )
+        update = TorchUpdate if isinstance(config, TorchOptimizerConfig) else OptimizerUpdate
+        self.optimizer: OptimizerUpdate = update(
+            config,  # type: ignore[arg-type]
+            trainable,
+            {name: config.group_of(*names) for name, names in source.names_of_trainable().items()},
+            clip=options.utils.grad_norm_clip,
+            max_norm=options.utils.max_grad_norm,
+            max_value=options.utils.max_grad_value,
+            parts=parts,
+        )
+        return session
 
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss and gradients of a batch with the current weights."""
@@ -386,14 +418,23 @@ class TrainingLoop:
 
     def _take_session(self, session: StepSession) -> None:
         if self._pending is not None:
-            apply_to_session(self._pending, session)
+            apply_to_session(self._pending, session, self.optimizer)
             self.source.publish({*session.parameters, *session.buffers})
             self._pending, self.pending_dict = None, {}
         self._session = session
+
+    def _release_shown(self) -> None:
+        """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""
+        assert self._session is not None
+        if self.optimizer.shows_gradients and self._session.starts_over:
+            self.optimizer.forget(self._session.used_gradients())
+
+    def _rebound(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.optimizer.rebind(tensors)
 
     def _graph_built(self, session: StepSession, graph: Step) -> None:
         """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
         self.precision.name_input(graph)
         if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
-            save_graphs(self.options, graph, session, self.config, accumulate, check_finite)
+            save_graphs(self.options, graph, session, self.optimizer, self.config, accumulate, check_finite)

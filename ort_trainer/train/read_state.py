@@ -14,6 +14,7 @@ import torch
 from ..core.errors import shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import StepSession
+from ..optim.update import OptimizerUpdate
 from .differences import Differences, to_tensor
 from .layout import TRAINER_OPTIONS, Layout
 from .window import AccumulationWindow
@@ -122,15 +123,15 @@ def copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def apply_to_session(restored: Restored, session: StepSession) -> None:
-    """Copies the result of :func:`read` into a session's tensors."""
+def apply_to_session(restored: Restored, session: StepSession, optimizer: OptimizerUpdate) -> None:
+    """Copies the result of :func:`read` into the tensors of a session and an optimizer."""
     for name, value in restored.tensors.items():
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
     for name, slots in restored.slots.items():
         for slot, value in slots.items():
-            session.optimizer.slots[name][slot].copy_(session.optimizer.parts.of({name: value})[name])
+            optimizer.slots[name][slot].copy_(optimizer.parts.of({name: value})[name])
     for name, count in restored.counts.items():
-        session.optimizer.counts[name].fill_(count)
+        optimizer.counts[name].fill_(count)
     if restored.gradients is not None:
         session.restore_gradients(restored.gradients)
     if restored.random is not None:

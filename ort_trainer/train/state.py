@@ -117,7 +117,7 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
     if layout.non_persistent:
         state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
     if include_optimizer:
-        state["optimizer"] = _collect_optimizer(session.optimizer.counts, gathered.slots, layout, array)
+        state["optimizer"] = _collect_optimizer(loop.optimizer.counts, gathered.slots, layout, array)
         if layout.torch_config is not None:
             state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
         state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
@@ -203,7 +203,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
             rates.load_state_dict(own_rates, strict=True)
             raise
         if session is not None:
-            apply_to_session(restored, session)
+            apply_to_session(restored, session, loop.optimizer)
             loop.source.publish({*session.parameters, *session.buffers})
         else:
             loop.wait_with(restored, state_dict)

@@ -38,6 +38,7 @@ class StepGraphs:
         device: Where training runs.
         tolerates: Called with a message if fixed sizes or ranks contradict a batch; True corrects them.
         built: Called with every new graph, after it was added to the session.
+        rebound: Called with the tensors that replaced others in the session, by name.
 
     Attributes:
         loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
@@ -53,11 +54,12 @@ class StepGraphs:
         device: torch.device,
         tolerates: Callable[[str], bool],
         built: Callable[[StepSession, Step], None],
+        rebound: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
         self._source = source
         self._device = device
         self._tolerates = tolerates
-        self._built = built
+        self._built, self._rebound = built, rebound
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
         self._input_names: tuple[str, ...] = ()
@@ -180,6 +182,7 @@ class StepGraphs:
             changed = self._source.take_changes()
         if changed:
             session.rebind(changed)
+            self._rebound(changed)
 
     def plan(
         self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True

@@ -6,7 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..optim.parts import Named
+import torch
+
+from ..engine import StepSession
+from ..optim.parts import Named, global_norm
 from ..optim.update import Again
 from .joint_state import gather_state
 from .strategy import Meeting
@@ -64,10 +67,9 @@ def meet(loop: TrainingLoop, kind: str, rates: Sequence[float] = ()) -> Meeting:
 
 
 def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again: Again | None) -> bool:
-    session, info, strategy = loop.start_session(), loop.info, loop.strategy
+    session, optimizer, info, strategy = loop.start_session(), loop.optimizer, loop.info, loop.strategy
     if not meeting.weight:
         return False
-    session.set_learning_rate(*meeting.rates)
     loop.config.set_rates(meeting.rates)
     divisor = 1.0
     if gradients is None:
@@ -78,16 +80,20 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
         session.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
         keeps = not strategy.zero_stage
     else:
-        gradients, keeps = session.optimizer.parts.of(gradients), False
-    run = session.optimizer_step
+        gradients, keeps = optimizer.parts.of(gradients), False
+    run = optimizer.step
     if loop.profiler is not None:
         run = functools.partial(loop.profiler.update, run)
     # If the user may change the gradients, or they are in parts, the norm is computed now.
-    asked = session.optimizer.asks_norm(loop.precision.checks_finite)
-    norm = None if asked or keeps or not gradients else session.optimizer.parts.total_norm(gradients.values()) / divisor
+    asked = optimizer.asks_norm(loop.precision.checks_finite)
+    norm = None if asked or keeps or not gradients else optimizer.parts.total_norm(gradients.values()) / divisor
     try:
         info.all_finite = run(
-            divisor=divisor, check_finite=loop.precision.checks_finite, gradients=gradients, again=again
+            gradients=gradients,
+            learning_rates=[float(rate) for rate in meeting.rates],
+            divisor=divisor,
+            check_finite=loop.precision.checks_finite,
+            again=again,
         )
     finally:  # the gradients were divided in place, even if the update failed
         loop.discard_gradients()
@@ -95,13 +101,13 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
         updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
         strategy.spread(meeting, updated, session.buffers)
         loop.source.publish(session.buffers)
-    norm = session.optimizer.norm if norm is None else norm
+    norm = optimizer.norm if norm is None else norm
     if loop.layout.torch_config is None:
         loop.source.publish(session.parameters)
     else:  # the PyTorch optimizer changed the model itself
         loop.graphs.refresh(session)
     loop.holds_gradients = False
-    info.note_update(meeting.rates, session.norm_of_used if norm is None else norm)
+    info.note_update(meeting.rates, functools.partial(_norm_of_used, session) if norm is None else norm)
     try:
         loop.precision.update(info)
     finally:
@@ -109,3 +115,9 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
     if info.all_finite:
         loop.rates.updated()
     return info.all_finite
+
+
+def _norm_of_used(session: StepSession) -> torch.Tensor | None:
+    """Returns the global norm of the gradients that the last update used; None if they are gone."""
+    used = session.used_gradients()
+    return global_norm(used.values()) if used else None

@@ -126,7 +126,7 @@ def memory(rank: int, size: int) -> Result:
     """Returns how many elements of the moments this rank has, and their total."""
     trainer = make(optim.AdamConfig(), 1, {})
     train(trainer, rank, size, 1)
-    slots = trainer.loop.session.optimizer.slots.values()  # type: ignore[union-attr]
+    slots = trainer.loop.optimizer.slots.values()
     return {
         "kept": sum(value.numel() for kept in slots for value in kept.values()),
         "whole": sum(value.size for value in moments(trainer).values() if value.dtype == np.float32),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ort_trainer import optim
 from ort_trainer.engine import StepSession
 from ort_trainer.export.torch import ExportedStep, GraphBuilder
+from ort_trainer.optim.update import OptimizerUpdate
 from ort_trainer.options.model_desc import ModelDescription
 from ort_trainer.step import Step
 
@@ -36,7 +37,7 @@ def model() -> MLP:
 @pytest.fixture
 def session(model: MLP, graphs: dict[bool, Step]) -> StepSession:
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    session = StepSession(parameters, {}, {name: [name] for name in parameters}, optim.SGDConfig(lr=0.5), clip=False)
+    session = StepSession(parameters, {})
     for graph in graphs.values():
         session.add_graph(graph)
     return session
@@ -83,16 +84,12 @@ def test_gradients_add_up_until_a_lazy_reset(session: StepSession, model: MLP) -
     assert train(session, loss_scale=8.0)[0].item() == pytest.approx(loss.item())
 
 
-def test_optimizer_step_and_learning_rate(session: StepSession, model: MLP) -> None:
-    with pytest.raises(RuntimeError, match="there are no gradients to apply"):
-        session.optimizer_step()
-    assert session.get_learning_rate() == 0.5
-    session.set_learning_rate(0.25)
-    assert session.get_learning_rate() == 0.25
+def test_an_update_of_the_sessions_parameters(session: StepSession, model: MLP) -> None:
+    update = OptimizerUpdate(optim.SGDConfig(), session.parameters, dict.fromkeys(session.parameters, 0), clip=False)
     expected = gradients(model)
     pointers = {name: value.data_ptr() for name, value in session.parameters.items()}
     train(session)
-    assert session.optimizer_step() is True
+    assert update.step(session.present_gradients(), [0.25]) is True
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(session.parameters[name], parameter.detach() - 0.25 * expected[name])
     assert {name: value.data_ptr() for name, value in session.parameters.items()} == pointers
@@ -129,7 +126,7 @@ def test_outputs_are_new_and_can_be_chosen(session: StepSession) -> None:
 
 
 def test_a_session_without_a_graph(model: MLP) -> None:
-    session = StepSession({}, {}, {}, optim.SGDConfig())
+    session = StepSession({}, {})
     assert session.plan(True, {"x": X, "label": Y}, ["loss"]) is None
     with pytest.raises(RuntimeError, match="there is no training graph yet"):
         _ = session.inference_session

@@ -152,7 +152,7 @@ def test_an_update_that_fails_has_taken_the_step_back() -> None:
 
     def disturb_rule(trainer: ORTTrainer, x: torch.Tensor, label: torch.Tensor) -> None:
         before = trainer.state_dict()
-        rule = type(trainer._loop.session.optimizer.rule)
+        rule = type(trainer._loop.optimizer.rule)
         with replaced(rule, "update", lambda _: refuse), pytest.raises(MemoryError):
             trainer.train_step(x, label)
         assert_same_state(trainer.state_dict(), before)

@@ -169,7 +169,7 @@ def test_language_model_with_tied_weights() -> None:
     group = [{"params": ["head.weight"], "lambda_coef": 0.5}]  # the other name of the tied weight
     other = ORTTrainer(TiedLanguageModel(), desc, optim.AdamConfig(group, lr=0.1), loss_fn=language_loss)
     other.prepare(batches[0])
-    groups = other.loop.session.optimizer.groups
+    groups = other.loop.optimizer.groups
     assert [hyper["lambda_coef"] for _, hyper, _, names in groups if "embedding.weight" in names] == [0.5]
 
 
