@@ -22,7 +22,7 @@ from ..core.atomic import atomic_path
 from ..core.errors import warn
 from ..core.optimizer_keys import SHARED, UPDATE_COUNT
 from ..core.sealed import Stored, read_tensors, write
-from .formats import Format, manifest_of, open_sealed, recognize
+from .describe import Format, manifest_of, open_sealed, recognize
 
 __all__ = ["TARGETS", "convert"]
 

@@ -48,7 +48,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _files(names: list[str]) -> list[Path]:
-    from .formats import files_of
+    from .describe import files_of
 
     return [path for name in names for path in (files_of(Path(name)) if Path(name).is_dir() else [Path(name)])]
 

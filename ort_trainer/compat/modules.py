@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ..core.undisturbed import process_undisturbed
+from ..engine.ort import process_undisturbed
 from .missing import FailingParts, MissingParts
 
 __all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]

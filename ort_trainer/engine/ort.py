@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.undisturbed import process_undisturbed
 from .installed import require_engine
 from .sessions import new_session
 
 if TYPE_CHECKING:
     import onnx
     from onnxruntime import InferenceSession, SessionOptions
+
 
 __all__ = [
     "InferenceSession",
@@ -32,6 +32,7 @@ __all__ = [
     "make_session",
     "maximum_opset",
     "preload",
+    "process_undisturbed",
     "profiling",
     "providers_for",
     "resolve_device",
@@ -335,3 +336,21 @@ def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)
     value.update_inplace(array)
     return value
+
+
+@contextlib.contextmanager
+def process_undisturbed() -> Iterator[None]:
+    """Restores what imports of ONNX Runtime's training packages change: they log, and append to ``sys.path``.
+
+    The first logged record gives the root logger a handler, after which the user's ``logging.basicConfig`` would do
+    nothing.
+    """
+    root = logging.getLogger()
+    level, handlers, path = root.level, list(root.handlers), list(sys.path)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+        sys.path[:] = path

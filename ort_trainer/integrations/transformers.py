@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..core.errors import shown
 from ..optim import SGDConfig
 from ..options import ORTTrainerOptions
 from ..trainer import ORTTrainer
-from .exported_parts import ITEMS, PARTS, Forward, Loss
 
 try:
     import accelerate  # noqa: F401 # Trainer needs it, but only notices when its arguments are created
@@ -24,6 +24,7 @@ except ImportError as error:
         "ort_trainer.integrations.transformers needs transformers and accelerate: "
         "pip install 'ort_trainer[transformers]'"
     ) from error
+
 
 __all__ = ["OrtTrainer"]
 
@@ -85,7 +86,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         taken = [name for name in _OPTIONS_OF_THE_LOOP if name in self._ort_options]
         if taken:
             raise ValueError(f"ort_options has {taken}, which TrainingArguments sets here: leave them out")
-        self._parts: dict[tuple[Any, ...], tuple[Loss | Forward, ORTTrainer]] = {}
+        self._parts: dict[tuple[Any, ...], tuple[_Loss | _Forward, ORTTrainer]] = {}
         super().__init__(model, args, *rest, **kwargs)
         distributed = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
         if distributed not in _DATA_PARALLEL or self.args.n_gpu > 1:
@@ -109,12 +110,12 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
             self.optimizer.train()
         batch = dict(self._prepare_inputs(inputs))
         if num_items_in_batch is not None:
-            batch[ITEMS] = torch.as_tensor(num_items_in_batch, device=self.args.device)
+            batch[_ITEMS] = torch.as_tensor(num_items_in_batch, device=self.args.device)
         if not self._is_divided(num_items_in_batch):
-            batch[PARTS] = torch.tensor(float(self.current_gradient_accumulation_steps), device=self.args.device)
-        key = (model, Loss, frozenset(batch))
+            batch[_PARTS] = torch.tensor(float(self.current_gradient_accumulation_steps), device=self.args.device)
+        key = (model, _Loss, frozenset(batch))
         if key not in self._parts:
-            trainer = self._add(key, Loss(model, self.compute_loss))
+            trainer = self._add(key, _Loss(model, self.compute_loss))
             trainer.prepare(batch)
             _share_generator(trainer, self.args.device)
         loss: torch.Tensor = self._parts[key][1].forward_backward(batch)
@@ -126,14 +127,14 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
 
     def run_model(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Returns the model's output in evaluation mode, computed in ONNX Runtime."""
-        key = (model, Forward, frozenset(inputs))
+        key = (model, _Forward, frozenset(inputs))
         if key not in self._parts:
             # Run the model once for the structure of its output.
             with torch.no_grad():
                 example = model.eval()(**inputs)
-            self._add(key, Forward(model, example))
+            self._add(key, _Forward(model, example))
         part, trainer = self._parts[key]
-        assert isinstance(part, Forward)
+        assert isinstance(part, _Forward)
         _, *tensors = trainer.eval_step(inputs)
         return part.rebuild(tensors)
 
@@ -145,7 +146,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         by_model: bool = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return by_model or self.compute_loss_func is not None
 
-    def _add(self, key: tuple[Any, ...], part: Loss | Forward) -> ORTTrainer:
+    def _add(self, key: tuple[Any, ...], part: _Loss | _Forward) -> ORTTrainer:
         """Stores a part and its trainer, and drops those of a model that ``model_init`` has replaced."""
         options = ORTTrainerOptions({**self._ort_options, "device": {"id": str(self.args.device)}})
         # Trainer's optimizer updates the weights; this one is unused and has no state.
@@ -190,3 +191,54 @@ def _check_arguments(args: Any) -> None:
             f"OrtTrainer does not support TrainingArguments(optim={optimizer!r}), which updates weights during "
             "PyTorch's backward pass: choose another, such as 'adamw_torch'"
         )
+
+
+# Inputs beside the model's: the divisors of the loss, which change from step to step.
+_ITEMS = "num_items_in_batch"
+_PARTS = "ort_trainer_micro_batches"
+
+
+class _Loss(nn.Module):
+    """The loss as ``Trainer.compute_loss`` computes it, divided as ``Trainer.training_step`` divides it.
+
+    Args:
+        model: The model.
+        compute_loss: The bound method of the trainer.
+    """
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_loss = compute_loss
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the loss for the backward pass."""
+        items, parts = inputs.pop(_ITEMS, None), inputs.pop(_PARTS, None)
+        loss = self.compute_loss(self.model, inputs, num_items_in_batch=items)
+        return loss if parts is None else loss / parts
+
+
+class _Forward(nn.Module):
+    """The model itself, with its outputs as a flat list.
+
+    Args:
+        model: The model.
+        example: An example of its outputs, for their structure.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.model = model
+        leaves, self._structure = pytree.tree_flatten(example)
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns a zero, as the loss that every graph needs, followed by the tensors among the model's outputs."""
+        tensors = [leaf for leaf in pytree.tree_leaves(self.model(**inputs)) if isinstance(leaf, torch.Tensor)]
+        return torch.zeros((), device=tensors[0].device), *tensors
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Rebuilds the model's output; entries that are not tensors, such as a cache of keys and values, are None."""
+        values = iter(tensors)
+        leaves = [next(values) if is_tensor else None for is_tensor in self._is_tensor]
+        return pytree.tree_unflatten(leaves, self._structure)

@@ -7,7 +7,7 @@ the upper bound on the torch version.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...core.errors import ExportError
 from ...core.indices import IndexRange
@@ -34,7 +36,6 @@ from .decompositions import decomposition_table
 from .explain import explain, unsupported_input
 from .guard.size_one import squeezed_sizes
 from .kernels import rewrite_forward
-from .module_marks import marked_modules
 from .operators.recurrent import layers_for_onnx
 from .program import Program, capturing, names_in_model
 from .source_lines import source_line
@@ -115,7 +116,7 @@ def differentiate(
         # itself is differentiated.
         core = module if program.as_it_stands else exported
         if program.as_it_stands:
-            stack.enter_context(marked_modules(module))
+            stack.enter_context(_marked_modules(module))
         if not for_kernels:
             stack.enter_context(layers_for_onnx())
         stack.enter_context(program.fake_mode)
@@ -264,3 +265,36 @@ def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node,
         node.replace_all_uses_with(placeholder)
         joint.graph.erase_node(node)
         constants[placeholder] = value
+
+
+_STACK = "nn_module_stack"
+
+
+@contextlib.contextmanager
+def _marked_modules(step: nn.Module) -> Iterator[None]:
+    """Gives operators the ``nn_module_stack`` that torch.export would give them, while modules of a step run."""
+    names = {id(part): name for name, part in step.named_modules()}
+    around: list[tuple[nn.Module, Any]] = []
+
+    def enter(part: nn.Module, _: Any) -> None:
+        name = names.get(id(part))
+        if name is not None:  # else a module of another thread
+            known = fx_traceback.current_meta.get(_STACK)
+            around.append((part, known))
+            kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            fx_traceback.current_meta[_STACK] = {**(known or {}), name: (name, kind)}
+
+    def leave(part: nn.Module, *_: Any) -> None:
+        if around and around[-1][0] is part:
+            known = around.pop()[1]
+            if known is None:
+                fx_traceback.current_meta.pop(_STACK, None)
+            else:
+                fx_traceback.current_meta[_STACK] = known
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        # Called after errors too; otherwise the next operators would be in the wrong module.
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        yield
