@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,12 +14,19 @@ from ..options import ModelDescription, ORTTrainerOptions
 from ..options.nested import Layout
 from ..step import Step
 
-__all__ = ["BORROWED", "Builder", "Layouts", "ModelSource", "Named", "autocast_dtype", "check_names"]
+__all__ = [
+    "Builder",
+    "Layouts",
+    "Memory",
+    "ModelSource",
+    "Named",
+    "autocast_dtype",
+    "check_names",
+    "nothing_to_train",
+]
 
 Named = Mapping[str, torch.Tensor]
 Layouts = Sequence[tuple[str, Layout]]
-BORROWED = threading.RLock()
-"""Held while a model is inspected or exported: an export temporarily changes PyTorch's modes and functions."""
 
 
 class Builder(Protocol):
@@ -46,6 +52,7 @@ class ModelSource(ABC):
         saved: Tensors in a state dict, including tied names, in order; only their shapes and dtypes are used.
         non_persistent: Tensors not in a state dict; only their shapes and dtypes are used.
         trainable: Canonical names of the parameters to train.
+        memory: The tensors that the trainer works on.
     """
 
     name: str
@@ -55,6 +62,7 @@ class ModelSource(ABC):
     saved: Named
     non_persistent: Named
     trainable: list[str]
+    memory: Memory
 
     @property
     @abstractmethod
@@ -66,62 +74,6 @@ class ModelSource(ABC):
     def buffers(self) -> Named:
         """The model's current buffers by canonical name."""
 
-    def adopt(self, device: torch.device) -> Named:
-        """Returns the parameters and buffers that the trainer works on, by canonical name; by default, copies.
-
-        Args:
-            device: The device for the tensors.
-        """
-        parameters = self.parameters
-        return own_copies({**parameters, **self.buffers}, parameters, device)
-
-    def take_changes(self) -> Named:
-        """Picks up changes to the model itself, if the trainer works on the model's tensors.
-
-        Returns:
-            The tensors whose memory has changed, by canonical name; usually none.
-
-        Raises:
-            RuntimeError: If a change is not supported.
-        """
-        return {}
-
-    def publish(self, names: Collection[str]) -> None:  # noqa: B027 - optional to override
-        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
-
-        Args:
-            names: Canonical names of the tensors that have changed.
-        """
-
-    def put(self, values: Named) -> Named:
-        """Sets the model's values before :meth:`adopt`, if the trainer will work on the model's tensors.
-
-        Returns:
-            The values that the model can't take directly, to be copied into the tensors that the trainer works on.
-        """
-        return values
-
-    def add_gradients(self, gradients: Named) -> None:
-        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
-
-        Args:
-            gradients: New tensors by canonical name, which the model may keep.
-
-        Raises:
-            RuntimeError: If the trainer does not work on the model's tensors.
-        """
-        raise RuntimeError(
-            f"{self.name} can't receive gradients, because the trainer works on copies of its weights: use train_step, "
-            "or a PyTorch model without utils.share_weights=False"
-        )
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients of the model's trained parameters, by canonical name."""
-        return {}
-
-    def drop_gradients(self) -> None:  # noqa: B027 - optional to override
-        """Removes the gradients of the model's trained parameters."""
-
     def check_joint(self) -> None:  # noqa: B027 - optional to override
         """Checks that several processes can train it together, each on its part of the data.
 
@@ -129,29 +81,27 @@ class ModelSource(ABC):
             ValueError: If they can't.
         """
 
-    def variant(self, training: bool) -> Hashable:
-        """Returns a key for everything in the model and loss that graphs depend on; it changes with them.
+    def check(self, training: bool) -> tuple[Hashable, Named]:
+        """Asks before a step whether the graphs still mean what the model means.
 
         Args:
-            training: Whether the key is for training graphs.
+            training: Whether before a training step.
+
+        Returns:
+            A key for everything in the model and loss that graphs depend on, which changes with them; and the tensors
+            whose memory has changed, by canonical name, usually none.
 
         Raises:
             RuntimeError: If the model has changed into another one, or has nothing to train.
         """
-        self._check_trainable(training, self.trainable)
-        return None
+        if training and not self.trainable:
+            raise nothing_to_train(self.name)
+        return None, {}
 
     @property
     def last_change(self) -> str:
-        """What has changed in the model since the call of :meth:`variant` before the last; empty if unknown."""
+        """What has changed in the model since the call of :meth:`check` before the last; empty if unknown."""
         return ""
-
-    def _check_trainable(self, training: bool, trainable: Collection[str]) -> None:
-        if training and not trainable:
-            raise RuntimeError(
-                f"{self.name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights. "
-                "eval_step still works"
-            )
 
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""
@@ -207,6 +157,84 @@ class ModelSource(ABC):
         Raises:
             ValueError: If the description does not fit the model.
         """
+
+
+class Memory:
+    """The tensors that a trainer works on: by default, copies of the model's.
+
+    Args:
+        source: The model.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+
+    def adopt(self, device: torch.device) -> Named:
+        """Returns the parameters and buffers that the trainer works on, by canonical name.
+
+        Args:
+            device: The device for the tensors.
+        """
+        parameters = self._source.parameters
+        return own_copies({**parameters, **self._source.buffers}, parameters, device)
+
+    def take_changes(self) -> Named:
+        """Picks up changes to the model itself, if the trainer works on the model's tensors.
+
+        Returns:
+            The tensors whose memory has changed, by canonical name, contiguous; usually none.
+
+        Raises:
+            RuntimeError: If a change is not supported.
+        """
+        return {}
+
+    def publish(self, names: Collection[str]) -> None:
+        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
+
+        Args:
+            names: Canonical names of the tensors that have changed.
+        """
+
+    def put(self, values: Named) -> Named:
+        """Sets the model's values before :meth:`adopt`, if the trainer will work on the model's tensors.
+
+        Args:
+            values: By canonical name, in the model's shapes and the trainer's dtypes.
+
+        Returns:
+            The values that the model can't take directly, to be copied into the tensors that the trainer works on.
+        """
+        return values
+
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
+
+        Args:
+            gradients: New tensors by canonical name, which the model may keep.
+
+        Raises:
+            RuntimeError: If the trainer does not work on the model's tensors.
+        """
+        raise RuntimeError(
+            f"{self._source.name} can't receive gradients, because the trainer works on copies of its weights: use "
+            "train_step, or a PyTorch model without utils.share_weights=False"
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of the model's trained parameters, by canonical name."""
+        return {}
+
+    def drop_gradients(self) -> None:
+        """Removes the gradients of the model's trained parameters."""
+
+
+def nothing_to_train(name: str) -> RuntimeError:
+    """Returns the error for a training step of a model without trained parameters."""
+    return RuntimeError(
+        f"{name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights. eval_step "
+        "still works"
+    )
 
 
 def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:

@@ -141,8 +141,7 @@ class TrainingLoop:
             state_dict: As the user gave it.
         """
         restored = restored.over(self._pending)
-        with BORROWED:
-            restored.tensors = dict(self.source.put(restored.tensors))
+        restored.tensors = dict(self.source.memory.put(restored.tensors))
         self._pending, self.pending_dict = restored, state_dict
 
     def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
@@ -245,7 +244,7 @@ class TrainingLoop:
         factor = window.factor(weight, scale)
         self._release_shown()
         outputs = self._session.train(plan, batch, loss_scale=factor, check=self.losses.check)
-        self.source.publish(plan.runner.graph.buffer_updates)
+        self.source.memory.publish(plan.runner.graph.buffer_updates)
         window.add(weight, scale)
         self.info.step += 1
         return outputs
@@ -269,7 +268,7 @@ class TrainingLoop:
         outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
-        self.source.publish(plan.runner.graph.buffer_updates)
+        self.source.memory.publish(plan.runner.graph.buffer_updates)
         return outputs, gradients
 
     def optimizer_step(self, rates: Sequence[float] | None = None, again: Again | None = None) -> bool:
@@ -359,9 +358,8 @@ class TrainingLoop:
     def _make_session(self) -> StepSession:
         """Returns a session, which owns or shares the model's tensors; sets the optimizer that updates them."""
         source, config, options = self.source, self.config, self.options
-        with BORROWED:  # an export temporarily puts other tensors into the model
-            parameters, buffers = source.parameters, source.buffers
-            tensors = source.adopt(self.device)
+        parameters, buffers = source.parameters, source.buffers
+        tensors = source.memory.adopt(self.device)
         trainable = {name: tensors[name] for name in source.trainable}
         memory, parts = self.strategy.lay_out(trainable)
         session = StepSession(
@@ -419,7 +417,7 @@ class TrainingLoop:
     def _take_session(self, session: StepSession) -> None:
         if self._pending is not None:
             apply_to_session(self._pending, session, self.optimizer)
-            self.source.publish({*session.parameters, *session.buffers})
+            self.source.memory.publish({*session.parameters, *session.buffers})
             self._pending, self.pending_dict = None, {}
         self._session = session
 

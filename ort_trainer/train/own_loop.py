@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..core.interrupts import uninterrupted
-from ..export import BORROWED
 from .loop import TrainingLoop
 from .strategy import noted
 from .window import Share
@@ -25,7 +24,7 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
             "train_step() window, whose gradients are not in p.grad: end the window with optimizer_step() first"
         )
     _check_not_joining(loop, "forward_backward")
-    loop.source.add_gradients({})  # raises early if the model can't hold gradients
+    loop.source.memory.add_gradients({})  # raises early if the model can't hold gradients
     batch = loop.graphs.bind(args, kwargs)
     plan = loop.plan(batch, True, loop.graphs.fetches(loop.info.fetches))
     with uninterrupted():
@@ -35,9 +34,8 @@ def forward_backward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[st
             meeting = strategy.meet("pass", Share(1.0), (), gradients, session.changed_buffers)
             gradients = strategy.average(meeting, gradients)
             strategy.spread(meeting, {}, session.buffers)
-            loop.source.publish(session.buffers)
-        with BORROWED:
-            loop.source.add_gradients(gradients)
+            loop.source.memory.publish(session.buffers)
+        loop.source.memory.add_gradients(gradients)
         loop.holds_gradients = True
     return outputs
 
@@ -49,7 +47,7 @@ def forward(loop: TrainingLoop, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     assert loop.session is not None
     with uninterrupted():
         outputs = loop.session.forward(plan, batch)
-        loop.source.publish(plan.runner.graph.buffer_updates)
+        loop.source.memory.publish(plan.runner.graph.buffer_updates)
     return outputs
 
 
@@ -74,8 +72,7 @@ def optimizer_step(loop: TrainingLoop) -> bool:
     with uninterrupted():
         if in_window:
             return loop.optimizer_step()
-        with BORROWED:
-            gradients = loop.source.gradients()
+        gradients = loop.source.memory.gradients()
         return (bool(gradients) or not alone) and loop.update(gradients)
 
 
@@ -84,8 +81,7 @@ def lazy_reset_grad(loop: TrainingLoop) -> None:
     with uninterrupted():
         loop.discard_gradients()
         loop.holds_gradients = False
-        with BORROWED:
-            loop.source.drop_gradients()
+        loop.source.memory.drop_gradients()
         waiting = loop.pending
         if waiting is not None and waiting.gradients is not None:
             waiting.gradients = {}

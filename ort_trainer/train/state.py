@@ -204,7 +204,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
             raise
         if session is not None:
             apply_to_session(restored, session, loop.optimizer)
-            loop.source.publish({*session.parameters, *session.buffers})
+            loop.source.memory.publish({*session.parameters, *session.buffers})
         else:
             loop.wait_with(restored, state_dict)
         loop.window = restored.window or loop.window

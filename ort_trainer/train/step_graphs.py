@@ -14,7 +14,7 @@ import torch
 from ..core.errors import shown
 from ..engine import Plan, StepSession
 from ..engine.memory import return_freed_memory
-from ..export import BORROWED, Builder, ModelSource
+from ..export import Builder, ModelSource
 from ..options import ModelDescription
 from ..options.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..step import Step
@@ -178,11 +178,7 @@ class StepGraphs:
         Raises:
             RuntimeError: If the session can't use one of them.
         """
-        with BORROWED:
-            changed = self._source.take_changes()
-        if changed:
-            session.rebind(changed)
-            self._rebound(changed)
+        self._rebind(session, self._source.memory.take_changes())
 
     def plan(
         self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
@@ -201,8 +197,7 @@ class StepGraphs:
             ExportError: If the model can't be exported.
             TypeError: If an input that the outputs need was left out.
         """
-        self._choose_variant(session, batch, training)
-        self.refresh(session)
+        self._guard(session, batch, training)
         plan = session.plan(training, batch, names, backward)
         if plan is None:
             self._add_graph(session, batch, training)
@@ -222,7 +217,7 @@ class StepGraphs:
             ExportError: If the model can't be exported.
         """
         batch = self.blank_batch()
-        self._choose_variant(session, batch, training)
+        self._guard(session, batch, training)
         known = session.plan(training, batch, self._output_names)
         if known is not None and known.runner.graph.is_standard:
             return known.runner.graph
@@ -236,8 +231,7 @@ class StepGraphs:
         """
         plan = self.plan(session, batch, False, self._output_names)
         found = session.evaluate(plan, batch)
-        with BORROWED:
-            reference = self._builder(batch).reference(batch)
+        reference = self._builder(batch).reference(batch)
         for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
                 difference = (ours.float() - theirs.float()).abs().max().item()
@@ -262,16 +256,22 @@ class StepGraphs:
         batch = {name: to_tensor(name, value) for name, value in leaves.items()}
         parameters = Batch()
         self._add_parameters(parameters)
-        with BORROWED:
-            self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
+        self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
         # Positional arguments keep the order of the first batch, with the labels last.
         in_order = iter(self._arguments)
         self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
         _log.info("derived from the first batch: %s", self._description)
 
-    def _choose_variant(self, session: StepSession, batch: Batch, training: bool) -> None:
-        with BORROWED:  # an export in another thread may have set other modes for a while
-            session.choose_variant(training, (self._source.variant(training), batch.layouts, *self._parameters))
+    def _guard(self, session: StepSession, batch: Batch, training: bool) -> None:
+        """Makes the session use the graphs and tensors of the model as it is now."""
+        variant, changed = self._source.check(training)
+        session.choose_variant(training, (variant, batch.layouts, *self._parameters))
+        self._rebind(session, changed)
+
+    def _rebind(self, session: StepSession, changed: Mapping[str, torch.Tensor]) -> None:
+        if changed:
+            session.rebind(changed)
+            self._rebound(changed)
 
     def _builder(self, batch: Batch, portable: bool = False) -> Builder:
         """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""
@@ -382,8 +382,7 @@ class StepGraphs:
 
     def _build(self, batch: Batch, training: bool, portable: bool = False) -> Step:
         try:
-            with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                graph = self._builder(batch, portable).build(_without_inference(batch), training)
+            graph = self._builder(batch, portable).build(_without_inference(batch), training)
         except BaseException:
             self._narrow()
             raise

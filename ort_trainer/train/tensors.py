@@ -32,7 +32,7 @@ def set_parameter(loop: TrainingLoop, name: str, value: Any) -> None:
     canonical = _canonical(loop, name)
     current = _session(loop, "set_parameter").parameters[canonical]
     current.copy_(_like(current, name, value))
-    loop.source.publish([canonical])
+    loop.source.memory.publish([canonical])
 
 
 def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:

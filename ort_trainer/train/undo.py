@@ -45,4 +45,4 @@ class undone_without_update:
             session.generator.set_state(self._random_state)
         for name, buffer in self._buffers.items():
             session.buffers[name].copy_(buffer)
-        loop.source.publish(self._buffers)
+        loop.source.memory.publish(self._buffers)

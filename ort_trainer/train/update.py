@@ -100,10 +100,10 @@ def _update(loop: TrainingLoop, meeting: Meeting, gradients: Named | None, again
     if strategy.world_size > 1:
         updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
         strategy.spread(meeting, updated, session.buffers)
-        loop.source.publish(session.buffers)
+        loop.source.memory.publish(session.buffers)
     norm = optimizer.norm if norm is None else norm
     if loop.layout.torch_config is None:
-        loop.source.publish(session.parameters)
+        loop.source.memory.publish(session.parameters)
     else:  # the PyTorch optimizer changed the model itself
         loop.graphs.refresh(session)
     loop.holds_gradients = False

@@ -21,6 +21,7 @@ from ...step.postprocess import postprocessed
 from ...step.prune import KeepOutputsPass, RemoveUnusedPass
 from ...step.run_passes import run_passes
 from ..torch import LossFunction
+from ..torch.borrow import BORROWED
 from .index_ranges import label_ranges
 from .load import OnnxModel
 from .loss import LossExport
@@ -96,7 +97,8 @@ class OnnxGraphBuilder:
         measured, fixed = False, self._sizes_of_the_model(sizes)
         while True:
             try:
-                graph = self._assemble(batch, training, fixed, measured)
+                with BORROWED:
+                    graph = self._assemble(batch, training, fixed, measured)
                 break
             except SizeNeededError as reason:
                 needed = {reason.symbol, *named_symbols(reason.symbol or "")} & (sizes.keys() - fixed.keys())

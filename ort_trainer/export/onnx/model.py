@@ -14,8 +14,9 @@ from ...engine.ort import training_bindings
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...options.nested import Layout
-from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
+from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
 from ..torch import LossFunction, takes_label
+from ..torch.borrow import BORROWED
 from .build import OnnxGraphBuilder, OnnxStep
 from .describe import check_description, describe_onnx
 from .load import OnnxModel, load_onnx_model
@@ -55,6 +56,7 @@ class OnnxSource(ModelSource):
         self.canonical = {name: name for name in self.saved}
         frozen = {*options.utils.frozen_weights, *self._model.frozen}
         self.trainable = [name for name in self.parameters if name not in frozen]
+        self.memory = Memory(self)
 
     @property
     def parameters(self) -> Named:
@@ -80,7 +82,8 @@ class OnnxSource(ModelSource):
     ) -> ModelDescription:
         """Returns a description derived from a sample batch."""
         _refuse_for_arguments([entry for entry in layouts.items() if entry[1][0] != "tensor"], list(parameters))
-        return describe_onnx(self._model, self._loss_fn, batch)
+        with BORROWED:
+            return describe_onnx(self._model, self._loss_fn, batch)
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
         """Returns a batch of zeros; see the base class."""

@@ -2,7 +2,6 @@
 
 from .builder import GraphBuilder
 from .describe import describe, name_sample
-from .guard.model_watch import ModelWatch
 from .model_checks import check_model
 from .operators import register_operator
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature, takes_label
@@ -11,7 +10,6 @@ __all__ = [
     "ExportedStep",
     "GraphBuilder",
     "LossFunction",
-    "ModelWatch",
     "RecomputeOptions",
     "canonical_names",
     "check_model",

@@ -17,8 +17,8 @@ from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
 from ..cache import export_cache
+from .borrow import BORROWED, borrowed
 from .exported import Export
-from .guard.borrow import borrowed
 from .isolation import can_isolate, run_in_child
 from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
@@ -72,7 +72,8 @@ class GraphBuilder:
             ExportError: If the model can't be exported or its outputs don't match the description.
         """
         try:
-            return self._build(batch, training)
+            with BORROWED, torch.enable_grad():  # the caller may be under no_grad
+                return self._build(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
@@ -126,7 +127,8 @@ class GraphBuilder:
         """Returns PyTorch's own results in evaluation mode, with the model's own weights."""
         module = StepModule(self.step)
         sample = [batch[entry.name] for entry in self.step.description.inputs]
-        with borrowed(module, (), training=False), torch.no_grad(), self.step.autocast_for(sample):
+        autocast = self.step.autocast_for(sample)
+        with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast:
             return tuple(module(*(value.clone() for value in sample)))
 
 

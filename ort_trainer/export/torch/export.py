@@ -16,15 +16,12 @@ import torch
 from ...core.errors import ExportError
 from ...step import Step
 from ..cache import ExportCache
+from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
 from .explain import may_be_sizes
 from .exported import Export, violated
 from .fingerprint import NoFingerprint, fingerprint
-from .guard.borrow import borrowed
-from .guard.kept_state import refuse_kept_tensors
 from .index_ranges import find_index_ranges
-from .modes_read import modes_read
 from .program import Program, capture_program
-from .quiet import quiet
 from .source_lines import forward_line
 from .step_module import ExportedStep, StepModule
 

@@ -16,12 +16,11 @@ from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...options.nested import Layout
-from ..model_source import Builder, Layouts, ModelSource, Named, autocast_dtype, check_names
+from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
+from .borrow import BORROWED
 from .builder import GraphBuilder
 from .describe import describe, name_sample
-from .guard.loss_watch import LossWatch
-from .guard.model_watch import ModelWatch
-from .guard.shared_tensors import SharedTensors
+from .guard import Guard
 from .model_checks import check_joint, check_model
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
@@ -29,7 +28,7 @@ __all__ = ["TorchSource"]
 
 
 class TorchSource(ModelSource):
-    """Watches a module for changes, and exports it again if its graphs depend on them."""
+    """A module, which may change: what its graphs depend on is watched by a :class:`Guard`."""
 
     def __init__(
         self,
@@ -49,13 +48,9 @@ class TorchSource(ModelSource):
         frozen = {self.canonical[name] for name in options.utils.frozen_weights}
         frozen |= {name for name in self.parameters if not optim_config.trains(name)}
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
-        self._watch = ModelWatch(model, self.trainable, frozen)
-        self._watches = [self._watch]
-        if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
-            self._watches.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
-        self._loss_watch = LossWatch(loss_fn, model)
+        self._guard = Guard(model, loss_fn, self.trainable, frozen, options.utils.share_weights)
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
-        self._shared = SharedTensors(model) if options.utils.share_weights else None
+        self.memory = self._guard.memory or Memory(self)
         tensors = {
             name: torch.empty_like(tensor, device="meta")
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
@@ -75,54 +70,18 @@ class TorchSource(ModelSource):
         """All buffers by canonical name."""
         return dict(self._model.named_buffers())
 
-    def adopt(self, device: torch.device) -> Named:
-        """Returns the tensors to train: the model's own, or copies."""
-        return super().adopt(device) if self._shared is None else self._shared.adopt(device)
-
-    def take_changes(self) -> Named:
-        """Adopts changes that were made to the model itself."""
-        return {} if self._shared is None else self._shared.take_changes()
-
-    def publish(self, names: Collection[str]) -> None:
-        """Copies new values to the model's tensors, where they differ in dtype from the trainer's."""
-        if self._shared is not None:
-            self._shared.publish(names)
-
-    def add_gradients(self, gradients: Named) -> None:
-        """Adds gradients to ``p.grad`` of the model's parameters."""
-        if self._shared is None:
-            super().add_gradients(gradients)
-        else:
-            self._shared.add_gradients(gradients)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns ``p.grad`` of the parameters to train."""
-        trainable = [name for name in self.trainable if name in self._watch.trainable]
-        return {} if self._shared is None else self._shared.gradients(trainable)
-
-    def drop_gradients(self) -> None:
-        """Removes ``p.grad`` of the parameters to train."""
-        if self._shared is not None:
-            self._shared.drop_gradients(self._watch.trainable)
-
-    def put(self, values: Named) -> Named:
-        """Writes values to the model before training begins."""
-        return values if self._shared is None else self._shared.put(values)
-
     def check_joint(self) -> None:
         """Checks that no module communicates with other processes itself."""
         check_joint(self._model)
 
-    def variant(self, training: bool) -> Hashable:
-        """Returns a key for the modes and settings of model and loss; see the base class."""
-        variant = (*(watch.variant(training) for watch in self._watches), self._loss_watch.variant())
-        self._check_trainable(training, self._watch.trainable)
-        return variant
+    def check(self, training: bool) -> tuple[Hashable, Named]:
+        """Asks the guard whether the graphs still mean what the model means; see the base class."""
+        return self._guard.check(training)
 
     @property
     def last_change(self) -> str:
         """What has changed in model or loss; see the base class."""
-        return "; ".join(filter(None, (watch.last_change for watch in self._watches)))
+        return self._guard.last_change
 
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
@@ -186,7 +145,8 @@ class TorchSource(ModelSource):
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
         """Returns a description derived from a sample batch."""
-        return describe(self._model, self._loss_fn, batch, layouts, parameters)
+        with BORROWED:
+            return describe(self._model, self._loss_fn, batch, layouts, parameters)
 
     def builder(
         self,
@@ -197,7 +157,7 @@ class TorchSource(ModelSource):
     ) -> Builder:
         """Returns a builder of the graphs; see the base class."""
         labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
-        self._watch.check_exportable()
+        self._guard.check_exportable()
         internal = self._options._internal_use
         step = ExportedStep(
             model=self._model,
@@ -206,8 +166,8 @@ class TorchSource(ModelSource):
             labels=labels,
             parameters=tuple(parameters or ()),
             layouts=dict(layouts),
-            trainable=self._watch.trainable,
-            modes={part: mode for watch in self._watches for part, mode in (watch.modes or {}).items()},
+            trainable=self._guard.trainable,
+            modes=self._guard.modes,
             autocast=autocast_dtype(self._options),
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
@@ -221,12 +181,8 @@ class TorchSource(ModelSource):
             internal.enable_onnx_contrib_ops,
             cached=self._options.utils.cache_exports,
             tolerates=self._options.tolerates,
-            depends_on_modes=self._depends_on_modes,
+            depends_on_modes=self._guard.depends_on_modes,
         )
-
-    def _depends_on_modes(self, modules: Collection[nn.Module]) -> None:
-        for watch in self._watches:
-            watch.depends_on_modes(modules)
 
 
 def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:

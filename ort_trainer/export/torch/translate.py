@@ -29,9 +29,9 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...core.errors import ExportError
+from .borrow import quiet
 from .explain import way_out
 from .operators.registry import Operator, revision, translations
-from .quiet import quiet
 from .source_lines import source_line
 from .zero_dimensional import lift_zero_dimensional
 

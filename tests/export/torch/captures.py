@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
+from ort_trainer.export.torch.borrow import borrowed
 from ort_trainer.export.torch.capture import Capture, differentiate
-from ort_trainer.export.torch.guard.borrow import borrowed
 from ort_trainer.export.torch.program import capture_program
 from ort_trainer.export.torch.step_module import StepModule
 from ort_trainer.options import ModelDescription

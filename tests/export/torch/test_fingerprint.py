@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep, RecomputeOptions, fingerprint
+from ort_trainer.export.torch.borrow import borrowed, quiet
 from ort_trainer.export.torch.fingerprint import NoFingerprint
-from ort_trainer.export.torch.guard.borrow import borrowed
 from ort_trainer.export.torch.program import capture_program
-from ort_trainer.export.torch.quiet import quiet
 from ort_trainer.export.torch.step_module import StepModule
 from ort_trainer.options import ModelDescription
 from tests import processes

@@ -1,1 +1,5 @@
-"""Checks before each step that the graph still computes what the model computes."""
+"""Does the graph still mean what the model means? Asked once a step."""
+
+from .guard import Guard
+
+__all__ = ["Guard"]

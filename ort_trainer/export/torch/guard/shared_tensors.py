@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
+from ...model_source import Memory, Named
+from ..borrow import BORROWED
+from .model_watch import ModelWatch
 
 __all__ = ["SharedTensors"]
 
@@ -33,7 +36,7 @@ class _Place:
     address: int
 
 
-class SharedTensors:
+class SharedTensors(Memory):
     """The parameters and buffers of a module, which the trainer trains in place.
 
     Graphs are bound to addresses, so the caller must learn which tensors have got other memory from outside
@@ -45,121 +48,105 @@ class SharedTensors:
 
     Args:
         model: The module.
+        watch: Knows which parameters are trained.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, watch: ModelWatch) -> None:
+        self._model, self._watch = model, watch
         self._same: list[_Place] = []
         self._rounded: list[_Place] = []
 
-    def adopt(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Returns the tensors to train by canonical name; moves the module's to the device and makes them contiguous.
+    def adopt(self, device: torch.device) -> Named:
+        """Moves the module's tensors to the device and makes them contiguous; see the base class."""
+        with BORROWED:
+            parameters = dict(self._model.named_parameters())
+            named = self._named()
+            apart = {
+                name
+                for name, tensor in named.items()
+                if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
+            }
+            # Tensors that share memory move together.
+            apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))
+            copies = own_copies({name: named[name] for name in named if name in apart}, parameters, device)
+            ours = {name: copies[name] if name in copies else tensor.detach() for name, tensor in named.items()}
+            for name, copy in copies.items():
+                if copy.dtype == named[name].dtype:
+                    named[name].data = copy
+            names = {id(tensor): name for name, tensor in named.items()}
+            places = [
+                _Place(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
+                for module in self._model.modules()
+                for tensors in (module._parameters, module._buffers)
+                for key, tensor in tensors.items()
+                if tensor is not None
+            ]
+            self._same = [place for place in places if place.tensors[place.key].dtype == place.ours.dtype]
+            self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
+            return ours
 
-        Args:
-            device: Where training runs.
-        """
-        parameters = dict(self._model.named_parameters())
-        named = self._named()
-        apart = {
-            name
-            for name, tensor in named.items()
-            if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
-        }
-        # Tensors that share memory move together.
-        apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))
-        copies = own_copies({name: named[name] for name in named if name in apart}, parameters, device)
-        ours = {name: copies[name] if name in copies else tensor.detach() for name, tensor in named.items()}
-        for name, copy in copies.items():
-            if copy.dtype == named[name].dtype:
-                named[name].data = copy
-        names = {id(tensor): name for name, tensor in named.items()}
-        places = [
-            _Place(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
-            for module in self._model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for key, tensor in tensors.items()
-            if tensor is not None
-        ]
-        self._same = [place for place in places if place.tensors[place.key].dtype == place.ours.dtype]
-        self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
-        return ours
-
-    def take_changes(self) -> dict[str, torch.Tensor]:
-        """Adopts changes from outside; fast if there are none.
-
-        Returns:
-            The tensors whose memory has changed, by name, contiguous.
+    def take_changes(self) -> Named:
+        """Adopts changes from outside; fast if there are none. See the base class.
 
         Raises:
             RuntimeError: If a tensor is missing, or has a device, shape or dtype that graphs can't take.
         """
-        changed: dict[str, torch.Tensor] = {}
-        for index, place in enumerate(self._same):
-            tensor = place.tensors.get(place.key)
-            if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
-                ours = self._checked(place)
-                if ours.device != place.ours.device:
-                    self._refuse(place, f"was moved to {ours.device}, but training runs on {place.ours.device}")
-                if not ours.is_contiguous():
-                    ours = place.tensors[place.key].data = ours.contiguous()
-                self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
-                changed[place.name] = ours
-        for place in self._rounded:
-            tensor = self._checked(place)
-            if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):
-                place.ours.copy_(tensor)
-        return changed
+        with BORROWED:
+            changed: dict[str, torch.Tensor] = {}
+            for index, place in enumerate(self._same):
+                tensor = place.tensors.get(place.key)
+                if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
+                    ours = self._checked(place)
+                    if ours.device != place.ours.device:
+                        self._refuse(place, f"was moved to {ours.device}, but training runs on {place.ours.device}")
+                    if not ours.is_contiguous():
+                        ours = place.tensors[place.key].data = ours.contiguous()
+                    self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
+                    changed[place.name] = ours
+            for place in self._rounded:
+                tensor = self._checked(place)
+                if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):
+                    place.ours.copy_(tensor)
+            return changed
 
     def publish(self, names: Collection[str]) -> None:
-        """Copies new values to the module's tensors of another dtype; the others are shared.
-
-        Args:
-            names: The names of the tensors that have changed.
-        """
+        """Copies new values to the module's tensors of another dtype; the others are shared."""
         for place in self._rounded:
             if place.name in names:
                 place.tensors[place.key].detach().copy_(place.ours)
 
-    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds to ``p.grad``.
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds to ``p.grad``."""
+        with BORROWED:
+            for name, gradient in gradients.items():
+                parameter = self._model.get_parameter(name)
+                if parameter.grad is None:
+                    parameter.grad = gradient.to(parameter.device, parameter.dtype)
+                else:
+                    parameter.grad.add_(gradient)
 
-        Args:
-            gradients: By parameter name, in the trainer's dtypes; the module may keep them.
-        """
-        for name, gradient in gradients.items():
-            parameter = self._model.get_parameter(name)
-            if parameter.grad is None:
-                parameter.grad = gradient.to(parameter.device, parameter.dtype)
-            else:
-                parameter.grad.add_(gradient)
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns ``p.grad`` of the trained parameters that have one, in the trainer's dtypes."""
+        with BORROWED:
+            return {
+                name: parameter.grad.detach().to(owned_dtype(parameter.grad.dtype)).contiguous()
+                for name, parameter in self._model.named_parameters()
+                if name in self._watch.trainable and parameter.grad is not None
+            }
 
-    def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Returns ``p.grad`` of the parameters that have one, in the trainer's dtypes."""
-        held = {name: self._model.get_parameter(name).grad for name in names}
-        return {
-            name: gradient.detach().to(owned_dtype(gradient.dtype)).contiguous()
-            for name, gradient in held.items()
-            if gradient is not None
-        }
-
-    def drop_gradients(self, names: Iterable[str]) -> None:
+    def drop_gradients(self) -> None:
         """Removes ``p.grad``, as ``model.zero_grad()`` does."""
-        for name in names:
-            self._model.get_parameter(name).grad = None
+        with BORROWED:
+            for name in self._watch.trainable:
+                self._model.get_parameter(name).grad = None
 
-    def put(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Writes values to the module before its tensors are adopted.
-
-        Args:
-            values: By canonical name, in the module's shapes and the trainer's dtypes.
-
-        Returns:
-            The values whose dtype differs from the module's.
-        """
-        named = self._named()
-        for name, value in values.items():
-            named[name].detach().copy_(value)
-        return {name: value for name, value in values.items() if value.dtype != named[name].dtype}
+    def put(self, values: Named) -> Named:
+        """Writes values to the module; returns those whose dtype differs from the module's."""
+        with BORROWED:
+            named = self._named()
+            for name, value in values.items():
+                named[name].detach().copy_(value)
+            return {name: value for name, value in values.items() if value.dtype != named[name].dtype}
 
     def _named(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
