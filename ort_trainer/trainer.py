@@ -14,8 +14,7 @@ from torch import nn
 from .amp import LossScaler
 from .core.errors import CheckpointError, shown, warn
 from .distributed import choose_strategy, find_place
-from .engine.installed import check_engine
-from .engine.ort import resolve_device
+from .engine.ort import check_engine, resolve_device
 from .export import BORROWED, loss_function, model_source
 from .export.torch import LossFunction
 from .optim import OptimizerConfig, rules

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import shown
+from ..engine.ort import OrtValue
 from .checkpoint_file import Array, Checkpoint, Value, from_bytes, read_checkpoint, to_bytes, write_checkpoint
-from .engine import OrtValue
 from .state import State
 
 if TYPE_CHECKING:
-    from .engine import StateTensor
+    from ..engine.ort import StateTensor
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
 

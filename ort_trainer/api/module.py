@@ -10,19 +10,11 @@ import numpy as np
 
 from ..core.atomic import atomic_path
 from ..core.errors import shown
+from ..engine.ort import OrtValue, RunOptions, SessionOptions, parse_device, to_ort_value
 from ..step.contract import Step
 from .checkpoint_file import Array
 from .checkpoint_state import CheckpointState, state_of
-from .engine import (
-    ModelSource,
-    OrtValue,
-    RunOptions,
-    SessionOptions,
-    check_options,
-    load_model,
-    parse_device,
-    to_ort_value,
-)
+from .load import ModelSource, check_options, load_model
 from .runner import Input, StepRunner
 
 __all__ = ["Module"]

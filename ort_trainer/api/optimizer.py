@@ -8,8 +8,9 @@ import numpy as np
 
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
+from ..engine.ort import RunOptions
 from ..step.contract import OptimizerModel
-from .engine import ModelSource, RunOptions, check_options, check_run_options, load_model
+from .load import ModelSource, check_options, check_run_options, load_model
 from .module import Module
 from .state import State
 

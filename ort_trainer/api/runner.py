@@ -11,9 +11,10 @@ from ..core.dims import evaluate, holds, symbols_of
 from ..core.errors import shown
 from ..core.indices import IndexRange, check_indices
 from ..core.interrupts import uninterrupted
+from ..engine.ort import CPU, OrtValue, RunOptions
 from ..step.contract import RandomInput, Step, TensorSpec
 from .checkpoint_file import Array
-from .engine import CPU, Loaded, OrtValue, RunOptions, check_run_options
+from .load import Loaded, check_run_options
 from .state import State
 
 __all__ = ["Input", "StepRunner"]

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..core.errors import CheckpointError
 from ..core.schedules import learning_rate
+from ..engine.ort import CPU, Device, StateTensor
 from ..step.contract import OptimizerModel, Slot, Step
 from .checkpoint_file import Array, Checkpoint, Value
-from .engine import CPU, Device, StateTensor
 from .random_numbers import RandomNumbers
 
 __all__ = ["State"]

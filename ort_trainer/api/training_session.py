@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import shown
+from ..engine.ort import OrtValue, RunOptions, SessionOptions
 from .checkpoint_state import CheckpointState
-from .engine import ModelSource, OrtValue, RunOptions, SessionOptions
+from .load import ModelSource
 from .lr_scheduler import LinearLRScheduler
 from .module import Module
 from .optimizer import Optimizer

@@ -112,7 +112,7 @@ def _version(name: str) -> str:
 
 
 def _engine() -> dict[str, Any]:
-    from ..engine.installed import installed_flavours, require_engine
+    from ..engine.ort import installed_flavours, require_engine
 
     require_engine()
     found: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
@@ -126,9 +126,6 @@ def _engine() -> dict[str, Any]:
 
 
 def _onnxruntime() -> Any:
-    if importlib.util.find_spec("torch") is None:
-        importlib.import_module("..api.engine", __package__)
-        return sys.modules["onnxruntime"]
     from ..engine.ort import engine
 
     return engine()
@@ -152,7 +149,7 @@ def _cuda() -> str:
 
 
 def _abilities() -> dict[str, str]:
-    from ..engine.installed import can_call_pytorch
+    from ..engine.ort import can_call_pytorch
 
     def pytorch_models() -> str:
         for needed in ("torch", "onnxscript", "cerberus", "networkx"):
@@ -167,7 +164,7 @@ def _abilities() -> dict[str, str]:
         return "yes"
 
     def artifacts() -> str:
-        importlib.import_module("..api.engine", __package__)
+        importlib.import_module("..api.load", __package__)
         return "yes"
 
     asked = {"PyTorch models": pytorch_models, "ONNX models": onnx_models, "exported artifacts": artifacts}

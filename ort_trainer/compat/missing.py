@@ -80,7 +80,7 @@ def _reason(name: str) -> str:
         )
     if _is_ortmodule(name):
         return _ORTMODULE
-    from ..engine.installed import can_call_pytorch  # with torch
+    from ..engine.ort import can_call_pytorch  # with torch
 
     if can_call_pytorch():
         return "neither ort_trainer nor the installed onnxruntime-training has it"

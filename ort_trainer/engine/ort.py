@@ -1,7 +1,7 @@
-"""Access to the installed ONNX Runtime: only this module imports ``onnxruntime``.
+"""The installed ONNX Runtime: what it is and can do, its devices, options, sessions and tensors.
 
-The import takes a third of a second, so it is delayed until a function needs it. :func:`preload` runs it while another
-process exports.
+Only this module imports ``onnxruntime``. The import takes a third of a second, so it is delayed until a function needs
+it. :func:`preload` runs it while another process exports. Nothing here needs torch but what has a ``torch.device``.
 """
 
 from __future__ import annotations
@@ -9,46 +9,151 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import numpy as np
 
-from .installed import require_engine
-from .sessions import new_session
+from ..core.errors import shown
 
 if TYPE_CHECKING:
     import onnx
-    from onnxruntime import InferenceSession, SessionOptions
+    import torch
+    from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 
 
 __all__ = [
+    "CALLING_OUT",
+    "CPU",
+    "DOMAINS",
+    "Device",
     "InferenceSession",
+    "OrtValue",
+    "RunOptions",
     "SessionOptions",
+    "StateTensor",
+    "available_providers",
+    "can_call_pytorch",
+    "check_engine",
+    "engine",
+    "engine_identity",
+    "has_cuda",
+    "infer_symbolic_shapes",
+    "installed_flavours",
     "is_session_options",
     "kernel_outputs",
+    "known_providers",
+    "load_format",
     "make_session",
     "maximum_opset",
+    "own_options",
+    "parse_device",
     "preload",
     "process_undisturbed",
     "profiling",
     "providers_for",
+    "require_engine",
     "resolve_device",
     "session_options",
+    "to_ort_value",
     "training_bindings",
 ]
 
 _log = logging.getLogger(__name__)
+
+DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
+"""The built-in operator domains of every ONNX Runtime; operators of other domains come from loaded libraries."""
+
+CALLING_OUT = ("EPContext", "PythonOp", "PythonOpGrad")
+"""Operators of these domains that call Python, or that read files named in the model."""
+
+_FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_NO_ENGINE = """ort_trainer runs on ONNX Runtime, which is not installed. Install one of the three engines:
+  pip install onnxruntime-training-cpu==1.19.2   the extra [cpu]: PyTorch and ONNX models, Python up to 3.12
+  pip install onnxruntime-training==1.19.2       the extra [cuda]: the same with CUDA, Linux, Python up to 3.11
+  pip install 'onnxruntime>=1.20'                the extra [stock]: PyTorch models, on any Python and platform"""
+
+
+def _package() -> Path | None:
+    """Returns the folder of the ``onnxruntime`` module; None if it is not installed."""
+    spec = importlib.util.find_spec("onnxruntime")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _distributions(package: Path) -> list[str]:
+    """Returns the names of the metadata folders of all ONNX Runtime distributions beside its module."""
+    # Reading the metadata of every installed distribution would take longer than a whole first step should.
+    return sorted(path.name for path in package.parent.glob("onnxruntime*.dist-info"))
+
+
+@functools.cache
+def installed_flavours() -> tuple[str, ...]:
+    """Returns the distributions that installed the ``onnxruntime`` module; several overwrite each other's files."""
+    package = _package()
+    found = [] if package is None else _distributions(package)
+    names = {name.split("-")[0].lower().replace("_", "-") for name in found}
+    return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
+
+
+def can_call_pytorch() -> bool:
+    """Returns whether graph nodes can call PyTorch's operators.
+
+    Only onnxruntime-training and onnxruntime-training-cpu support this.
+    """
+    return any(name.startswith("onnxruntime-training") for name in installed_flavours())
+
+
+def require_engine() -> None:
+    """Raises if ONNX Runtime is not installed.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; the message has the commands that install it.
+    """
+    if _package() is None:
+        raise ModuleNotFoundError(_NO_ENGINE, name="onnxruntime")
+
+
+def check_engine() -> None:
+    """Warns if several distributions of ONNX Runtime overwrite each other.
+
+    Raises:
+        ModuleNotFoundError: If none is installed.
+    """
+    require_engine()
+    clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
+    if len(clashing) > 1:
+        warnings.warn(
+            f"several distributions of ONNX Runtime are installed: {', '.join(clashing)}. They overwrite each other's "
+            "files; uninstall all of them and install one",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@functools.cache
+def engine_identity() -> str:
+    """Returns text that identifies the installed ONNX Runtime; it differs whenever the kernels may differ."""
+    package = _package()
+    if package is None:
+        return "none"
+    found = _distributions(package)
+    for library in sorted(package.glob("capi/*pybind11_state*")):
+        status = library.stat()
+        found.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")
+    return f"{package} {sorted(found)}"
 
 
 def __getattr__(name: str) -> Any:
     """Returns the classes of ONNX Runtime that this module re-exports, on first use."""
-    if name in ("InferenceSession", "SessionOptions"):
+    if name in ("InferenceSession", "OrtValue", "RunOptions", "SessionOptions"):
         return getattr(engine(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -113,7 +218,49 @@ def known_providers() -> list[str]:
 
 def has_cuda() -> bool:
     """Returns whether both ONNX Runtime and PyTorch can use a CUDA device here."""
+    import torch
+
     return torch.cuda.is_available() and _PROVIDERS["cuda"] in available_providers()
+
+
+class Device(NamedTuple):
+    """A device for state and outputs.
+
+    Attributes:
+        type: ``cpu`` or ``cuda``, ONNX Runtime's name.
+        number: Index among the devices of this type.
+    """
+
+    type: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.number}"
+
+
+CPU = Device("cpu")
+
+
+def parse_device(text: str) -> Device:
+    """Returns the device with a name.
+
+    Raises:
+        TypeError: If the name is not a str.
+        ValueError: If the device is unknown or unavailable.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"device must be a str, such as 'cpu' or 'cuda:1', but {shown(text)} was given")
+    kind, colon, index = text.partition(":")
+    known = kind in _PROVIDERS and (index.isdecimal() if colon else True) and not (kind == "cpu" and index.strip("0"))
+    if not known:
+        raise ValueError(f"unknown device {text!r}: use 'cpu', 'cuda' or 'cuda:N'")
+    available = available_providers()
+    if _PROVIDERS[kind] not in available:
+        raise ValueError(
+            f"device {text!r} needs {_PROVIDERS[kind]}, but the installed ONNX Runtime {engine().__version__} has "
+            f"only {available}: use device='cpu', or install a build that has it"
+        )
+    return Device(kind, int(index or 0))
 
 
 def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> torch.device:
@@ -128,6 +275,8 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
     Raises:
         ValueError: If a given device is not available.
     """
+    import torch
+
     device = torch.device(name)
     if device.type == "cpu":
         return torch.device("cpu")
@@ -157,7 +306,7 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
 
 
 def providers_for(
-    device: torch.device, provider_options: Mapping[str, Mapping[str, object]], mem_limit: int = 0
+    device: torch.device | Device, provider_options: Mapping[str, Mapping[str, object]] = {}, mem_limit: int = 0
 ) -> list[tuple[str, dict[str, object]]]:
     """Returns the execution providers of a device with their options, in order of preference.
 
@@ -175,9 +324,14 @@ def providers_for(
         raise ValueError(f"provider_options names {unknown}, but the installed ONNX Runtime has only {available}")
     implied: dict[str, dict[str, object]] = {}
     if device.type == "cuda":
-        # Both libraries share one stream, so that neither reads data that the other has not written yet.
-        stream = torch.cuda.current_stream(device).cuda_stream
-        implied[_PROVIDERS["cuda"]] = {"device_id": str(device.index), "user_compute_stream": str(stream)}
+        if isinstance(device, Device):
+            implied[_PROVIDERS["cuda"]] = {"device_id": str(device.number)}
+        else:
+            import torch
+
+            # Both libraries share one stream, so that neither reads data that the other has not written yet.
+            stream = torch.cuda.current_stream(device).cuda_stream
+            implied[_PROVIDERS["cuda"]] = {"device_id": str(device.index), "user_compute_stream": str(stream)}
         if mem_limit:
             implied[_PROVIDERS["cuda"]]["gpu_mem_limit"] = str(mem_limit)
     implied[_PROVIDERS["cpu"]] = {}
@@ -201,9 +355,9 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
             Runtime's own format.
     """
     if given is not None:
-        if _config_entry(given, _LOAD_FORMAT) not in (None, "ONNX"):
+        if load_format(given) != "ONNX":
             raise ValueError(
-                f"session_options have {_LOAD_FORMAT} {_config_entry(given, _LOAD_FORMAT)!r}, but models in ONNX "
+                f"session_options have {_LOAD_FORMAT} {load_format(given)!r}, but models in ONNX "
                 "Runtime's own format (.ort) can't be differentiated; training graphs are always ONNX: leave it out"
             )
         if deterministic and not given.use_deterministic_compute:
@@ -212,18 +366,31 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
                 "use_deterministic_compute = False: set it to True in them"
             )
         return given
-    onnxruntime = engine()
+    import torch
 
-    options = onnxruntime.SessionOptions()
-    # Both libraries get the same number of threads. ONNX Runtime's must not spin after a run: they would take the cores
-    # from the optimizer update, which runs on PyTorch's thread pool right after.
+    # Both libraries get the same number of threads.
+    options = own_options()
     options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if threads == 1:
         # Run nodes in graph order. By default ONNX Runtime computes values that only outputs need, such as weight
         # gradients, at the end, and keeps their inputs in memory until then.
-        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        options.execution_order = engine().ExecutionOrder.PRIORITY_BASED
     options.use_deterministic_compute = deterministic
+    return options
+
+
+def own_options(update: bool = False) -> SessionOptions:
+    """Returns new options, with what all sessions of this package share.
+
+    Args:
+        update: Whether the session updates the weights, with many short operators.
+    """
+    options: SessionOptions = engine().SessionOptions()
+    # Threads that keep spinning after a run take the cores from what runs next: the update, on PyTorch's threads or in
+    # another session. Within an update they do spin: waking a thread takes as long as its share of an operator. Within
+    # a step, spinning would make processes that share the cores wait for each other.
+    spinning = ("session.force_spinning_stop", "1") if update else ("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(*spinning)
     # ONNX Runtime would keep a memory plan for every combination of shapes: 6 KB each for two layers. Without, steps
     # take no longer and use 3% less memory.
     options.enable_mem_pattern = False
@@ -231,12 +398,29 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
     return options
 
 
-def _config_entry(options: SessionOptions, key: str) -> str | None:
-    """Returns an entry of a session's configuration; None if missing, where ONNX Runtime raises."""
+def load_format(options: SessionOptions) -> str:
+    """Returns the format of models that a session with these options expects: ``ONNX``, or another of the user's."""
     try:
-        return str(options.get_session_config_entry(key))
-    except RuntimeError:
-        return None
+        return str(options.get_session_config_entry(_LOAD_FORMAT))
+    except RuntimeError:  # not set
+        return "ONNX"
+
+
+def make_session(
+    model: bytes, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]] | str]
+) -> InferenceSession:
+    """Returns a session of a model.
+
+    ONNX Runtime's optimizer sometimes fuses operators into one for which it has no kernel, such as a transposition and
+    a product of doubles. The session of such a model disables these fusions.
+    """
+    onnxruntime = engine()
+    make = functools.partial(onnxruntime.InferenceSession, model, options, list(providers))
+    try:
+        session: InferenceSession = make()
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:  # no kernel for a fused operator
+        session = make(disabled_optimizers=list(_FUSIONS))
+    return session
 
 
 @contextlib.contextmanager
@@ -254,14 +438,6 @@ def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
         yield
     finally:
         options.enable_profiling, options.profile_file_prefix = known
-
-
-def make_session(
-    model: bytes, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]] | str]
-) -> InferenceSession:
-    """Returns a session of a model."""
-    session: InferenceSession = new_session(engine(), model, options, providers)
-    return session
 
 
 @functools.lru_cache(maxsize=4096)
@@ -327,13 +503,51 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     return found
 
 
-def make_ort_value(array: Any, device_type: str, device_id: int) -> Any:
-    """Returns a copy of a numpy array as an ``onnxruntime.OrtValue`` on a device, in separate memory."""
-    onnxruntime = engine()
+class StateTensor:
+    """A tensor at a fixed address on a device, so it needs to be bound only once.
 
-    if array.dtype == bool or not array.size:  # ortvalue_from_shape_and_type does not support these
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy(), device_type, device_id)
-    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device_type, device_id)
+    Args:
+        array: Its initial values; on the CPU its memory is reused if possible.
+        device: The device of the tensor.
+
+    Attributes:
+        value: The tensor for ONNX Runtime.
+        dtype: The element type.
+        shape: The sizes.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any], device: Device) -> None:
+        self.dtype: np.dtype[Any] = array.dtype
+        self.shape: tuple[int, ...] = array.shape
+        self._array: np.ndarray[Any, Any] | None = None
+        if device.type == "cpu":
+            self._array = array = np.require(array, requirements=["C", "W", "O"])
+        # Shares the array's memory on the CPU, and copies it to other devices.
+        self.value: OrtValue = engine().OrtValue.ortvalue_from_numpy(array, device.type, device.number)
+
+    def view(self) -> np.ndarray[Any, Any]:
+        """Returns the values: on the CPU the memory itself, elsewhere a copy."""
+        return self.value.numpy() if self._array is None else self._array
+
+    def read(self) -> np.ndarray[Any, Any]:
+        """Returns a copy of the values."""
+        return self.value.numpy() if self._array is None else self._array.copy()
+
+    def write(self, array: np.ndarray[Any, Any]) -> None:
+        """Copies values of the same type and size into the tensor."""
+        if self._array is None:
+            self.value.update_inplace(np.ascontiguousarray(array).reshape(self.shape))
+        else:
+            np.copyto(self._array, array.reshape(self.shape))
+
+
+def to_ort_value(array: np.ndarray[Any, Any], device: Device) -> OrtValue:
+    """Returns a copy of an array as an OrtValue that owns its memory, which lives as long as any view of it."""
+    kind = engine().OrtValue
+    if array.dtype == bool or not array.size:  # ONNX Runtime can't allocate these itself
+        value: OrtValue = kind.ortvalue_from_numpy(array.copy(), device.type, device.number)
+        return value
+    value = kind.ortvalue_from_shape_and_type(array.shape, array.dtype.type, device.type, device.number)
     value.update_inplace(array)
     return value
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
-from ort_trainer.api.engine import Device, StateTensor
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
+from ort_trainer.engine.ort import Device, StateTensor
 from ort_trainer.engine.programs import dropout
 from ort_trainer.step.contract import RandomInput
 

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from ort_trainer.engine import installed
+from ort_trainer.engine import ort as installed
 
 from .conftest import Run
 
@@ -53,7 +53,7 @@ def test_what_is_broken_is_named_and_the_rest_is_there(run: Run, monkeypatch: py
     monkeypatch.setattr("ort_trainer.engine.ort.engine", broken)
     monkeypatch.setattr("ort_trainer.cli.env.platform.platform", broken)
     monkeypatch.setattr("ort_trainer.cli.env._LOOKED_UP", ("xxhash", "no_such_package"))
-    monkeypatch.setitem(sys.modules, "ort_trainer.api.engine", None)  # as if it could not be imported
+    monkeypatch.setitem(sys.modules, "ort_trainer.api.load", None)  # as if it could not be imported
     monkeypatch.setenv("ORT_TRAINER_CACHE_MB", "many")
     code, out, err = run("env", "--json")
     found = json.loads("\n".join(out))
@@ -61,7 +61,7 @@ def test_what_is_broken_is_named_and_the_rest_is_there(run: Run, monkeypatch: py
     assert found["engine"]["problem"] == "importing it fails: OSError: libsomething.so: no such file"
     assert found["platform"] == "not known: OSError: libsomething.so: no such file"
     assert found["can train"]["PyTorch models"] == "no: OSError: libsomething.so: no such file"
-    assert found["can train"]["exported artifacts"].startswith("no: ModuleNotFoundError: import of ort_trainer.api.eng")
+    assert found["can train"]["exported artifacts"].startswith("no: ModuleNotFoundError: import of ort_trainer.api.loa")
     assert found["cache of exports"].startswith("not known: ValueError: the environment variable ORT_TRAINER_CACHE_MB")
     assert found["packages"]["numpy"] == importlib.metadata.version("numpy")
     assert found["packages"]["xxhash"] == importlib.metadata.version("xxhash")
@@ -70,6 +70,6 @@ def test_what_is_broken_is_named_and_the_rest_is_there(run: Run, monkeypatch: py
 
 def test_several_engines_are_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     both = ("onnxruntime", "onnxruntime-training-cpu")
-    monkeypatch.setattr("ort_trainer.engine.installed.installed_flavours", lambda: both)
+    monkeypatch.setattr("ort_trainer.engine.ort.installed_flavours", lambda: both)
     found = json.loads("\n".join(run("env", "--json")[1]))
     assert "overwrite each other's files" in found["engine"]["problem"]

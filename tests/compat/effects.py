@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
-from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.export.onnx.passes import infer_shapes
 from ort_trainer.train.onnx_file import onnx_model
 

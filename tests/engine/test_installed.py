@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ort_trainer.engine import installed
+from ort_trainer.engine import ort as installed
 
 ROOT = Path(__file__).resolve().parents[2]
 

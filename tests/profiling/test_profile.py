@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.profiling import ModuleTime, Profile
 
 from ..helpers import MLP, mlp_batches, mlp_trainer

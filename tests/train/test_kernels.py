@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.export.torch import model as torch_model
 from ort_trainer.options import ModelDescription
 

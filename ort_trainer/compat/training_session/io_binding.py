@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...core.dims import evaluate
-from ...engine.ort import make_ort_value
+from ...engine import ort
 from ...step import Step
 
 __all__ = ["IOBinding", "check_binding"]
@@ -151,7 +151,7 @@ def to_torch(ortvalue: Any) -> torch.Tensor:
 
 def to_ort_value(value: torch.Tensor) -> Any:
     """Returns a tensor as an OrtValue."""
-    return make_ort_value(value.cpu().numpy(), value.device.type, value.device.index or 0)
+    return ort.to_ort_value(value.cpu().numpy(), ort.Device(value.device.type, value.device.index or 0))
 
 
 def _synchronize(tensors: Any) -> None:

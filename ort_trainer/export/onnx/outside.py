@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 
 from ...core.errors import ExportError, shown
-from ...engine.sessions import CALLING_OUT, DOMAINS
+from ...engine.ort import CALLING_OUT, DOMAINS
 
 __all__ = ["check_external_data", "check_operators"]
 

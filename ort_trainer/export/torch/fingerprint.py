@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...engine.installed import engine_identity
+from ...engine.ort import engine_identity
 from ...engine.programs.halves import slow_halves
 from ..cache import SOURCES_AT_IMPORT, hash_of_sources
 from .operators.registry import is_extended

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.installed import can_call_pytorch
-from ...engine.ort import has_cuda, maximum_opset
+from ...engine.ort import can_call_pytorch, has_cuda, maximum_opset
 from ...engine.ownership import shared_groups
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.engine.programs import Program
 
 from ....helpers import assert_close

@@ -1,0 +1,164 @@
+"""Loads the models of an export into sessions, after checking them."""
+
+from __future__ import annotations
+
+import os
+from typing import Generic, TypeVar
+
+from ..core.errors import shown
+from ..engine.ort import (
+    Device,
+    InferenceSession,
+    RunOptions,
+    SessionOptions,
+    engine,
+    load_format,
+    make_session,
+    own_options,
+    providers_for,
+)
+from ..step.contract import METADATA, OptimizerModel, Step, from_metadata
+from .artifact_checks import check_described, check_fits
+from .contained import check_contained, custom_operators
+
+__all__ = ["Loaded", "ModelSource", "check_options", "check_run_options", "load_model"]
+
+ModelSource = str | os.PathLike[str] | bytes
+"""A model: the path of its file, or its bytes."""
+Model = TypeVar("Model", Step, OptimizerModel)
+
+# Operators that only onnxruntime-training has.
+_UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
+
+
+def check_options(options: SessionOptions | None, update: bool = False) -> SessionOptions:
+    """Returns the user's options, or the defaults.
+
+    Args:
+        options: The user's options; None for the defaults.
+        update: Whether the session updates the weights.
+
+    Raises:
+        TypeError: If ``options`` is not a SessionOptions.
+        ValueError: If the options set a model format other than ONNX.
+    """
+    if options is None:
+        return own_options(update)
+    if not isinstance(options, SessionOptions):
+        raise TypeError(f"session_options must be an onnxruntime.SessionOptions, but {shown(options)} was given")
+    if load_format(options) != "ONNX":
+        raise ValueError(
+            f"session_options sets session.load_model_format to {load_format(options)!r}, but artifacts are in ONNX "
+            "format: leave it out, or set it to 'ONNX'"
+        )
+    return options
+
+
+def check_run_options(options: RunOptions | None) -> None:
+    """Checks the options of a run.
+
+    Raises:
+        TypeError: If ``options`` is not a RunOptions.
+    """
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"run_options must be an onnxruntime.RunOptions, but {shown(options)} was given")
+
+
+class Loaded(Generic[Model]):
+    """A model of an export, ready to run.
+
+    Attributes:
+        session: ONNX Runtime's session.
+        model: The model's description of itself.
+        name: Name of the model in error messages.
+        data: The bytes of the model.
+    """
+
+    def __init__(self, session: InferenceSession, model: Model, name: str, data: bytes) -> None:
+        self.session = session
+        self.model: Model = model
+        self.name = name
+        self.data = data
+
+
+def load_model(
+    cls: type[Model],
+    source: ModelSource,
+    argument: str,
+    kind: str,
+    options: SessionOptions,
+    device: Device,
+) -> Loaded[Model]:
+    """Loads a model into a session.
+
+    Args:
+        cls: :class:`Step` or :class:`OptimizerModel`.
+        source: Path or bytes.
+        argument: Name of the argument with the model.
+        kind: ``training``, ``evaluation`` or ``optimizer``.
+        options: The options of the session.
+        device: The device to run on.
+
+    Raises:
+        TypeError: If the source is neither a path nor bytes.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it is damaged, or not an exported model of this kind.
+    """
+    data, name = _read(source, argument)
+    if data[4:8] == b"ORTM":
+        raise ValueError(
+            f"{name} is in ORT format (.ort), which can't be trained: use the .onnx file that it was made from"
+        )
+    if METADATA.encode() not in data and any(operator in data for operator in _UPSTREAM):
+        raise ValueError(
+            f"{name} is an artifact of flavor 'onnxruntime-training', which only onnxruntime.training.api of "
+            "onnxruntime-training can run: train with that, or export again with the default flavor"
+        )
+    check_contained(data, name)
+    session = _make_session(data, name, options, device)
+    try:
+        model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
+        if model.kind != kind:
+            raise ValueError(f"expected the {kind} model of an export, but {name} is the {model.kind} model")
+        check_described(model, name)
+        check_fits(model, session.get_inputs(), session.get_outputs(), name)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is damaged: a name in it is not valid UTF-8 ({error})") from error
+    return Loaded[Model](session, model, name, data)
+
+
+def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return bytes(source), f"the model given as {argument}"
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"{argument} must be a path or the bytes of a model, but {shown(source)} was given")
+    from pathlib import Path
+
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no model {os.fspath(source)!r} ({argument})")
+    return path.read_bytes(), repr(str(path))
+
+
+def _make_session(data: bytes, name: str, options: SessionOptions, device: Device) -> InferenceSession:
+    try:
+        return make_session(data, options, providers_for(device))
+    except Exception as error:  # ONNX Runtime's errors have no common class
+        custom = _custom_operators(data)
+        if custom:
+            raise ValueError(
+                f"{name} can't be loaded by ONNX Runtime {engine().__version__}: it has custom operators, "
+                f"{shown(custom)}. If you trust the library with these operators, call register_custom_ops_library("
+                "path) on the SessionOptions that you pass as session_options; libraries are never loaded automatically"
+            ) from error
+        raise ValueError(
+            f"{name} can't be loaded by ONNX Runtime {engine().__version__}; it is damaged, truncated or not an "
+            f"ONNX model: {error}"
+        ) from error
+
+
+def _custom_operators(data: bytes) -> list[str]:
+    try:
+        return custom_operators(data)
+    except ValueError:  # not an ONNX model
+        return []
