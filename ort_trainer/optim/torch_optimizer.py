@@ -1,4 +1,4 @@
-"""Configs for ``torch.optim`` optimizers: one that calls the optimizer's ``step``, and one with the equivalent rule."""
+"""Optimizers of ``torch.optim``: updates by the optimizer's own ``step``, or by the equivalent rule."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import nn
 
 from ..core.errors import shown
 from .config import OptimizerConfig, number
+from .parts import global_norm
 from .rule import RULES, Rule
+from .update import Again, OptimizerUpdate
 
-__all__ = ["FollowedConfig", "TorchOptimizerConfig", "equivalent_rule", "from_torch"]
+__all__ = ["FollowedConfig", "TorchOptimizerConfig", "TorchUpdate", "equivalent_rule", "from_torch"]
 
 
 class _OverTorch(OptimizerConfig):
@@ -224,6 +226,69 @@ class TorchOptimizerConfig(_OverTorch):
         """A placeholder for the optimizer itself."""
         return _TorchRule(self.name)
 
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        """Returns the optimizer's state with parameter names in place of numbers.
+
+        Args:
+            copy: Whether to copy the tensors; if False, they are the optimizer's own.
+        """
+        names, found = self._numbers(), self.optimizer.state_dict()
+        groups = [{**group, "params": own} for group, own in zip(found["param_groups"], self.names, strict=True)]
+        return {
+            "state": {names[number]: _plain(values, copy) for number, values in found["state"].items()},
+            "param_groups": [_plain({k: v for k, v in g.items() if k != "param_names"}, copy) for g in groups],
+        }
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Loads a state into the optimizer.
+
+        Args:
+            given: A state from :meth:`state_dict`.
+
+        Raises:
+            RuntimeError: If the state belongs to other parameter groups.
+            ValueError: If the optimizer refuses the state; its own is then unchanged.
+        """
+        where = "state_dict[torch_optimizer]"
+        groups, states = given.get("param_groups"), given.get("state")
+        if not isinstance(groups, list) or not isinstance(states, Mapping):
+            raise ValueError(f"{where} must have 'state', a dict, and 'param_groups', a list, but it is {shown(given)}")
+        if [list(group["params"]) for group in groups] != self.names:
+            raise RuntimeError(f"{where} has other parameter groups than the trainer's {type(self.optimizer).__name__}")
+        before = self.optimizer.state_dict()
+        numbers = {name: number for number, name in self._numbers().items()}
+        unknown = [name for name in states if name not in numbers]
+        if unknown:
+            raise RuntimeError(f"Unexpected keys: {unknown} in {where}[state]")
+        new_groups = [
+            {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in group.items()}
+            | {key: own[key] for key in ("params", "param_names") if key in own}
+            for group, own in zip(groups, before["param_groups"], strict=True)
+        ]
+        try:
+            self.optimizer.load_state_dict(
+                {
+                    "state": {numbers[name]: _plain(values, True) for name, values in states.items()},
+                    "param_groups": new_groups,
+                }
+            )
+        except Exception as error:
+            self.optimizer.load_state_dict(before)
+            raise ValueError(f"{where} does not fit {type(self.optimizer).__name__}: {error!r}") from error
+
+    def _numbers(self) -> dict[int, str]:
+        """Returns parameter names by their numbers in PyTorch's state dicts."""
+        return dict(enumerate(name for names in self.names for name in names))
+
+
+def _plain(value: Any, copy: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return value.clone() if copy else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, copy) for key, entry in value.items()}
+    return [_plain(entry, copy) for entry in value] if isinstance(value, (list, tuple)) else value
+
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns the optimizer inside a library's wrapper, which only handles devices and gradient scaling."""
@@ -364,3 +429,67 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
             "from: give the optimizer itself as optim_config"
         )
     return FollowedConfig(optimizer, *entry)
+
+
+class TorchUpdate(OptimizerUpdate):
+    """Updates the model's own parameters with a PyTorch optimizer.
+
+    After :meth:`step` the gradients remain in ``p.grad`` until the next run of a training graph.
+    """
+
+    shows_gradients = True
+
+    def __init__(self, config: TorchOptimizerConfig, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
+        self._torch = config
+        self._put_there: dict[str, torch.Tensor | None] = {}
+        if any(parameter.device.type != "cpu" for parameter in config.parameters.values()):
+            config.optimizer.load_state_dict(config.optimizer.state_dict())  # moves the state to the parameters' device
+
+    def forget(self, used: Mapping[str, torch.Tensor]) -> None:
+        """Releases the gradients and their memory; a ``p.grad`` that the user has assigned stays."""
+        for name in used:
+            parameter = self._torch.parameters[name]
+            if parameter.grad is self._put_there.get(name):
+                parameter.grad = None
+        self._put_there.clear()
+
+    def _update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        learning_rates: Sequence[float],
+        divisor: float,
+        again: Again | None,
+    ) -> None:
+        optimizer = self._torch.optimizer
+        gone = [
+            name
+            for name, own in self._parameters.items()  # without frozen and unused ones
+            if self._torch.parameters[name].dtype == own.dtype
+            and self._torch.parameters[name].data_ptr() != own.data_ptr()
+        ]
+        if gone:
+            raise RuntimeError(
+                f"the model's parameters {gone[:3]} have been replaced since the trainer was made (as by "
+                f"load_state_dict(assign=True)), and {type(optimizer).__name__} still has the old ones: create a new "
+                "optimizer and a new trainer"
+            )
+        self._put(gradients, divisor)
+        if again is None:
+            optimizer.step()
+            return
+
+        def closure() -> torch.Tensor:
+            loss, found = again()
+            self.norm = global_norm(found.values()) if self._clips else None
+            self._put(found, 1.0)
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _put(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
+        self._divide(gradients, divisor)
+        for name, parameter in self._torch.parameters.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            self._put_there[name] = parameter.grad

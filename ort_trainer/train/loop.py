@@ -16,8 +16,7 @@ from ..engine import Check, Plan, StepSession
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
 from ..optim.step_info import TrainStepInfo
-from ..optim.torch_optimizer import TorchOptimizerConfig
-from ..optim.torch_update import TorchUpdate
+from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
 from ..options import ORTTrainerOptions
 from ..profiling import Profiler

@@ -13,7 +13,6 @@ from ..core.errors import warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import StepSession
-from ..optim import torch_state
 from ..optim.parts import Named
 from .joint_state import Gathered, gather_state, take_own
 from .layout import Layout
@@ -119,7 +118,7 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
     if include_optimizer:
         state["optimizer"] = _collect_optimizer(loop.optimizer.counts, gathered.slots, layout, array)
         if layout.torch_config is not None:
-            state["torch_optimizer"] = torch_state.collect(layout.torch_config, copy)
+            state["torch_optimizer"] = layout.torch_config.state_dict(copy)
         state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
@@ -197,7 +196,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         try:
             rates.load_state_dict(restored.lr_scheduler, strict)
             if restored.torch_optimizer is not None and loop.layout.torch_config is not None:
-                torch_state.restore(loop.layout.torch_config, restored.torch_optimizer)
+                loop.layout.torch_config.load_state_dict(restored.torch_optimizer)
         except BaseException:
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
