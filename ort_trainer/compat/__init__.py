@@ -26,6 +26,9 @@ def install() -> None:
         >>> from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
     """
     if importlib.util.find_spec("torch") is None:
+        from .modules import module_named
+
+        module_named("onnxruntime")  # which the next import would import, without the precautions
         from .training_api import install_alone
 
         install_alone()

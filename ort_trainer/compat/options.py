@@ -1,17 +1,32 @@
-"""``ORTTrainerOptions`` for old scripts."""
+"""What old scripts configure a trainer with: ``ORTTrainerOptions`` and optimizer configs, and the errors of legacy.
+
+Only here it is decided what old scripts may do that others may not: see :meth:`ORTTrainerOptions.tolerates`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ContextDecorator
 from enum import IntEnum
+from types import TracebackType
 from typing import Any
 
 import ort_trainer
 
+from .. import optim
 from ..core.errors import warn
 from ..engine.ort import engine, has_cuda
 
-__all__ = ["ORTTrainerOptions", "PropagateCastOpsStrategy", "set_cuda_mem_limit"]
+__all__ = [
+    "ASSERTED",
+    "AdamConfig",
+    "LambConfig",
+    "ORTTrainerOptions",
+    "PropagateCastOpsStrategy",
+    "SGDConfig",
+    "raising",
+    "set_cuda_mem_limit",
+]
 
 # Options that legacy did not have.
 _NEW = (
@@ -108,3 +123,77 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         if not self.is_given("_internal_use.onnx_opset_version"):
             document["_internal_use"]["onnx_opset_version"] = _LEGACY_OPSET
         return document
+
+
+Kinds = tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Exception]], ...]
+
+ASSERTED: Kinds = (((TypeError, ValueError), AssertionError),)
+"""Legacy checked the arguments of its constructors with ``assert``."""
+
+
+class raising(ContextDecorator):
+    """Makes errors instances of a second class as well: ``with raising((RuntimeError, RuntimeWarning)): ...``.
+
+    Args:
+        *kinds: Pairs of the class raised and the second class. Only errors of Python's built-in classes change.
+    """
+
+    def __init__(self, *kinds: Any) -> None:
+        self._kinds: Kinds = kinds
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        for found, legacy in self._kinds:
+            own = type(error).__module__ == "builtins"  # other classes may take other arguments
+            if own and isinstance(error, found) and not isinstance(error, legacy):
+                both = _both(type(error), legacy)
+                raise both(*error.__reduce__()[1]).with_traceback(trace) from error.__cause__  # type: ignore[index]
+
+
+def _both(kind: type[Exception], legacy: type[Exception]) -> type[Exception]:
+    def reduce(error: Exception) -> Any:
+        return kind, kind.__reduce__(error)[1]  # a pickle has the original class, which other processes know
+
+    return type(kind.__name__, (kind, legacy), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
+class _OptimizerConfig(optim.OptimizerConfig):
+    """Also takes parameter groups as ``param_groups``, their name in the documentation of ``ORTTrainer``.
+
+    Errors for invalid arguments are also ``AssertionError``s.
+    """
+
+    def __init__(self, *args: Any, param_groups: Any = None, **kwargs: Any) -> None:
+        with raising(*ASSERTED):
+            if param_groups is not None:
+                if args or "params" in kwargs:
+                    raise TypeError("'params' and 'param_groups' mean the same: leave one of them out")
+                kwargs["params"] = param_groups
+            super().__init__(*args, **kwargs)
+
+
+class _WithoutGroupRates(_OptimizerConfig):
+    """Refuses a learning rate in a group: legacy had one rate for all groups."""
+
+    def _checked_overrides(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        if "lr" in group:
+            raise ValueError("'lr' is not supported inside params")
+        return super()._checked_overrides(index, group)
+
+
+class AdamConfig(_WithoutGroupRates, optim.AdamConfig):
+    """:class:`ort_trainer.optim.AdamConfig` for old scripts."""
+
+
+class LambConfig(_WithoutGroupRates, optim.LambConfig):
+    """:class:`ort_trainer.optim.LambConfig` for old scripts."""
+
+
+class SGDConfig(_OptimizerConfig, optim.SGDConfig):
+    """:class:`ort_trainer.optim.SGDConfig` for old scripts, without parameter groups."""
+
+    def _checked_groups(self, groups: Any) -> list[dict[str, Any]]:
+        if groups:
+            raise ValueError("'params' must be an empty list for SGD optimizer")
+        return super()._checked_groups(groups)

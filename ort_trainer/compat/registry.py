@@ -10,13 +10,10 @@ from .. import amp
 from ..engine.ort import engine, training_bindings
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from . import checkpoint, older_api, optim
-from .legacy_errors import ASSERTED, raising
+from . import checkpoint, older_api, options
 from .modules import is_changed, module_named, put_in_place, restore, set_name
-from .options import ORTTrainerOptions, PropagateCastOpsStrategy, set_cuda_mem_limit
-from .session import TrainingSession
-from .trainer import ORTTrainer
-from .training_api import training_api_names
+from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
+from .trainer import ORTTrainer, TrainingSession
 
 __all__ = ["install_all", "uninstall_all"]
 
@@ -46,7 +43,7 @@ class GradientGraphBuilder:
 
 # Module -> names to set, which replace those of onnxruntime-training.
 _SCALERS = {"LossScaler": amp.LossScaler, "DynamicLossScaler": amp.DynamicLossScaler}
-_CONFIGS = {name: getattr(optim, name) for name in optim.__all__}
+_CONFIGS = {name: getattr(options, name) for name in ("AdamConfig", "LambConfig", "SGDConfig", "_OptimizerConfig")}
 _SCHEDULES = {
     "ConstantWarmupLRScheduler": lr_scheduler.ConstantWarmupLRScheduler,
     "CosineWarmupLRScheduler": lr_scheduler.CosineWarmupLRScheduler,
@@ -95,9 +92,13 @@ def install_all() -> None:
     """Sets all names; see ``ort_trainer.compat.install``."""
     if is_changed():
         return
-    engine()  # the imports below do not take its precautions when importing ONNX Runtime
+    engine()  # the next imports do not take its precautions when importing ONNX Runtime
+    from .. import artifacts
+    from .training_api import training_api_names
+
+    found = {name: getattr(artifacts, name) for name in ("LossType", "OptimType", "generate_artifacts")}
     try:
-        put_in_place({**_NAMES, **training_api_names(), **_artifacts_names()}, _MISSING)
+        put_in_place({**_NAMES, **training_api_names(), "onnxruntime.training.artifacts": found}, _MISSING)
         set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))
         kinds: tuple[Any, ...] = (*_SCALERS.values(), *_SCHEDULES.values(), ort_trainer.TrainStepInfo)
         for kind in kinds:
@@ -111,10 +112,3 @@ def uninstall_all() -> None:
     """Undoes :func:`install_all`."""
     set_cuda_mem_limit(0)
     restore()
-
-
-def _artifacts_names() -> dict[str, dict[str, Any]]:
-    from .. import artifacts  # imports ort_trainer.api, and with it ONNX Runtime
-
-    names = ("LossType", "OptimType", "generate_artifacts")
-    return {"onnxruntime.training.artifacts": {name: getattr(artifacts, name) for name in names}}

@@ -1,4 +1,4 @@
-"""``onnxruntime.training.ORTTrainer`` for old scripts: the current trainer, with the private names that they use."""
+"""``ORTTrainer`` and ``TrainingSession`` for old scripts: the current ones, with the private names that they use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from ..export.onnx import OnnxModel
 from ..options import ModelDescription
 from ..train.inference_mode import outside_inference_mode
 from ..train.onnx_file import onnx_model
-from .legacy_errors import ASSERTED, raising
-from .options import ORTTrainerOptions
+from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 
-__all__ = ["ORTTrainer"]
+__all__ = ["ORTTrainer", "TrainingSession"]
 
 
 class _Input(NamedTuple):
@@ -103,3 +102,9 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     def _load_state_dict(self) -> functools.partial[None] | None:
         """A partial of ``load_state_dict`` with the state that waits for the first step; None if no state waits."""
         return functools.partial(self.load_state_dict, self.loop.pending_dict) if self.loop.pending_dict else None
+
+
+class TrainingSession(ort_trainer.TrainingSession):
+    """:class:`ort_trainer.TrainingSession` for old scripts: a parameter without effect is only a warning."""
+
+    _options = ORTTrainerOptions

@@ -1,10 +1,16 @@
-"""``onnxruntime.training.api``: the classes that train from artifacts. Nothing here needs PyTorch."""
+"""``onnxruntime.training.api``: the classes that train from artifacts. Nothing here needs PyTorch.
+
+The mappings of a ``CheckpointState`` yield pairs of name and value, as upstream's do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
-from .modules import is_changed, module_named, put_in_place, restore
+from .. import api
+from ..api.state import State
+from .modules import is_changed, put_in_place, restore
 
 __all__ = ["install_alone", "training_api_names"]
 
@@ -18,14 +24,47 @@ _SUBMODULES = {
 }
 
 
+class _Pairs:
+    """Iterates over pairs; for both mappings."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items())
+
+    def items(self) -> ItemsView[str, Any]:
+        names: Iterator[str] = super().__iter__()  # type: ignore[misc]
+        return {name: self[name] for name in names}.items()  # type: ignore[index]
+
+    def keys(self) -> KeysView[str]:
+        return dict(self.items()).keys()
+
+    def values(self) -> ValuesView[Any]:
+        return dict(self.items()).values()
+
+
+class Parameters(_Pairs, api.Parameters):  # type: ignore[misc]
+    """The parameters by name."""
+
+
+class Properties(_Pairs, api.Properties):  # type: ignore[misc]
+    """The user's own values by name."""
+
+
+class CheckpointState(api.CheckpointState):
+    """The state of training; see ``ort_trainer.api.CheckpointState``."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._parameters, self._properties = Parameters(state), Properties(state)
+
+
+_WITH_PAIRS = {"CheckpointState": CheckpointState, "Parameters": Parameters, "Properties": Properties}
+
+
 def training_api_names() -> dict[str, dict[str, Any]]:
     """Returns modules of ``onnxruntime.training``, with the names to set in them."""
-    from .. import api  # imports ONNX Runtime, unless it was imported before
-    from . import pairs
-
     modules = {_PACKAGE: _PUBLIC, **{f"{_PACKAGE}.{name}": names for name, names in _SUBMODULES.items()}}
     return {
-        module: {name: getattr(pairs if name in pairs.__all__ else api, name) for name in names}
+        module: {name: _WITH_PAIRS.get(name) or getattr(api, name) for name in names}
         for module, names in modules.items()
     }
 
@@ -34,7 +73,6 @@ def install_alone() -> None:
     """Sets the names of the training API, and nothing that needs PyTorch."""
     if is_changed():
         return
-    module_named("onnxruntime")
     try:
         put_in_place(training_api_names())
     except BaseException:

@@ -12,8 +12,8 @@ import pytest
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
-from ort_trainer.compat.session import TrainingSession as OldSession
 from ort_trainer.compat.trainer import ORTTrainer as OldTrainer
+from ort_trainer.compat.trainer import TrainingSession as OldSession
 from ort_trainer.engine.ort import has_cuda
 from ort_trainer.options.schema import load_schema
 

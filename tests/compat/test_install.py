@@ -13,7 +13,7 @@ import pytest
 import ort_trainer
 from ort_trainer import amp, compat, optim
 from ort_trainer.compat import older_api, trainer
-from ort_trainer.compat import optim as old_optim
+from ort_trainer.compat import options as old_options
 
 pytestmark = pytest.mark.engine
 
@@ -33,11 +33,11 @@ def installed() -> Iterator[None]:
         ("from onnxruntime.training import ORTTrainer", "ORTTrainer", trainer.ORTTrainer),
         ("from onnxruntime.training import TrainStepInfo", "TrainStepInfo", ort_trainer.TrainStepInfo),
         ("from onnxruntime.training.orttrainer import ORTTrainer", "ORTTrainer", trainer.ORTTrainer),
-        ("from onnxruntime.training.orttrainer import optim", "optim.SGDConfig", old_optim.SGDConfig),
-        ("import onnxruntime.training as t", "t.optim.LambConfig", old_optim.LambConfig),
+        ("from onnxruntime.training.orttrainer import optim", "optim.SGDConfig", old_options.SGDConfig),
+        ("import onnxruntime.training as t", "t.optim.LambConfig", old_options.LambConfig),
         ("import onnxruntime", "onnxruntime.training.amp.LossScaler", amp.LossScaler),
         ("from onnxruntime.training.amp.loss_scaler import *", "DynamicLossScaler", amp.DynamicLossScaler),
-        ("from onnxruntime.training.optim.config import AdamConfig", "AdamConfig", old_optim.AdamConfig),
+        ("from onnxruntime.training.optim.config import AdamConfig", "AdamConfig", old_options.AdamConfig),
         ("from onnxruntime.training.optim import _LRScheduler", "_LRScheduler", optim._LRScheduler),
         ("from onnxruntime.training import optim", "optim.lr_scheduler._LRScheduler", optim._LRScheduler),
         ("import onnxruntime.capi.ort_trainer as ort", "ort.IODescription", older_api.IODescription),
@@ -117,7 +117,7 @@ def test_what_onnxruntime_training_has_besides_goes_on_working() -> None:
     compat.install()
     try:
         assert {name: vars(training)[name] for name in before} == before
-        assert training.optim.FusedAdam is fused and training.optim.AdamConfig is old_optim.AdamConfig
+        assert training.optim.FusedAdam is fused and training.optim.AdamConfig is old_options.AdamConfig
         assert importlib.import_module("onnxruntime.training.api").CheckpointState
     finally:
         compat.uninstall()

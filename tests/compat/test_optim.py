@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ort_trainer import TrainStepInfo, amp, compat
-from ort_trainer.compat.legacy_errors import raising
-from ort_trainer.compat.optim import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig
+from ort_trainer.compat.options import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig, raising
 from ort_trainer.compat.trainer import ORTTrainer
 from ort_trainer.optim import LinearWarmupLRScheduler, OptimizerConfig
 
