@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.atomic import atomic_path
-from ..engine.timing import TimedRun
 from ..step.origins import Place, parent_of
 from .figures import GraphOrigins, MeasuredStep
+from .timing import TimedRun
 
 __all__ = ["write_trace"]
 

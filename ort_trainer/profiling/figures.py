@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..engine.timing import Operation, TimedRun
 from ..step import Step
 from ..step.origins import Origins, parent_of
 from .profile import ModuleTime, OperatorTime, Profile
+from .timing import Operation, TimedRun
 
 __all__ = ["FUSED", "GraphOrigins", "MeasuredStep", "fill", "is_product"]
 

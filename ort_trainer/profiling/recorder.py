@@ -13,10 +13,10 @@ import torch
 from ..core.atomic import check_target
 from ..core.errors import shown, warn
 from ..engine import Plan
-from ..engine.timing import Timing
 from .chrome_trace import write_trace
 from .figures import GraphOrigins, MeasuredStep, fill
 from .profile import Profile
+from .timing import Timing
 
 __all__ = ["Profiler"]
 

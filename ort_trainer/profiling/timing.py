@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from ..engine.ort import profiling
+from ..engine.programs.bridge import Call, execute, prepare_timed
+from ..engine.programs.program import GETITEM, Program
+from ..engine.programs.runner import KernelRunner
+from ..engine.runner import GraphRunner, Plan
 from ..step import Step
-from .ort import profiling
-from .programs.bridge import Call, execute, prepare_timed
-from .programs.program import GETITEM, Program
-from .programs.runner import KernelRunner
-from .runner import GraphRunner, Plan
 
 __all__ = ["Operation", "TimedRun", "Timing"]
 

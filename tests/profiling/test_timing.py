@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ort_trainer.engine import timing
-from ort_trainer.engine.timing import TimedRun
+from ort_trainer.profiling.timing import TimedRun
 
 
 def event(name: str, ts: int, dur: int, operator: str = "") -> dict[str, Any]:
