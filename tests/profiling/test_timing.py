@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ort_trainer.engine import timing
+from ort_trainer.profiling import timing
 from ort_trainer.profiling.timing import TimedRun
 
 
