@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ort_trainer.cli.program import main as command
+from ort_trainer.cli import main as command
 
 from ort_trainer.api import CheckpointState, Module, Optimizer
 from ort_trainer.artifacts import trainer_state_dict
