@@ -23,12 +23,11 @@ from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
 from .profiling import Profile
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
-from .train import own_loop, state, tensors
-from .train.begin_profile import begin_profile
-from .train.inference_mode import outside_inference_mode
+from .train import state, tensors
 from .train.learning_rates import Schedule
 from .train.loop import TrainingLoop
 from .train.onnx_file import inference_names, names_without_loss, save_onnx
+from .train.transaction import outside_inference_mode
 from .train.two_step import TwoStepSession
 from .train.window import Share
 
@@ -207,7 +206,6 @@ class ORTTrainer:
         batch = loop.graphs.bind((loop.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
         loop.prepare(batch, True, loop.graphs.fetches(()))
 
-    @outside_inference_mode
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the forward and backward pass, and updates the weights at the end of an accumulation window.
 
@@ -224,9 +222,9 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. The step then counts and changes nothing.
             ExportError: In the first step, if the model can't be exported.
         """
-        return bare(self._loop.train(args, kwargs))
+        outputs = self._loop.train(args, kwargs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
-    @outside_inference_mode
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model and the loss in evaluation mode: without dropout, batch norm with its running statistics.
 
@@ -242,7 +240,6 @@ class ORTTrainer:
         """
         return bare(self._loop.evaluate(args, kwargs, self.train_step_info.fetches))
 
-    @outside_inference_mode
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and backward pass, and adds the gradients to ``p.grad`` of the model's parameters.
 
@@ -267,9 +264,8 @@ class ORTTrainer:
                 models).
             TypeError, ValueError: If the batch does not fit the description.
         """
-        return bare(own_loop.forward_backward(self._loop, args, kwargs))
+        return bare(self._loop.forward_backward(args, kwargs))
 
-    @outside_inference_mode
     def optimizer_step(self) -> bool:
         """Updates the weights now, with the gradients so far.
 
@@ -282,9 +278,8 @@ class ORTTrainer:
             Whether the weights were updated: False if there were no gradients, or if they were not finite in mixed
             precision.
         """
-        return own_loop.optimizer_step(self._loop)
+        return self._loop.optimizer_step()
 
-    @outside_inference_mode
     def lazy_reset_grad(self) -> None:
         """Drops all gradients that :meth:`optimizer_step` would use, so that the next pass starts from zero.
 
@@ -292,9 +287,8 @@ class ORTTrainer:
         trained parameters to None, as ``model.zero_grad()`` does, except with ``utils.share_weights=False``, where the
         trainer does not use it. Weights, moments, running statistics, random state and counters do not change.
         """
-        own_loop.lazy_reset_grad(self._loop)
+        self._loop.lazy_reset_grad()
 
-    @outside_inference_mode
     def forward(self, *args: Any, training: bool = True, **kwargs: Any) -> Any:
         """Runs the model and the loss without gradients.
 
@@ -312,9 +306,8 @@ class ORTTrainer:
         loop = self._loop
         if not training:
             return bare(loop.evaluate(args, kwargs, loop.info.fetches))
-        return bare(own_loop.forward(loop, args, kwargs))
+        return bare(loop.forward(args, kwargs))
 
-    @outside_inference_mode
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns all outputs except the loss, in evaluation mode; unused inputs may be left out.
 
@@ -350,7 +343,7 @@ class ORTTrainer:
             RuntimeError: If another profile is unfinished.
             TypeError, ValueError, OSError: If ``steps`` is not an int of at least 1, or ``trace`` can't be written.
         """
-        return begin_profile(self._loop, steps, trace)
+        return self._loop.begin_profile(steps, trace)
 
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
@@ -724,7 +717,7 @@ class ORTTrainer:
         """
 
         def follow() -> None:
-            if self._loop.follow() == "gather":
+            if state.follow(self._loop) == "gather":
                 self._bring(answer())
 
         return self._loop.strategy.join(follow)

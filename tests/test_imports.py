@@ -66,8 +66,7 @@ def test_no_room_depends_on_itself_through_others() -> None:
 
 def test_no_file_imports_itself_through_others() -> None:
     """Imports inside functions and for type checkers count. Those listed are to go."""
-    listed = {f"train/{name}.py" for name in ("joint_state", "loop", "traits", "undo", "update")}
-    listed |= {f"compat/{name}.py" for name in ("older_api", "older_checkpoint")}
+    listed = {f"compat/{name}.py" for name in ("older_api", "older_checkpoint")}
     assert {str(path.relative_to(PACKAGE)) for path in circular()} <= listed
 
 

@@ -16,8 +16,8 @@ import ort_trainer
 
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription
-from ..train.inference_mode import outside_inference_mode
 from ..train.onnx_file import onnx_model
+from ..train.transaction import outside_inference_mode
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 

@@ -36,10 +36,14 @@ class uninterrupted:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Any:
+        self.hold()
+
+    def hold(self) -> None:
+        """Makes signals wait for :meth:`release`."""
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._holding = True
-
-    def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         try:
@@ -49,11 +53,11 @@ class uninterrupted:
                     self._handlers[number] = handler
                     _signal.signal(number, self._remember)
         except BaseException:
-            self._restore()
+            self.release()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._restore()
+        self.release()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._holding:
@@ -62,7 +66,10 @@ class uninterrupted:
         else:  # it arrived while handlers were being restored
             self._handlers[number](number, frame)
 
-    def _restore(self) -> None:
+    def release(self) -> None:
+        """Runs the handlers of signals that have waited; does nothing if none is held."""
+        if not self._handlers:
+            return
         raised = None
         while self._handlers:
             try:
@@ -77,7 +84,9 @@ class uninterrupted:
                 raise raised
         finally:
             _held.clear()
-            _deliver(self._waiting, self._handlers)
+            waiting, self._waiting, handlers, self._handlers = self._waiting, [], self._handlers, {}
+            if waiting:
+                _deliver(waiting, handlers)
 
 
 def _deliver(waiting: Sequence[tuple[int, FrameType | None]], handlers: Mapping[int, Any]) -> None:

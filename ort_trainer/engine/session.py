@@ -13,7 +13,6 @@ from ..step import Step
 from .gradients import Gradients
 from .ort import providers_for, session_options
 from .programs.runner import KernelRunner, calls_pytorch
-from .random_state import global_generator, put_back_on_error
 from .runner import Check, GraphRunner, Plan, load
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class StepSession:
         self.buffers = dict(buffers)
         self._gradients = Gradients(self.parameters, self._device, gradient_memory)
         self.generator = (
-            global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
+            _global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
@@ -190,7 +189,7 @@ class StepSession:
     ) -> list[torch.Tensor]:
         """Runs the forward and backward pass and adds to the gradients.
 
-        If the run fails, gradients, buffers and random state do not change.
+        If the run fails, gradients and buffers do not change.
 
         Args:
             plan: From :meth:`plan`, for the shapes of the batch.
@@ -291,7 +290,7 @@ class StepSession:
     ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs a graph in training mode; returns the fetched outputs, and tensors with the other outputs by name.
 
-        If the run fails, buffers and random state do not change.
+        If the run fails, buffers do not change.
         """
         graph = plan.runner.graph
         key = "fresh" if fresh else "add"
@@ -300,17 +299,16 @@ class StepSession:
             found = self._gradients.destinations(graph.gradients, fresh)
             destinations = {output: found[name] for name, output in graph.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
-        with put_back_on_error(self.generator if graph.random else None):
-            results, written = plan.runner.run(
-                plan,
-                batch,
-                destination_key=key,
-                destinations=destinations,
-                loss_scale=plan.runner.scale(loss_scale),
-                generator=self.generator,
-            )
-            if check is not None:
-                check(results, graph.loss)
+        results, written = plan.runner.run(
+            plan,
+            batch,
+            destination_key=key,
+            destinations=destinations,
+            loss_scale=None if graph.loss_scale is None else plan.runner.scale(loss_scale),
+            generator=self.generator,
+        )
+        if check is not None:
+            check(results, graph.loss)
         for name, output in graph.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         return list(results.values()), written
@@ -338,3 +336,11 @@ class StepSession:
         except Exception as error:
             kind = "training" if graph.training else "evaluation"
             raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error
+
+
+def _global_generator(device: torch.device) -> torch.Generator:
+    """Returns PyTorch's global generator for a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()  # type: ignore[no-untyped-call] # creates the generators
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

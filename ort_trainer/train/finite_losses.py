@@ -16,20 +16,20 @@ class FiniteLosses:
     """Counts consecutive losses that are infinite or NaN.
 
     Args:
-        limit: The number of them that is an error; None for no limit.
+        limit: The number of them that is an error.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._count = 0
 
     def check_fetched(self, names: Collection[str], loss: str) -> None:
-        """Checks that a step fetches the loss, if losses are to be checked.
+        """Checks that a step fetches the loss.
 
         Raises:
             ValueError: If the loss is not among the outputs.
         """
-        if self._limit is not None and loss not in names:
+        if loss not in names:
             raise ValueError(
                 f"{_OPTION} is {self._limit}, but the step's outputs {list(names)} do not include the loss: add "
                 f"{loss!r} to train_step_info.fetches, or leave the option out"
@@ -41,8 +41,6 @@ class FiniteLosses:
         Raises:
             FloatingPointError: If this loss reaches the limit; it is not counted then.
         """
-        if self._limit is None:
-            return
         value = outputs[loss].item()
         if math.isfinite(value):
             self._count = 0

@@ -6,6 +6,7 @@ All interfaces of the trainer translate arguments and run this one loop.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from ..core.interrupts import uninterrupted
 from ..engine import Check, Plan, StepSession
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
+from ..optim.parts import Named, global_norm
 from ..optim.step_info import TrainStepInfo
 from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
 from ..options import ORTTrainerOptions
-from ..profiling import Profiler
+from ..profiling import Profile, Profiler
 from ..step import Step
 from .batch import Batch
 from .debug_files import check_graph_paths, save_graphs
@@ -30,16 +32,19 @@ from .learning_rates import learning_rates
 from .precision import choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
-from .strategy import SingleProcess, Strategy, noted
-from .traits import traits_of
-from .undo import undone_without_update
-from .update import follow, update
+from .strategy import Meeting, SingleProcess, Strategy
+from .transaction import Transaction
 from .user_objects import claim
-from .window import AccumulationWindow
+from .window import AccumulationWindow, Share
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
 GRADIENT_WEIGHT = "gradient_weight"
+# Sections of the options, and keys of `distributed`, that may differ between processes.
+_OWN = ("device", "debug", "session_options", "provider_options")
+_RANKS = ("world_rank", "local_rank")
+
+Outputs = list[torch.Tensor]
 
 
 class TrainingLoop:
@@ -61,7 +66,7 @@ class TrainingLoop:
         rates: The learning rates.
         strategy: Combines the gradients of several processes.
         info: The counters.
-        losses: Checks that losses are finite.
+        losses: Checks that losses are finite; None for no check.
         profiler: Measures steps while a profile is running; else None.
         layout: The contents of the state.
         holds_gradients: Whether ``p.grad`` holds gradients for an update.
@@ -87,7 +92,9 @@ class TrainingLoop:
         self.strategy = SingleProcess() if strategy is None else strategy
         self.info = TrainStepInfo(config)
         self.layout = Layout.of(source, config, device)
-        self.losses = FiniteLosses(options.debug.max_nonfinite_losses)
+        limit = options.debug.max_nonfinite_losses
+        self.losses = None if limit is None else FiniteLosses(limit)
+        self._checks_indices = options.debug.check_indices
         self.profiler: Profiler | None = None
         self.holds_gradients = False
         self._pending: Restored | None = None
@@ -101,7 +108,7 @@ class TrainingLoop:
         if self.strategy.world_size > 1:
             source.check_joint()
             config.check_joint(self.strategy.zero_stage)
-            traits = traits_of(self)
+            traits = self._traits()
         with BORROWED:
             tensors = {**source.parameters, **source.buffers}
             self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
@@ -156,10 +163,9 @@ class TrainingLoop:
             ExportError: If the model can't be exported. The loop is unchanged then.
             TypeError: If a required input is missing.
         """
-        if self.graphs.has_started:
-            assert self._session is not None
-            return self.graphs.plan(self._session, batch, training, names, backward)
-        return self._start(batch, training, names, backward)
+        if self._session is None or not self.graphs.has_started:
+            return self._start(batch, training, names, backward)
+        return self.graphs.plan(self._session, batch, training, names, backward)
 
     def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Calls :meth:`prepare` for a batch that is about to run, and checks its values.
@@ -169,9 +175,9 @@ class TrainingLoop:
             ValueError: If losses are to be checked, but the loss is not fetched.
         """
         plan = self.prepare(batch, training, names, backward)
-        if training and backward:
+        if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.graph.loss)
-        if self.options.debug.check_indices:
+        if plan.indices and self._checks_indices:
             check_indices(plan, batch)
         return plan
 
@@ -194,10 +200,18 @@ class TrainingLoop:
             profiler.report()
         return outputs
 
-    def step(
-        self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None
-    ) -> list[torch.Tensor]:
-        """Runs :meth:`backward` and, at the end of a window, :meth:`optimizer_step`.
+    def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        with Transaction(self) as transaction:
+            weight, kwargs = self.take_weight(kwargs)
+            fetches = self.info.fetches
+            batch = self.graphs.bind(args, kwargs)
+            plan = self.plan(batch, True, self.graphs.fetches(fetches))
+            if self.profiler is not None:
+                plan = self.profiler.plan(plan)
+            return self._step(transaction, plan, batch, weight)
+
+    def step(self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None) -> Outputs:
+        """Runs :meth:`backward` and, at the end of a window, :meth:`end_window`.
 
         Args:
             plan: From :meth:`prepare`, for this batch.
@@ -209,6 +223,17 @@ class TrainingLoop:
         Returns:
             The outputs that the plan fetches.
         """
+        with Transaction(self) as transaction:
+            return self._step(transaction, plan, batch, weight, rates)
+
+    def _step(
+        self,
+        transaction: Transaction,
+        plan: Plan,
+        batch: Batch,
+        weight: float,
+        rates: Sequence[float] | None = None,
+    ) -> Outputs:
         again = None
         if self.config.needs_closure:
             if self.window.size > 1:
@@ -218,16 +243,19 @@ class TrainingLoop:
                     "optimizer.step(closure)"
                 )
             again = functools.partial(self._again, batch)
+        transaction.begin(self._session, plan.runner.graph)
         # Before anything changes, because both may raise.
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
-        with undone_without_update(self, plan):
-            outputs = self.backward(plan, batch, weight)
-            if self.window.complete:
-                self.optimizer_step(rates, again)
+        outputs = self._run(plan, batch, weight)
+        if self.strategy.world_size > 1:
+            transaction.commit()  # no process can roll back alone
+        if self.window.complete:
+            self._update(self.meet("update", rates), None, again, transaction)
+        transaction.commit()
         return outputs
 
-    def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> list[torch.Tensor]:
+    def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
 
         Args:
@@ -238,19 +266,28 @@ class TrainingLoop:
         Returns:
             The outputs that the plan fetches.
         """
-        assert self._session is not None
-        window, scale = self.window, self.precision.loss_scale
-        factor = window.factor(weight, scale)
-        self._release_shown()
-        outputs = self._session.train(plan, batch, loss_scale=factor, check=self.losses.check)
-        self.source.memory.publish(plan.runner.graph.buffer_updates)
+        with Transaction(self, joint=False) as transaction:
+            transaction.begin(self._session, plan.runner.graph)
+            outputs = self._run(plan, batch, weight)
+            transaction.commit()
+            return outputs
+
+    def _run(self, plan: Plan, batch: Batch, weight: float) -> Outputs:
+        session, window, scale = self._session, self.window, self.precision.loss_scale
+        assert session is not None
+        if self.optimizer.shows_gradients:
+            self._release_shown(session)
+        check = None if self.losses is None else self.losses.check
+        outputs = session.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
+        if plan.runner.graph.buffer_updates:
+            self.source.memory.publish(plan.runner.graph.buffer_updates)
         window.add(weight, scale)
         self.info.step += 1
         return outputs
 
     def gradients_of(
         self, plan: Plan, batch: Batch, check: Check | None = None
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> tuple[Outputs, dict[str, torch.Tensor]]:
         """Runs the forward and backward pass; changes only the random state and buffers.
 
         Args:
@@ -263,19 +300,87 @@ class TrainingLoop:
         """
         assert self._session is not None
         scale = self.precision.loss_scale
-        self._release_shown()
+        if self.optimizer.shows_gradients:
+            self._release_shown(self._session)
         outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
         self.source.memory.publish(plan.runner.graph.buffer_updates)
         return outputs, gradients
 
-    def optimizer_step(self, rates: Sequence[float] | None = None, again: Again | None = None) -> bool:
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+        """Runs the model in training mode; see ``ORTTrainer.forward``."""
+        with Transaction(self, joint=False) as transaction:
+            batch = self.graphs.bind(args, kwargs)
+            plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches), backward=False)
+            assert self._session is not None
+            transaction.begin(self._session, plan.runner.graph)
+            outputs = self._session.forward(plan, batch)
+            self.source.memory.publish(plan.runner.graph.buffer_updates)
+            transaction.commit()
+            return outputs
+
+    def forward_backward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+        """Adds gradients to ``p.grad``; see ``ORTTrainer.forward_backward``."""
+        with Transaction(self) as transaction:
+            if self.window.micro_batches:
+                raise RuntimeError(
+                    f"forward_backward() was called after {self.window.micro_batches} of {self.window.size} "
+                    "micro-batches of a train_step() window, whose gradients are not in p.grad: end the window with "
+                    "optimizer_step() first"
+                )
+            self._check_not_joining("forward_backward")
+            self.source.memory.add_gradients({})  # raises early if the model can't hold gradients
+            batch = self.graphs.bind(args, kwargs)
+            plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
+            session, strategy = self.start_session(), self.strategy
+            transaction.begin(session, plan.runner.graph)
+            outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
+            transaction.commit()
+            if strategy.world_size > 1:
+                meeting = strategy.meet("pass", Share(1.0), (), gradients, session.changed_buffers)
+                gradients = strategy.average(meeting, gradients)
+                strategy.spread(meeting, {}, session.buffers)
+                self.source.memory.publish(session.buffers)
+            self.source.memory.add_gradients(gradients)
+            self.holds_gradients = True
+            return outputs
+
+    def optimizer_step(self) -> bool:
+        """Updates the weights with the gradients so far; see ``ORTTrainer.optimizer_step``."""
+        with Transaction(self) as transaction:
+            alone = self.strategy.world_size == 1  # otherwise others may have micro-batches, so all run the update
+            in_window = bool(self.window.micro_batches) or not (alone or self.holds_gradients)
+            if not in_window and not self.holds_gradients:
+                return False
+            if self.session is None and self.pending is not None and alone:
+                raise RuntimeError(
+                    "the loaded accumulation window is applied when training begins: call prepare() before "
+                    "optimizer_step()"
+                )
+            if self.config.needs_closure:
+                raise RuntimeError(
+                    f"{self.config.name} computes the loss several times in an update: call optimizer.step(closure) "
+                    "yourself, with a closure that calls forward_backward(), or train_step()"
+                )
+            if not in_window:
+                self._check_not_joining("optimizer_step")
+            transaction.begin()
+            if in_window:
+                return self.end_window()
+            gradients = self.source.memory.gradients()
+            if alone and not gradients:
+                return False
+            self.config.check()
+            rates = self.rates.upcoming(self.info, self.info.step)
+            meeting = self.strategy.meet("step", Share(float(bool(gradients))), rates, gradients)
+            return self._update(meeting, gradients)
+
+    def end_window(self, rates: Sequence[float] | None = None) -> bool:
         """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
 
         Args:
             rates: As for :meth:`step`.
-            again: Recomputes the loss and gradients.
 
         Returns:
             Whether all gradients were finite; if not, the weights are unchanged. True if this was not checked.
@@ -285,30 +390,91 @@ class TrainingLoop:
         """
         if self.strategy.world_size == 1 and (self._session is None or not self.window.micro_batches):
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
-        return self.update(None, rates, again)
+        self.config.check()
+        rates = self.rates.upcoming(self.info, self.info.step) if rates is None else rates
+        return self._update(self.meet("update", rates), None)
 
-    def update(
+    def follow_update(self, meeting: Meeting) -> None:
+        """Takes part in an update of the other processes, with the rest of a window or nothing."""
+        self.rates.upcoming(self.info, self.info.step)  # advances the schedule
+        self._update(meeting, None)
+
+    def meet(self, kind: str, rates: Sequence[float] = ()) -> Meeting:
+        """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes."""
+        session, info = self._session or self.start_session(), self.info
+        share = self.window.share(self.precision.loss_scale)
+        present = session.present_gradients()
+        meeting = self.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
+        info.step = meeting.step
+        return meeting
+
+    def _update(
         self,
-        gradients: Mapping[str, torch.Tensor] | None,
-        rates: Sequence[float] | None = None,
+        meeting: Meeting,
+        gradients: Named | None,
         again: Again | None = None,
+        transaction: Transaction | None = None,
     ) -> bool:
-        """Updates the weights and ends the window.
+        """Reduces the gradients, updates the weights and counts the update.
 
         Args:
+            meeting: What the processes agreed on.
             gradients: By parameter name; they are divided and clipped in place. None for those of the window.
-            rates: As for :meth:`step`.
             again: Recomputes the loss and gradients.
+            transaction: The step's, which is committed when the weights have changed.
 
         Returns:
-            As :meth:`optimizer_step`.
+            As :meth:`end_window`.
         """
-        return update(self, gradients, rates, again)
-
-    def follow(self) -> str:
-        """Joins the other processes' next operation, without data of its own; returns its kind."""
-        with uninterrupted():
-            return follow(self)
+        session, optimizer, info, strategy = self.start_session(), self.optimizer, self.info, self.strategy
+        if not meeting.weight:
+            return False
+        self.config.set_rates(meeting.rates)
+        divisor, checks_finite = 1.0, self.precision.checks_finite
+        if gradients is None:
+            own = session.present_gradients()
+            gradients, share = strategy.reduce(meeting, own)
+            divisor = self.window.divisor_of(share)
+            # With ZeRO no process has the complete sums, so there are no used gradients to show.
+            session.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
+            keeps = not strategy.zero_stage
+        else:
+            gradients, keeps = optimizer.parts.of(gradients), False
+        norm = None
+        if gradients and not keeps and not optimizer.asks_norm(checks_finite):
+            # If the user may change the gradients, or they are in parts, the norm is computed now.
+            norm = optimizer.parts.total_norm(gradients.values()) / divisor
+        run = optimizer.step if self.profiler is None else functools.partial(self.profiler.update, optimizer.step)
+        try:
+            info.all_finite = run(
+                gradients=gradients,
+                learning_rates=[float(rate) for rate in meeting.rates],
+                divisor=divisor,
+                check_finite=checks_finite,
+                again=again,
+            )
+        finally:  # the gradients were divided in place, even if the update failed
+            self.discard_gradients()
+        if strategy.world_size > 1:
+            updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
+            strategy.spread(meeting, updated, session.buffers)
+            self.source.memory.publish(session.buffers)
+        norm = optimizer.norm if norm is None else norm
+        if self.layout.torch_config is None:
+            self.source.memory.publish(session.parameters)
+        else:  # the PyTorch optimizer changed the model itself
+            self.graphs.refresh(session)
+        self.holds_gradients = False
+        info.note_update(meeting.rates, functools.partial(_norm_of_used, session) if norm is None else norm)
+        try:
+            self.precision.update(info)
+        finally:
+            info.optimization_step += int(info.all_finite)
+            if transaction is not None and info.all_finite:
+                transaction.commit()
+        if info.all_finite:
+            self.rates.updated()
+        return info.all_finite
 
     def discard_gradients(self) -> None:
         """Ends the window without an update."""
@@ -316,7 +482,19 @@ class TrainingLoop:
         if self._session is not None:
             self._session.lazy_reset_grad()
 
-    def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> list[torch.Tensor]:
+    def lazy_reset_grad(self) -> None:
+        """Drops all gradients that an update would use; see ``ORTTrainer.lazy_reset_grad``."""
+        with Transaction(self, joint=False) as transaction:
+            transaction.begin()
+            self.discard_gradients()
+            self.holds_gradients = False
+            self.source.memory.drop_gradients()
+            waiting = self._pending
+            if waiting is not None and waiting.gradients is not None:
+                waiting.gradients = {}
+                self.pending_dict = {**self.pending_dict, "gradients": {}, "window": self.window.state_dict()}
+
+    def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> Outputs:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
 
         Args:
@@ -327,10 +505,27 @@ class TrainingLoop:
         Returns:
             The outputs.
         """
-        batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
-        plan = self.plan(batch, False, self.graphs.fetches(fetches))
-        assert self._session is not None
-        return self._session.evaluate(plan, batch)
+        with Transaction(self, joint=False):
+            batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
+            plan = self.plan(batch, False, self.graphs.fetches(fetches))
+            assert self._session is not None
+            return self._session.evaluate(plan, batch)
+
+    def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
+        """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
+
+        Raises:
+            RuntimeError: If a profile is already running.
+            TypeError, ValueError, OSError: If an argument is invalid.
+        """
+        if self.profiler is not None:
+            running = self.profiler.profile
+            raise RuntimeError(
+                f"a profile of {running.steps} steps is running, with {running.left} left: call train_step that often, "
+                "then profile() again"
+            )
+        self.profiler = Profiler(steps, trace, self.device, self.strategy.world_rank)
+        return self.profiler.profile
 
     def take_weight(self, kwargs: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
         """Returns the weight of the micro-batch in the window's mean, and the other arguments."""
@@ -344,15 +539,13 @@ class TrainingLoop:
             )
         return 1.0, kwargs
 
-    @noted
-    def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        weight, kwargs = self.take_weight(kwargs)
-        batch = self.graphs.bind(args, kwargs)
-        plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
-        if self.profiler is not None:
-            plan = self.profiler.plan(plan)
-        with uninterrupted():
-            return self.step(plan, batch, weight)
+    def _check_not_joining(self, method: str) -> None:
+        if self.strategy.joining:
+            raise RuntimeError(
+                f"{method}() was called inside trainer.join() with gradients in p.grad, but a process without data can "
+                "only take part in train_step(): use that, or give all processes the same number of batches and leave "
+                "out trainer.join()"
+            )
 
     def _make_session(self) -> StepSession:
         """Returns a session, which owns or shares the model's tensors; sets the optimizer that updates them."""
@@ -420,11 +613,10 @@ class TrainingLoop:
             self._pending, self.pending_dict = None, {}
         self._session = session
 
-    def _release_shown(self) -> None:
+    def _release_shown(self, session: StepSession) -> None:
         """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""
-        assert self._session is not None
-        if self.optimizer.shows_gradients and self._session.starts_over:
-            self.optimizer.forget(self._session.used_gradients())
+        if session.starts_over:
+            self.optimizer.forget(session.used_gradients())
 
     def _rebound(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.optimizer.rebind(tensors)
@@ -435,3 +627,44 @@ class TrainingLoop:
         if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
             save_graphs(self.options, graph, session, self.optimizer, self.config, accumulate, check_finite)
+
+    def _traits(self) -> dict[str, Any]:
+        """Returns the settings that must be equal in all processes, as JSON values by their names in messages."""
+        source, config, graphs = self.source, self.config, self.graphs
+        tensors = {**source.parameters, **source.buffers}
+        aliases = source.names_of_trainable()
+        options = {name: value for name, value in self.options.to_dict().items() if name not in _OWN}
+        options["distributed"] = {name: value for name, value in options["distributed"].items() if name not in _RANKS}
+        described = bool(graphs.output_names)  # otherwise the description is derived from the first batch
+        return {
+            "the parameters and buffers": {
+                name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+                for name, value in tensors.items()
+            },
+            "the parameters that are trained": dict.fromkeys(aliases, "trained"),
+            "the optimizer": config.name,
+            "the learning rates": config.learning_rates,
+            "the hyper-parameters": {
+                name: _json(config.hyper_parameters(config.group_of(*names))) for name, names in aliases.items()
+            },
+            "the options": _json(options),
+            "the inputs of the model": graphs.description.input_names if described else None,
+            "the outputs of the model": list(graphs.output_names) or None,
+        }
+
+
+def _norm_of_used(session: StepSession) -> torch.Tensor | None:
+    """Returns the global norm of the gradients that the last update used; None if they are gone."""
+    used = session.used_gradients()
+    return global_norm(used.values()) if used else None
+
+
+def _json(value: Any) -> Any:
+    """Converts a value to JSON types; an object becomes the name of its class or function."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)

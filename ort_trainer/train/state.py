@@ -17,8 +17,7 @@ from ..optim.parts import Named
 from .joint_state import Gathered, gather_state, take_own
 from .layout import Layout
 from .read_state import Restored, apply_to_session, copied, read
-from .together import together
-from .update import meet
+from .strategy import check_done, together
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
@@ -27,6 +26,7 @@ __all__ = [
     "NOT_INITIALIZED",
     "check_started",
     "collect",
+    "follow",
     "load",
     "save",
     "to_pytorch",
@@ -58,7 +58,7 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
         copy: Whether arrays are copies; if not, they share the trainer's memory.
     """
-    gathered = gather_state(loop, meet(loop, "state" if include_optimizer else "model"))
+    gathered = gather_state(loop, loop.meet("state" if include_optimizer else "model"))
     return _collect(loop, gathered, include_optimizer, copy)
 
 
@@ -88,10 +88,32 @@ def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[G
     Raises:
         DistributedError: If another process failed to write it.
     """
-    meeting = meet(loop, "state" if include_optimizer else "model")
+    meeting = loop.meet("state" if include_optimizer else "model")
     is_writer = meeting.doing == loop.strategy.world_rank
     gathered = gather_state(loop, meeting, keep=is_writer)
     together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
+
+
+def follow(loop: TrainingLoop) -> str:
+    """Joins the other processes' next operation, with the rest of a window or nothing; returns its kind.
+
+    For ``gather``, the caller takes part itself.
+    """
+    with uninterrupted():
+        meeting = loop.meet("follow")
+        if meeting.kind == "update":
+            loop.follow_update(meeting)
+        elif meeting.kind in ("state", "model"):
+            gather_state(loop, meeting, keep=False)
+        elif meeting.kind == "save":
+            check_done(loop.strategy, meeting)
+        elif meeting.kind != "gather":
+            does = "load a state" if meeting.kind == "load" else "run forward_backward() or use p.grad"
+            raise RuntimeError(
+                f"this process is at the end of trainer.join() and can't take part when others {does}: give all "
+                "processes the same number of batches, or do that outside trainer.join(), in all of them"
+            )
+        return meeting.kind
 
 
 def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, copy: bool) -> StateDict:

@@ -41,6 +41,7 @@ class StepGraphs:
         rebound: Called with the tensors that replaced others in the session, by name.
 
     Attributes:
+        has_started: Whether training or evaluation has begun.
         loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
 
     Raises:
@@ -70,6 +71,7 @@ class StepGraphs:
         self._output_names: tuple[str, ...] = ()
         self._fitting: set[tuple[Any, ...]] = set()
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        self.has_started = False
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
@@ -128,14 +130,10 @@ class StepGraphs:
                 "train_step_info.fetches)"
             ) from error
 
-    @property
-    def has_started(self) -> bool:
-        """Whether training or evaluation has begun."""
-        return self._sample is not None
-
     def started(self, batch: Batch) -> None:
         """Records the shapes and dtypes of the first batch."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
+        self.has_started = True
         self._layouts = dict(batch.layouts)
         self._fitting.clear()
 

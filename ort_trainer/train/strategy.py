@@ -7,21 +7,20 @@ has the others.
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ..core.errors import DistributedError
 from ..optim.parts import Named, Parts
 from .window import Share
 
-__all__ = ["Meeting", "SingleProcess", "Strategy", "noted"]
+__all__ = ["Meeting", "SingleProcess", "Strategy", "check_done", "together"]
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -257,26 +256,44 @@ class SingleProcess(Strategy):
         """Does nothing."""
 
 
-class _Loop(Protocol):
-    @property
-    def strategy(self) -> Strategy: ...
+def together(strategy: Strategy, kind: str, action: Callable[[], Result]) -> Result:
+    """Runs an action in all processes, and waits until it is done everywhere.
+
+    Args:
+        strategy: How the processes work together; all of them call this at the same point.
+        kind: The kind of action, as in ``Meeting``.
+        action: The action; in processes that have nothing to do it just returns.
+
+    Returns:
+        The result of the action here.
+
+    Raises:
+        Exception: Whatever the action raised here.
+        DistributedError: If it raised in other processes only.
+    """
+    if strategy.world_size == 1:
+        return action()
+    try:
+        result = action()
+    except Exception as error:
+        check_done(strategy, strategy.meet(kind, Share(0.0)), f"{type(error).__name__}: {error}")
+        raise
+    check_done(strategy, strategy.meet(kind, Share(0.0)))
+    return result
 
 
-SomeLoop = TypeVar("SomeLoop", bound=_Loop)
+def check_done(strategy: Strategy, meeting: Meeting, failure: str = "") -> None:
+    """Checks that an action succeeded in all processes.
 
+    Args:
+        strategy: How the processes work together.
+        meeting: The meeting after which all of them call this.
+        failure: The error of this process, which the caller raises; empty if it succeeded.
 
-Step = Callable[Concatenate[SomeLoop, Arguments], Result]
-
-
-def noted(step: Step[SomeLoop, Arguments, Result]) -> Step[SomeLoop, Arguments, Result]:
-    """Wraps a step of a loop so that it tells the other processes when it raises."""
-
-    @functools.wraps(step)
-    def tell(loop: SomeLoop, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return step(loop, *args, **kwargs)
-        except BaseException as error:
-            loop.strategy.failed(error)
-            raise
-
-    return tell
+    Raises:
+        DistributedError: If this process succeeded, but another failed.
+    """
+    texts = [text.decode().strip() for text in strategy.gather(f" {failure}".encode())]
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if failures and not failure:
+        raise DistributedError(f"{meeting.kind!r} failed in another process: {'; '.join(failures)}")

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import shown
-from ..core.interrupts import uninterrupted
 from ..engine import StepSession
 from ..step import Step
-from . import own_loop
 from .batch import Batch
-from .inference_mode import outside_inference_mode
 from .loop import GRADIENT_WEIGHT, TrainingLoop
+from .transaction import outside_inference_mode
 
 if TYPE_CHECKING:
     from ..engine.ort import InferenceSession
@@ -67,10 +65,8 @@ class TwoStepSession:
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
         batch: Batch = loop.graphs.bind((self._named(inputs),), {})
         plan = loop.plan(batch, True, loop.graphs.fetches(_checked_names(names)))
-        with uninterrupted():
-            return loop.backward(plan, batch, weight)
+        return loop.backward(plan, batch, weight)
 
-    @outside_inference_mode
     def eval_step(self, inputs: Sequence[Any], *, names: Sequence[str] | None = None) -> list[torch.Tensor]:
         """Runs the forward pass in evaluation mode; changes nothing.
 
@@ -86,15 +82,13 @@ class TwoStepSession:
         """
         return self._loop.evaluate((self._named(inputs),), {}, _checked_names(names))
 
-    @outside_inference_mode
     def optimizer_step(self) -> bool:
         """Updates the weights with the gradients so far and steps the schedule, as ``ORTTrainer.optimizer_step``."""
-        return own_loop.optimizer_step(self._loop)
+        return self._loop.optimizer_step()
 
-    @outside_inference_mode
     def lazy_reset_grad(self) -> None:
         """Drops the gradients and ends the window, as ``ORTTrainer.lazy_reset_grad``."""
-        own_loop.lazy_reset_grad(self._loop)
+        self._loop.lazy_reset_grad()
 
     def set_learning_rate(self, *learning_rates: float) -> None:
         """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.

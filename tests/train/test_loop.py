@@ -41,7 +41,7 @@ def test_backward_and_optimizer_step_are_a_step() -> None:
             (F.cross_entropy(reference(batch[0]), batch[1]) / len(window)).backward()
         assert loop.window.micro_batches == len(window)
         optimizer.param_groups[0]["lr"] = 0.01 * (10 - end) / 10
-        assert loop.optimizer_step() is True
+        assert loop.end_window() is True
         optimizer.step()
         optimizer.zero_grad()
         assert schedule.get_last_lr() == pytest.approx([0.01 * (10 - end) / 10])
@@ -53,15 +53,15 @@ def test_backward_and_optimizer_step_are_a_step() -> None:
 def test_an_update_needs_gradients() -> None:
     trainer = mlp_trainer()
     with pytest.raises(RuntimeError, match="there are no gradients"):
-        trainer.loop.optimizer_step()
+        trainer.loop.end_window()
     x, y = mlp_batches(1)[0]
     trainer.train_step(x, y)
     with pytest.raises(RuntimeError, match="there are no gradients"):
-        trainer.loop.optimizer_step()
+        trainer.loop.end_window()
     backward(trainer.loop, (x, y))
     trainer.loop.discard_gradients()
     with pytest.raises(RuntimeError, match="there are no gradients"):
-        trainer.loop.optimizer_step()
+        trainer.loop.end_window()
     assert trainer.train_step_info.optimization_step == 1
 
 
@@ -72,7 +72,7 @@ def test_an_update_in_the_middle_of_a_window_uses_the_scaler_once() -> None:
     for batch in mlp_batches(2):
         backward(trainer.loop, batch)
     assert scaler.loss_scale == 8.0
-    assert trainer.loop.optimizer_step([0.1])
+    assert trainer.loop.end_window([0.1])
     assert scaler.loss_scale == 16.0 and trainer.train_step_info.optimization_step == 1
 
 

@@ -308,7 +308,7 @@ class TrainingSession(TrainerSession):
                 if rate is None:
                     loop.discard_gradients()
                 else:
-                    loop.optimizer_step([rate])
+                    loop.end_window([rate])
         results[_ALL_FINITE] = torch.tensor([info.all_finite])
         return results
 

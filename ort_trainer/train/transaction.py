@@ -1,0 +1,108 @@
+"""The transaction of a step: it takes effect as a whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ..core.interrupts import uninterrupted
+from ..engine import StepSession
+from ..export import ModelSource
+from ..optim.step_info import TrainStepInfo
+from ..step import Step
+from .strategy import Strategy
+
+__all__ = ["Transaction", "outside_inference_mode"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _Loop(Protocol):
+    info: TrainStepInfo
+    source: ModelSource
+    strategy: Strategy
+
+
+class Transaction(uninterrupted):
+    """A context that a step enters, begins and commits.
+
+    From its start, the step runs outside ``torch.inference_mode``, because later steps could not change inference
+    tensors. It may still refuse the batch, and be interrupted. From :meth:`begin` on, signals wait until the end, and
+    an error before :meth:`commit` restores the counters, buffers and random state. (An update divides and clips the
+    window's gradients in place, so if it fails, all of them are dropped, including those of earlier micro-batches.)
+
+    Args:
+        loop: Runs the step.
+        joint: Whether other processes wait for the step, so are told when it raises.
+    """
+
+    def __init__(self, loop: _Loop, joint: bool = True) -> None:
+        self._loop, self._joint = loop, joint
+        self._before: tuple[Any, ...] | None = None
+        self._outside: torch.inference_mode | None = None
+        self._handlers = {}
+
+    def __enter__(self) -> Transaction:
+        if torch.is_inference_mode_enabled():
+            self._outside = torch.inference_mode(False)
+            self._outside.__enter__()
+        return self
+
+    def begin(self, session: StepSession | None = None, graph: Step | None = None) -> None:
+        """Holds signals, and remembers what a run of a graph changes.
+
+        Args:
+            session: Has the buffers and the random state.
+            graph: The graph; None if none runs.
+        """
+        self.hold()
+        if session is not None and graph is not None:
+            info = self._loop.info
+            state = session.generator.get_state() if graph.random else None
+            buffers = {name: session.buffers[name].clone() for name in graph.buffer_updates}
+            self._before = session, info.step, info.all_finite, state, buffers
+
+    def commit(self) -> None:
+        """Records that the step is complete: a later error comes after it."""
+        self._before = None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is not None and self._before is not None:
+                self._put_back(*self._before)
+            self.release()  # raises what a handler raises
+        except BaseException as error:
+            value = error
+            raise
+        finally:
+            if value is not None and self._joint:
+                self._loop.strategy.failed(value)
+            if self._outside is not None:
+                self._outside.__exit__(kind, value, tb)
+
+    def _put_back(
+        self, session: StepSession, step: int, all_finite: bool, state: Any, buffers: dict[str, torch.Tensor]
+    ) -> None:
+        self._loop.info.step, self._loop.info.all_finite = step, all_finite
+        if state is not None:
+            session.generator.set_state(state)
+        for name, buffer in buffers.items():
+            session.buffers[name].copy_(buffer)
+        self._loop.source.memory.publish(buffers)
+
+
+def outside_inference_mode(method: Method) -> Method:
+    """Runs a method that is no step outside ``torch.inference_mode``, as :class:`Transaction` does with steps."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
