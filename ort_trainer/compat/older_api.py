@@ -6,26 +6,28 @@ scale are inputs of each step unless the constructor gets a function or an objec
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
 import torch
 
 from .. import amp
+from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..engine import Plan
-from ..export.onnx import load_onnx_model
+from ..export.onnx import OnnxModel, load_onnx_model
+from ..optim.rules import CONFIGS
 from ..train.batch import Batch
-from .older_arguments import check_arguments, check_callable, one_number, optimizer_config, parameter_names, returning
-from .older_checkpoint import load_checkpoint, save_checkpoint
-from .older_description import IODescription, LossScaler, ModelDescription, arguments_of, generate_sample, to_model_desc
+from .checkpoint import Folder, load_from_folder, save_in_folder
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer as Trainer
 from .training_session import TrainerSession
 from .training_session.flat_state import flat_state_dict, load_flat_state_dict
+from .training_session.parameters import former_options
 
 __all__ = [
     "DEFAULT_OPSET_VERSION",
@@ -40,6 +42,106 @@ __all__ = [
 
 DEFAULT_OPSET_VERSION = 14
 _LOSS_SCALE = "default_loss_scale_input_name"
+_OWN_STATE = "onnxruntime.capi.ort_trainer"  # a key among the user's values in a checkpoint
+# Key of the saved state of a loss scaler -> its attribute, which scalers of other classes may lack.
+_OF_SCALER = {"loss_scale": "loss_scale_", "stable_steps": "stable_steps_"}
+
+
+class IODescription:
+    """Name and shape of an input or output.
+
+    Args:
+        name: Its name.
+        shape: Sizes; a str names a dimension whose size may change.
+        dtype: The dtype of :func:`generate_sample`. Outputs have the dtypes of the model.
+        num_classes: Makes :func:`generate_sample` return integers below it.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int | str], dtype: torch.dtype | None = None, num_classes: int | None = None
+    ) -> None:
+        self.name_ = name
+        self.shape_ = shape
+        self.dtype_ = dtype
+        self.num_classes_ = num_classes
+
+
+class ModelDescription:
+    """Inputs (the label last) and outputs (the loss first) of a model.
+
+    Args:
+        inputs: An :class:`IODescription` of each input.
+        outputs: An :class:`IODescription` of each output.
+    """
+
+    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
+        self.inputs_ = inputs
+        self.outputs_ = outputs
+
+
+class LossScaler:
+    """A loss scale that halves on overflow and doubles after a run of finite steps.
+
+    Args:
+        loss_scale_input_name: Stored as ``loss_scale_input_name_``; the trainer does not need it.
+        is_dynamic_scale: False keeps the scale constant.
+        loss_scale: The initial scale.
+        up_scale_window: Finite steps before the scale doubles.
+        min_loss_scale: Lower limit when the scale is halved.
+        max_loss_scale: Upper limit when the scale is doubled.
+    """
+
+    def __init__(
+        self,
+        loss_scale_input_name: str,
+        is_dynamic_scale: bool,
+        loss_scale: float = float(1 << 16),
+        up_scale_window: int = 2000,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float(1 << 24),
+    ) -> None:
+        self.loss_scale_input_name_ = loss_scale_input_name
+        self.is_dynamic_scale_ = is_dynamic_scale
+        self.initial_loss_scale_ = self.loss_scale_ = loss_scale
+        self.up_scale_window_ = up_scale_window
+        self.min_loss_scale_ = min_loss_scale
+        self.max_loss_scale_ = max_loss_scale
+        self.stable_steps_ = 0
+
+    def update_loss_scale(self, is_all_finite: bool) -> None:
+        """Sets the next scale after an update.
+
+        Args:
+            is_all_finite: Whether all gradients of the update were finite.
+        """
+        if not self.is_dynamic_scale_:
+            return
+        if not is_all_finite:
+            self.loss_scale_ = max(self.min_loss_scale_, self.loss_scale_ / 2)
+            self.stable_steps_ = 0
+            return
+        self.stable_steps_ += 1
+        if self.stable_steps_ >= self.up_scale_window_:
+            self.loss_scale_ = min(self.max_loss_scale_, self.loss_scale_ * 2)
+            self.stable_steps_ = 0
+
+    def reset(self) -> None:
+        """Resets the scale to its initial value, and the count of finite steps to 0."""
+        self.loss_scale_ = self.initial_loss_scale_
+        self.stable_steps_ = 0
+
+
+def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
+    """Returns a random tensor for a description; named dimensions have the size 1.
+
+    Args:
+        desc: With ``num_classes``, values are integers below it; otherwise they are normally distributed.
+        device: The device of the tensor.
+    """
+    size = [entry if isinstance(entry, int) else 1 for entry in desc.shape_]
+    if desc.num_classes_:
+        return torch.randint(0, desc.num_classes_, size, dtype=desc.dtype_ or torch.int64).to(device)
+    return torch.randn(size, dtype=desc.dtype_).to(device)
 
 
 class ORTTrainer:
@@ -117,55 +219,46 @@ class ORTTrainer:
             FutureWarning,
             stacklevel=2,
         )
-        check_callable("map_optimizer_attributes", map_optimizer_attributes)
-        check_callable("get_lr_this_step", get_lr_this_step)
-        check_callable("_extra_postprocess", _extra_postprocess)
-        check_arguments(learning_rate_description, frozen_weights, global_step, loss_scaler, use_mixed_precision)
+        functions = {"map_optimizer_attributes": map_optimizer_attributes, "get_lr_this_step": get_lr_this_step}
+        for name, value in {**functions, "_extra_postprocess": _extra_postprocess}.items():
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be a function or None, but {shown(value)} was given")
+        _check_arguments(learning_rate_description, frozen_weights, global_step, loss_scaler, use_mixed_precision)
         if loss_fn is not None and not isinstance(model, torch.nn.Module):
             warnings.warn("loss_fn is ignored: an ONNX model contains its loss", UserWarning, stacklevel=2)
             loss_fn = None
-        options: dict[str, Any] = {
-            "batch": {"gradient_accumulation_steps": gradient_accumulation_steps},
-            "device": {"id": str(device)},
-            "distributed": {
-                # Left out at their defaults: a launcher may have started several processes without them.
-                **({"world_rank": world_rank} if world_rank else {}),
-                **({"world_size": world_size} if world_size != 1 else {}),
-                "allreduce_post_accumulation": allreduce_post_accumulation,
-                "deepspeed_zero_optimization": {"stage": deepspeed_zero_stage},
-                "enable_adasum": enable_adasum,
-            },
-            "mixed_precision": {
-                "enabled": use_mixed_precision,
-                "loss_scaler": amp.LossScaler(1.0) if use_mixed_precision else None,
-            },
-            "utils": {
-                "grad_norm_clip": enable_grad_norm_clip,
-                "frozen_weights": list(frozen_weights),
-                "memory_efficient_gradient": use_memory_efficient_gradient,
-                "run_symbolic_shape_infer": run_symbolic_shape_infer,
-            },
-            "debug": {
-                "deterministic_compute": _use_deterministic_compute,
-                "graph_save_paths": {"model_with_training_graph_after_optimization_path": optimized_model_filepath},
-            },
-            "_internal_use": {
-                "enable_internal_postprocess": _enable_internal_postprocess,
-                "extra_postprocess": None if _extra_postprocess is None else returning(_extra_postprocess),
-                **({} if _opset_version == DEFAULT_OPSET_VERSION else {"onnx_opset_version": _opset_version}),
-            },
+        settings: dict[str, Any] = {
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "device.id": str(device),
+            "world_rank": world_rank,
+            "world_size": world_size,
+            "allreduce_post_accumulation": allreduce_post_accumulation,
+            "deepspeed_zero_stage": deepspeed_zero_stage,
+            "enable_adasum": enable_adasum,
+            "use_mixed_precision": use_mixed_precision,
+            "mixed_precision.loss_scaler": amp.LossScaler(1.0) if use_mixed_precision else None,
+            "enable_grad_norm_clip": enable_grad_norm_clip,
+            "utils.frozen_weights": list(frozen_weights),
+            "use_memory_efficient_gradient": use_memory_efficient_gradient,
+            "utils.run_symbolic_shape_infer": run_symbolic_shape_infer,
+            "debug.deterministic_compute": _use_deterministic_compute,
+            "debug.graph_save_paths.model_with_training_graph_after_optimization_path": optimized_model_filepath,
+            "_internal_use.enable_internal_postprocess": _enable_internal_postprocess,
+            "_internal_use.extra_postprocess": None if _extra_postprocess is None else _returning(_extra_postprocess),
         }
+        if _opset_version != DEFAULT_OPSET_VERSION:
+            settings["_internal_use.onnx_opset_version"] = _opset_version
         if isinstance(model, (onnx.ModelProto, str, os.PathLike)):
             model = load_onnx_model(model)
-        description = to_model_desc(model_desc)
-        self._arguments = arguments_of(model, model_desc, loss_fn is not None)
+        description = _to_model_desc(model_desc)
+        self._arguments = _arguments_of(model, model_desc, loss_fn is not None)
         description["inputs"] = [(self._arguments.get(name, name), shape) for name, shape in description["inputs"]]
         self._trainer = Trainer(
             model,
             description,
-            optimizer_config(training_optimizer_name, map_optimizer_attributes, parameter_names(model)),
+            _optimizer_config(training_optimizer_name, map_optimizer_attributes, _parameter_names(model)),
             loss_fn=loss_fn,
-            options=ORTTrainerOptions(options),
+            options=ORTTrainerOptions(former_options(settings)),
         )
         self.model_desc_ = model_desc
         self.device_ = device
@@ -250,11 +343,11 @@ class ORTTrainer:
         if missing:
             raise TypeError(f"inputs {missing} are missing: a step takes {[*self._input_names(), *extras]}")
         given = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
-        learning_rate = one_number("the learning rate", given)
+        learning_rate = _one_number("the learning rate", given)
         scale = None
         if self.use_mixed_precision:
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
-            scale = one_number("the loss scale", given)
+            scale = _one_number("the loss scale", given)
         loop = self._trainer.loop
         bound = loop.graphs.bind((self._renamed(batch),), {})
         plan = loop.plan(bound, True, loop.graphs.fetches(fetches or ()))  # interruptible, unlike the step
@@ -334,3 +427,204 @@ class ORTTrainer:
     def _renamed(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a batch with the names of the model's arguments."""
         return {self._arguments.get(name, name): value for name, value in batch.items()}
+
+
+def save_checkpoint(
+    model: ORTTrainer,
+    checkpoint_dir: Folder,
+    checkpoint_prefix: str = "ORT_checkpoint",
+    checkpoint_state_dict: Mapping[str, Any] | None = None,
+    include_optimizer_state: bool = True,
+) -> None:
+    """Writes ``<checkpoint_prefix>.ort.pt`` into a folder; replaces an existing file, with a warning.
+
+    Args:
+        model: The trainer.
+        checkpoint_dir: The folder; it must exist.
+        checkpoint_prefix: The beginning of the file's name.
+        checkpoint_state_dict: Your own values, which :func:`load_checkpoint` returns. It is not changed.
+        include_optimizer_state: Whether to write moments, too.
+    """
+    values = {} if checkpoint_state_dict is None else checkpoint_state_dict
+    if not isinstance(values, Mapping):
+        raise TypeError(f"checkpoint_state_dict must be a dict or None, but {values!r} was given")
+    values = {**values, _OWN_STATE: _own_state(model)}
+    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, values, include_optimizer_state)
+
+
+def load_checkpoint(
+    model: ORTTrainer, checkpoint_dir: Folder, checkpoint_prefix: str = "ORT_checkpoint", strict: bool = False
+) -> dict[str, Any]:
+    """Restores what :func:`save_checkpoint` wrote, including ``global_step_`` and the ``LossScaler``.
+
+    A file of the current ``ORTTrainer.save_checkpoint`` has neither: they stay unchanged, with a warning.
+
+    Args:
+        model: The trainer.
+        checkpoint_dir: The folder.
+        checkpoint_prefix: The beginning of the file's name.
+        strict: Whether names must match exactly.
+
+    Returns:
+        Your own values.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        CheckpointError: If it is damaged, or a pickle that the legacy function wrote.
+    """
+    values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    _restore_own_state(model, values.pop(_OWN_STATE, None))
+    return values
+
+
+def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
+    """Returns the state of the older trainer that the current one does not have."""
+    scaler = trainer.loss_scaler_
+    known = {key: getattr(scaler, name, None) for key, name in _OF_SCALER.items()}
+    state = None if scaler is None else {key: value for key, value in known.items() if value is not None}
+    return {"global_step": trainer.global_step_, "loss_scaler": state}
+
+
+def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
+    """Restores what :func:`_own_state` returned, and warns about missing values."""
+    state = state if isinstance(state, Mapping) else {}
+    step, saved, scaler = state.get("global_step"), state.get("loss_scaler"), trainer.loss_scaler_
+    kept = []
+    if isinstance(step, int):
+        trainer.global_step_ = step
+    else:
+        kept.append(f"global_step_ stays {trainer.global_step_}")
+    own = {key: name for key, name in _OF_SCALER.items() if hasattr(scaler, name)}
+    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= own.keys():
+        for key, name in own.items():
+            setattr(scaler, name, type(getattr(scaler, name))(saved[key]))
+    elif scaler is not None:
+        kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
+    if kept:
+        warnings.warn(
+            f"the checkpoint lacks part of this trainer's state: {', '.join(kept)}", UserWarning, stacklevel=3
+        )
+
+
+def _to_model_desc(description: ModelDescription) -> dict[str, Any]:
+    """Returns the description in the form of the current trainer.
+
+    Raises:
+        TypeError: If it, or an entry of it, has the wrong class.
+        ValueError: If its first output is not a loss.
+    """
+    if not isinstance(description, ModelDescription):
+        raise TypeError(f"model_desc must be a ModelDescription, but {description!r} was given")
+    for kind, entries in (("inputs", description.inputs_), ("outputs", description.outputs_)):
+        wrong = [entry for entry in entries if not isinstance(entry, IODescription)]
+        if wrong:
+            raise TypeError(f"the {kind} of a ModelDescription are IODescriptions, but {wrong[0]!r} was given")
+    if not description.outputs_:
+        raise ValueError("model_desc needs outputs: the first must be the loss")
+    loss, *others = description.outputs_
+    if list(loss.shape_) not in ([], [1]):
+        raise ValueError(
+            f"the first output is the loss, which is a scalar, but {loss.name_!r} has the shape {list(loss.shape_)}"
+        )
+    return {
+        "inputs": [(entry.name_, list(entry.shape_)) for entry in description.inputs_],
+        "outputs": [(loss.name_, [], True), *((entry.name_, list(entry.shape_)) for entry in others)],
+    }
+
+
+def _arguments_of(model: Any, description: ModelDescription, has_loss: bool) -> dict[str, str]:
+    """Returns described name -> argument of ``forward`` if inputs are matched by position, otherwise an empty dict."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    names = [entry.name_ for entry in description.inputs_]
+    names = names[:-1] if has_loss else names
+    parameters = inspect.signature(model.forward).parameters.values()
+    own = [parameter.name for parameter in parameters]
+    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if not plain or len(own) != len(names) or set(names) <= set(own):
+        return {}
+    return dict(zip(names, own, strict=True))
+
+
+def _check_arguments(
+    learning_rate_description: Any, frozen_weights: Any, global_step: Any, loss_scaler: Any, use_mixed_precision: bool
+) -> None:
+    """Checks the constructor's arguments that do not become options.
+
+    Raises:
+        TypeError, ValueError: If one is invalid.
+    """
+    if not isinstance(learning_rate_description, IODescription):
+        raise TypeError(
+            f"learning_rate_description must be an IODescription, but {learning_rate_description!r} was given"
+        )
+    if isinstance(frozen_weights, str) or not isinstance(frozen_weights, Collection):
+        raise TypeError(f"frozen_weights must be a list of names of weights, but {frozen_weights!r} was given")
+    if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
+        raise ValueError(f"global_step must be an int, at least 0, but {global_step!r} was given")
+    scales = hasattr(loss_scaler, "loss_scale_") and callable(getattr(loss_scaler, "update_loss_scale", None))
+    if loss_scaler is not None and not scales:
+        raise TypeError(
+            "loss_scaler must be a LossScaler of onnxruntime.capi.ort_trainer, or have loss_scale_ and "
+            f"update_loss_scale() like it, but {shown(loss_scaler)} was given"
+        )
+    if loss_scaler is not None and not use_mixed_precision:
+        warnings.warn(
+            "loss_scaler has no effect without use_mixed_precision=True: the loss is not scaled",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _returning(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes a function that changes the model in place return it, as the option expects."""
+
+    def postprocess(model: Any) -> Any:
+        change(model)
+        return model
+
+    return postprocess
+
+
+def _optimizer_config(
+    name: str, attributes_of: Callable[[str], Mapping[str, float]] | None, parameters: Sequence[str]
+) -> Any:
+    """Returns the config, with one parameter group for each distinct set of attributes."""
+    if name not in CONFIGS:
+        raise ValueError(f"training_optimizer_name must be one of {list(CONFIGS)}, but {name!r} was given")
+    groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    for parameter in parameters:
+        given = None if attributes_of is None else attributes_of(parameter)
+        if not isinstance(given, Mapping | None):
+            raise TypeError(
+                f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
+                f"returned {shown(given)}"
+            )
+        attributes = dict(given or {})
+        if "do_bias_correction" in attributes:
+            attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
+        if attributes:
+            groups.setdefault(tuple(sorted(attributes.items())), []).append(parameter)
+    return CONFIGS[name]([{"params": names, **dict(values)} for values, names in groups.items()])
+
+
+def _parameter_names(model: Any) -> list[str]:
+    """Returns the names of the parameters that can be trained."""
+    if isinstance(model, torch.nn.Module):
+        return [name for name, _ in model.named_parameters()]
+    # Anything else is not a model: the trainer raises the error.
+    return [name for name in model.parameters if name not in model.frozen] if isinstance(model, OnnxModel) else []
+
+
+def _one_number(what: str, value: Any) -> float:
+    """Returns a value that was passed to a step as a float.
+
+    Raises:
+        TypeError: If it is not a single number.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what} must be one number, but {shown(value)} was given") from None

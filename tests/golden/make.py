@@ -138,7 +138,7 @@ def _one_of_two(rank: int, path: str) -> None:
 
 def _of_the_older_api(path: Path) -> None:
     """A file of ``onnxruntime.capi.ort_trainer.save_checkpoint``: its own state among the user's."""
-    from ort_trainer.compat.older_checkpoint import _OWN_STATE
+    from ort_trainer.compat.older_api import _OWN_STATE
 
     own = {"global_step": 4, "loss_scaler": {"loss_scale": 32768.0, "stable_steps": 3}}
     trained("adam-without-window").save_checkpoint(path, {"epoch": 2, _OWN_STATE: own})

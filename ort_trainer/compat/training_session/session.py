@@ -1,34 +1,181 @@
-"""``TrainingSession``: trains an ONNX model that has a loss, with ONNX Runtime's former interface."""
+"""``TrainingSession``: trains an ONNX model that has a loss, with ONNX Runtime's former interface.
+
+Its base, ``TrainerSession``, has the methods that any trainer's session has for old scripts.
+"""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from ...core.errors import shown
 from ...core.interrupts import uninterrupted
 from ...engine.ort import SessionOptions
 from ...export.onnx import describe_onnx, load_onnx_model
+from ...export.onnx.nodes import shape_of
 from ...options import ORTTrainerOptions
 from ...train.batch import to_tensor
 from ...trainer import ORTTrainer
-from . import translate
+from .flat_state import flat_state_dict, load_flat_state_dict
 from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
-from .node_arg import NodeArg, node_arg
-from .parameters import TrainingParameters
-from .trainer_session import TrainerSession
+from .parameters import (
+    TrainingParameters,
+    check_initial_state,
+    check_rate_name,
+    feed_of,
+    number_of,
+    optimizer_of,
+    options_of,
+    providers_of,
+)
 
-__all__ = ["TrainingSession"]
+__all__ = ["NodeArg", "TrainerSession", "TrainingSession"]
 
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
+_STEPS = "the trainer's train_step() and eval_step() run it, and trainer.session runs their halves"
+# What ONNX Runtime's classes had, and what there is instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("run", "run_with_ort_values", "run_with_iobinding", "io_binding"), _STEPS),
+    "run_async": "call run() in a thread",
+    "run_with_ortvaluevector": "call run_with_ort_values() or run_with_iobinding()",
+    **dict.fromkeys(("load_model", "read_bytes"), "the constructor reads the model"),
+    **dict.fromkeys(("finalize", "__del__"), "there is nothing to finalize; memory is freed with the object"),
+    **dict.fromkeys(("get_tuning_results", "set_tuning_results"), "no kernel is tuned"),
+    "_sess": "there is no C session; the methods of this object are those that it had",
+}
+
+
+class TrainerSession:
+    """Reads and restores the state of a started trainer.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: ORTTrainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=self)
+
+    def get_modelmeta(self) -> Any:
+        """Returns the ``onnxruntime.ModelMetadata`` of the training graph."""
+        return self._session.inference_session.get_modelmeta()
+
+    def get_providers(self) -> list[str]:
+        """Returns the names of the execution providers, in order."""
+        return list(self._session.inference_session.get_providers())
+
+    def get_provider_options(self) -> dict[str, dict[str, str]]:
+        """Returns the options of the execution providers."""
+        return dict(self._session.inference_session.get_provider_options())
+
+    def get_session_options(self) -> SessionOptions:
+        """Returns the ``onnxruntime.SessionOptions`` of the training graph."""
+        return self._session.inference_session.get_session_options()
+
+    def get_profiling_start_time_ns(self) -> int:
+        """Returns the start time of profiling in nanoseconds."""
+        return int(self._session.inference_session.get_profiling_start_time_ns())
+
+    def end_profiling(self) -> str:
+        """Ends profiling (``sess_options.enable_profiling``) and returns the name of the result file."""
+        return str(self._session.inference_session.end_profiling())
+
+    def get_state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Returns trained weights, moments and update counts in one flat dict of copies.
+
+        The keys are the names of weights, ``Moment_1_<weight>``, ``Moment_2_<weight>``, and ``Update_Count_<weight>``
+        (Adam) or ``Step`` (LAMB). Frozen weights and buffers are not included.
+        """
+        state = flat_state_dict(self._trainer, include_optimizer_state=True)
+        layout = self._trainer.loop.layout
+        held = set(layout.tensors) - set(layout.trainable)
+        return {name: value.numpy() for name, value in state.items() if name not in held}
+
+    def load_state(self, dict: Mapping[str, Any], strict: bool = False) -> None:
+        """Restores what :meth:`get_state` returned.
+
+        Args:
+            dict: The state.
+            strict: Whether names must match exactly; if not, only names that both have are restored.
+
+        Raises:
+            RuntimeError: If names differ and ``strict`` is True.
+            TypeError, ValueError: If a value is invalid. Nothing has changed then.
+        """
+        full: Mapping[str, Any] = dict
+        if strict and isinstance(dict, Mapping):
+            layout = self._trainer.loop.layout
+            tensors = {**self._session.parameters, **self._session.buffers}
+            held = {name: own for name, own in layout.canonical.items() if own not in layout.trainable}
+            full = {
+                **{name: tensors[held[name]].detach().cpu().numpy() for name in held if name in layout.tensors},
+                **dict,
+            }
+        load_flat_state_dict(self._trainer, full, strict)
+
+    def get_model_state(self, include_mixed_precision_weights: bool = False) -> dict[str, dict[str, Any]]:
+        """Returns the trained weights as copies.
+
+        Args:
+            include_mixed_precision_weights: Whether to add the weights rounded to fp16, as mixed precision uses them.
+
+        Returns:
+            ``full_precision`` -> name -> array, and with mixed precision ``mixed_precision`` -> name -> array.
+        """
+        trained = self._trainer.loop.layout.trainable
+        weights = {name: self._session.parameters[name].detach().cpu().numpy().copy() for name in trained}
+        state: dict[str, dict[str, Any]] = {"full_precision": weights}
+        if include_mixed_precision_weights and self._trainer.loop.precision.mixed:
+            state["mixed_precision"] = {name: value.astype(np.float16) for name, value in weights.items()}
+        return state
+
+    def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Returns moments and update counts: weight -> ``Moment_1``, ``Moment_2``, ``Update_Count``."""
+        state: dict[str, dict[str, Any]] = self._trainer.state_dict()["optimizer"]
+        return state
+
+    def get_partition_info_map(self) -> dict[str, dict[str, list[int]]]:
+        """Returns an empty dict, because weights are not partitioned between ranks."""
+        return {}
+
+    @property
+    def _session(self) -> Any:
+        session = self._trainer.loop.session
+        assert session is not None
+        return session
+
+
+@dataclass(frozen=True)
+class NodeArg:
+    """An input or output of the session, as ``onnxruntime.NodeArg`` describes one.
+
+    Attributes:
+        name: The name.
+        type: The type, such as ``tensor(float)``.
+        shape: Sizes, or names of symbolic dimensions.
+    """
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
+def _node_arg(value: ir.Value) -> NodeArg:
+    """Returns the description of a value of an ONNX model."""
+    kind = "undefined" if value.dtype is None else value.dtype.name.lower()
+    return NodeArg(str(value.name), f"tensor({kind})", list(shape_of(value) or ()))
 
 
 class TrainingSession(TrainerSession):
@@ -78,10 +225,10 @@ class TrainingSession(TrainerSession):
             raise TypeError(f"parameters must be TrainingParameters, but a {type(parameters).__name__} was given")
         self._model = load_onnx_model(os.fspath(path_or_bytes))
         if parameters.weights_to_train:  # overrides which weights the file marks as frozen
-            self._model = dataclasses.replace(self._model, frozen=frozenset())
+            self._model = replace(self._model, frozen=frozenset())
         self._parameters = copy.deepcopy(parameters)
         self._scale_name = next(name for name in _LOSS_SCALES if name not in self._model.inputs)
-        translate.check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
+        check_rate_name(self._parameters, [*self._model.inputs, self._scale_name])
         self._sess_options = sess_options
         super().__init__(self._make_trainer(providers, provider_options))
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
@@ -106,14 +253,14 @@ class TrainingSession(TrainerSession):
         Raises:
             TypeError, ValueError: If an input is missing, unknown or invalid. Nothing has changed then.
         """
-        values = {name: to_tensor(name, np.asarray(value)) for name, value in translate.feed_of(input_feed).items()}
+        values = {name: to_tensor(name, np.asarray(value)) for name, value in feed_of(input_feed).items()}
         return [value.cpu().numpy() for value in self._run(output_names, values, run_options)]
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
         """Runs the model as :meth:`run` does, with OrtValues."""
-        values = {name: to_torch(value) for name, value in translate.feed_of(input_dict_ort_values).items()}
+        values = {name: to_torch(value) for name, value in feed_of(input_dict_ort_values).items()}
         return [to_ort_value(value) for value in self._run(output_names, values, run_options)]
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
@@ -133,7 +280,7 @@ class TrainingSession(TrainerSession):
 
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
-        found = [node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
+        found = [_node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
         if self._parameters.training_optimizer_name:
             found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
@@ -142,7 +289,7 @@ class TrainingSession(TrainerSession):
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, followed by those that training adds."""
-        found = [node_arg(value) for value in self._model.model.graph.outputs]
+        found = [_node_arg(value) for value in self._model.model.graph.outputs]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:
@@ -217,17 +364,15 @@ class TrainingSession(TrainerSession):
 
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
         parameters = self._parameters
-        device, settings = translate.providers_of(providers, provider_options)
-        options = self._options(translate.options_of(parameters, self._model, device, settings, self._sess_options))
+        device, settings = providers_of(providers, provider_options)
+        options = self._options(options_of(parameters, self._model, device, settings, self._sess_options))
         if parameters.loss_scale and not parameters.use_mixed_precision:
             options.refuse("loss_scale has no effect without use_mixed_precision: leave it at 0")
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)
-        trainer = ORTTrainer(
-            self._model, description.to_dict(), translate.optimizer_of(parameters, self._model), options=options
-        )
+        trainer = ORTTrainer(self._model, description.to_dict(), optimizer_of(parameters, self._model), options=options)
         trainer.prepare()
         if parameters.optimizer_initial_state:
-            translate.check_initial_state(parameters, trainer)
+            check_initial_state(parameters, trainer)
             state = {
                 "optimizer": parameters.optimizer_initial_state,
                 "trainer_options": {"optimizer_name": trainer.optim_config.name},
@@ -280,7 +425,7 @@ class TrainingSession(TrainerSession):
         missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
             raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")
-        extra = {name: translate.number_of(name, value) for name, value in given.items() if value is not None}
+        extra = {name: number_of(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
         loop = self._trainer.loop
         window, info, scaler = loop.window, loop.info, loop.precision.scaler

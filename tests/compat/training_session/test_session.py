@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
-from ort_trainer.compat.training_session import TrainerSession, translate
+from ort_trainer.compat.training_session import TrainerSession
+from ort_trainer.compat.training_session import parameters as settings
 
 from ...helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
@@ -483,22 +484,22 @@ def test_providers_that_can_not_be_used_are_skipped(
 
 def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
-    monkeypatch.setattr(translate, "available_providers", lambda: [cuda, "DnnlExecutionProvider", cpu])
-    monkeypatch.setattr(translate, "has_cuda", lambda: True)
+    monkeypatch.setattr(settings, "available_providers", lambda: [cuda, "DnnlExecutionProvider", cpu])
+    monkeypatch.setattr(settings, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert translate.providers_of([cuda, cpu], None) == ("cuda:0", {cuda: {}, cpu: {}})
-    assert translate.providers_of([(cuda, {"device_id": "1"})], None) == ("cuda:1", {cuda: {"device_id": "1"}})
+    assert settings.providers_of([cuda, cpu], None) == ("cuda:0", {cuda: {}, cpu: {}})
+    assert settings.providers_of([(cuda, {"device_id": "1"})], None) == ("cuda:1", {cuda: {"device_id": "1"}})
     # The CPU takes every node, so nothing is left for the providers after it.
-    assert translate.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
-    assert translate.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
-    assert translate.providers_of(None, None) == ("", {})
+    assert settings.providers_of([cpu, cuda], None) == ("cpu", {cpu: {}})
+    assert settings.providers_of(["DnnlExecutionProvider"], [{"a": 1}]) == ("cpu", {"DnnlExecutionProvider": {"a": 1}})
+    assert settings.providers_of(None, None) == ("", {})
     # Without names, the options belong to all available providers.
-    assert translate.providers_of(None, [{"device_id": 1}, {}, {}])[0] == "cuda:1"
+    assert settings.providers_of(None, [{"device_id": 1}, {}, {}])[0] == "cuda:1"
     for index in (2, "first"):
         with pytest.raises(ValueError, match=f"providers has {cuda} with device_id '{index}', but there are 2 CUDA"):
-            translate.providers_of([cuda], [{"device_id": index}])
+            settings.providers_of([cuda], [{"device_id": index}])
     with pytest.raises(ValueError, match="providers has .'cuda'., unknown to ONNX Runtime: choose from"):
-        translate.providers_of(["cuda"], None)
+        settings.providers_of(["cuda"], None)
 
 
 def test_models_in_onnx_runtimes_own_format(path: Path, tmp_path: Path) -> None:
