@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..optim.step_info import TrainStepInfo
-from ..options import ModelDescription
-from ..train.loop import TrainingLoop
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from ..optim.step_info import TrainStepInfo
+    from ..options import ModelDescription
+    from ..train.loop import TrainingLoop
 
 __all__ = ["Trainer"]
 
