@@ -1,4 +1,8 @@
-"""Writes weight updates as ONNX nodes: the arithmetic of PyTorch's fused kernels, for other runtimes."""
+"""Writes weight updates as ONNX nodes, also into a training graph: one ONNX model for a complete training step.
+
+The trainer itself updates with PyTorch's fused kernels, which are faster than nodes. The nodes do the same arithmetic,
+for inspection and for other runtimes.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 
+from ..core.optimizer_keys import STEP, UPDATE_COUNT
+from ..step import Step
 from ..step.emitter import Emitter
 from ..step.names import Names
 from .rule import ParameterNodes, Rule
 
-__all__ = ["ParameterUpdate", "UpdateWriter"]
+__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "ParameterUpdate", "UpdateWriter", "with_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -160,3 +167,142 @@ class UpdateWriter(Emitter):
     def _like(self, value: ir.Value, other: ir.Value) -> ir.Value:
         wanted = other.dtype
         return value if value.dtype == wanted else self._once(wanted, value, lambda: self._cast(value, wanted))
+
+
+# Names from the legacy trainer.
+LEARNING_RATE = "__learning_rate"
+ALL_FINITE = "__all_finite"
+DIVISOR = "__gradient_divisor"
+
+
+def with_optimizer(
+    graph: Step,
+    updates: Mapping[str, ParameterUpdate],
+    *,
+    rates: int = 1,
+    accumulate: bool = False,
+    check_finite: bool = False,
+) -> ir.Model:
+    """Returns a copy of a training graph that also updates the weights.
+
+    Its additional inputs are ``__learning_rate`` of shape [rates], and for a parameter ``p`` its state tensors, such as
+    ``p.Moment_1``, and ``p.Update_Count``, or one ``Step`` for all (LAMB). Both counts are int64 of shape [1]: updates
+    done plus 1, as in the state dict. Its outputs are the described outputs, the new buffers, and ``p.updated``,
+    ``p.Moment_1.updated`` and so on instead of the gradients.
+
+    Args:
+        graph: A training graph; it is not changed.
+        updates: Parameter name -> its update, for all parameters with a gradient.
+        rates: Number of learning rates.
+        accumulate: Whether the step ends an accumulation window. Then ``p.grad.accumulated``, the sum of the earlier
+            gradients, and ``__gradient_divisor``, the divisor of the new sum, are inputs. Otherwise gradients are
+            divided by the loss scale.
+        check_finite: Whether to output ``__all_finite``, and to output old values if it is false.
+    """
+    return _Writer(graph, updates, rates, accumulate, check_finite).write()
+
+
+class _Writer(UpdateWriter):
+    """Appends nodes to a copy of a graph."""
+
+    def __init__(
+        self,
+        source: Step,
+        updates: Mapping[str, ParameterUpdate],
+        rates: int,
+        accumulate: bool,
+        check_finite: bool,
+    ) -> None:
+        model = source.model.clone()
+        super().__init__(model.opset_imports, Names(ir.convenience.create_value_mapping(model.graph)))
+        self._source = source
+        self._updates = updates
+        self._rates = rates
+        self._accumulate = accumulate
+        self._check_finite = check_finite
+        self._model, self._graph = model, model.graph
+        self._inputs = {value.name: value for value in self._graph.inputs}
+        self._outputs = {value.name: value for value in self._graph.outputs}
+
+    def write(self) -> ir.Model:
+        gradients = self._gradients()
+        norm = self.norm(gradients.values())
+        finite = None
+        if self._check_finite:
+            finite = self.op("Not", self.op("Or", self.op("IsNaN", norm), self.op("IsInf", norm)))
+        rates = self._input(LEARNING_RATE, ir.DataType.FLOAT, [self._rates])
+        results: dict[str, ir.Value] = {}
+        step = None
+        if any(update.rule.shares_count for update in self._updates.values()):
+            step = self._input(STEP, ir.DataType.INT64, [1])
+        for name, gradient in gradients.items():
+            update = self._updates[name]
+            weight = self._inputs[self._source.state[name]]
+            slots = {slot: self._input(f"{name}.{slot}", weight.dtype, weight.shape) for slot in update.slots}
+            count = step if update.rule.shares_count else None
+            if update.counts and count is None:
+                count = self._input(f"{name}.{UPDATE_COUNT}", ir.DataType.INT64, [1])
+            new, kept = self.update(update, weight, gradient, slots, count, rates, norm)
+            changed = {f"{name}.{slot}": (slots[slot], value) for slot, value in kept.items()}
+            if count is not None and count is not step:
+                changed[f"{name}.{UPDATE_COUNT}"] = (count, self.next(count))
+            changed[name] = (weight, new)
+            for key, (old, value) in changed.items():
+                results[f"{key}.updated"] = self._chosen(finite, old, value)
+        if step is not None:
+            results[f"{STEP}.updated"] = self._chosen(finite, step, self.next(step))
+        if finite is not None:
+            finite.shape = ir.Shape([])
+            results[ALL_FINITE] = finite
+        return self._finish(results)
+
+    def _finish(self, results: Mapping[str, ir.Value]) -> ir.Model:
+        gradients = set(self._source.gradients.values())
+        kept = [value for value in self._graph.outputs if value.name not in gradients]
+        self._graph.outputs.clear()
+        self._graph.outputs.extend(kept)
+        for name, value in results.items():
+            named = self.op("Identity", value)
+            named.name, named.type, named.shape = self._names.unique(name), _type(value), value.shape
+            self._graph.outputs.append(named)
+        self._graph.extend(self.nodes)
+        common_passes.RemoveUnusedNodesPass()(self._model)
+        return self._model
+
+    def _gradients(self) -> dict[str, ir.Value]:
+        """Returns the gradients, accumulated and divided."""
+        if self._accumulate:
+            divisor = self._input(DIVISOR, ir.DataType.FLOAT, [])
+        else:
+            assert self._source.loss_scale is not None
+            scale = self._inputs[self._source.loss_scale.name]
+            divisor = self.op("Squeeze", scale) if self._source.loss_scale.shape else scale
+        found = {}
+        for name, output in self._source.gradients.items():
+            gradient = self._outputs[output]
+            weight = self._inputs.get(self._source.state.get(name, ""))
+            if weight is None:
+                continue  # its gradient does not depend on it, so the graph has no input for it
+            gradient.type = _type(weight)
+            if self._accumulate:
+                earlier = self._input(f"{name}.grad.accumulated", weight.dtype, weight.shape)
+                gradient = self.op("Add", gradient, earlier)
+            found[name] = self.op("Div", gradient, self._like(divisor, weight))
+        return found
+
+    def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
+        chosen = new if finite is None else self.op("Where", finite, new, old)
+        chosen.type, chosen.shape = _type(old), old.shape
+        return chosen
+
+    def _input(self, name: str, dtype: ir.DataType | None, shape: Any) -> ir.Value:
+        assert dtype is not None
+        value = ir.Value(name=self._names.unique(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self._graph.inputs.append(value)
+        return value
+
+
+def _type(value: ir.Value) -> ir.TensorType:
+    """Returns a copy of a value's type; changing a shared type object would change both values."""
+    assert value.dtype is not None
+    return ir.TensorType(value.dtype)

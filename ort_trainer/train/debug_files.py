@@ -62,8 +62,7 @@ def save_graphs(
     if not any(paths.values()):
         return
     # Few users need these files, and the modules that write them take half a second to import.
-    from ..optim.onnx_update import with_optimizer
-    from ..optim.update_writer import ParameterUpdate
+    from ..optim.update_writer import ParameterUpdate, with_optimizer
     from ..step.prune import prune
 
     writers: dict[str, Any] = {
