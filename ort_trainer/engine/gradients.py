@@ -61,17 +61,23 @@ class Gradients:
                 self._scratch[name] = torch.empty_like(self.memory(name))
         return {name: self._scratch[name] for name in names}
 
-    def forget(self) -> None:
-        """Releases used gradients, so that the next run can use their memory."""
+    def begin(self) -> bool:
+        """Releases used gradients, so that the next run can use their memory; returns whether it overwrites them."""
+        if not self._reset and self._present:
+            return False
         self._used = False
         if not self.stays:
             self.tensors |= dict.fromkeys(
                 self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
             )
+        return True
 
     def take(self, written: Mapping[str, torch.Tensor], fresh: bool) -> None:
         """Replaces the gradients by a run's results, or adds them; they are in :meth:`destinations` or new memory."""
-        if fresh:
+        if fresh and not self._memory:
+            self.tensors |= written
+            self._present = set(written)
+        elif fresh:
             copied = [name for name in written if name in self._memory and written[name] is not self._memory[name]]
             if copied:
                 torch._foreach_copy_([self._memory[name] for name in copied], [written[name] for name in copied])
@@ -114,4 +120,6 @@ class Gradients:
 
     def _found(self) -> dict[str, torch.Tensor]:
         """Returns the present gradients, in the same order in all processes."""
+        if len(self._present) == len(self.tensors):
+            return dict(self.tensors)
         return {name: tensor for name, tensor in self.tensors.items() if name in self._present}

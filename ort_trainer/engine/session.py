@@ -40,6 +40,14 @@ class StepSession:
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
         seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
         gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
+
+    Attributes:
+        parameters, buffers: As given.
+        generator: Draws the random numbers of training.
+        changed_buffers: Names of the buffers that training changes.
+        present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
+            ``restore`` of :class:`Gradients`.
+        lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
     """
 
     def __init__(
@@ -62,11 +70,15 @@ class StepSession:
         self._providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
-        self._gradients = Gradients(self.parameters, self._device, gradient_memory)
+        self._gradients = held = Gradients(self.parameters, self._device, gradient_memory)
+        self.present_gradients, self.used_gradients = held.present, held.used
+        self.hold_gradients, self.restore_gradients = held.hold, held.restore
+        self.lazy_reset_grad = held.reset
         self.generator = (
             _global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
+        self.changed_buffers: Collection[str] = self._updated.keys()
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self._variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -201,9 +213,7 @@ class StepSession:
             The outputs that the plan fetches, as new tensors.
         """
         graph = plan.runner.graph
-        fresh = self._gradients.are_fresh
-        if fresh:
-            self._gradients.forget()
+        fresh = self._gradients.begin()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
         self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
         return results
@@ -216,8 +226,7 @@ class StepSession:
         Returns:
             The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
         """
-        if self._gradients.are_fresh:
-            self._gradients.forget()
+        self._gradients.begin()
         results, written = self._run(plan, batch, False, loss_scale, check)
         found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
         # The next run overwrites bound tensors.
@@ -249,38 +258,10 @@ class StepSession:
         results, _ = runner.run(plan, batch)
         return list(results.values())
 
-    def lazy_reset_grad(self) -> None:
-        """Makes the next :meth:`train` overwrite the gradients instead of adding to them."""
-        self._gradients.reset()
-
-    def present_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients since the last reset, by parameter name; empty right after one."""
-        return self._gradients.present()
-
-    @property
-    def changed_buffers(self) -> Collection[str]:
-        """Names of the buffers that training changes."""
-        return self._updated.keys()
-
-    def hold_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        """Records the gradients that an update uses: those of all processes; None for the session's own.
-
-        Empty invalidates the gradients.
-        """
-        self._gradients.hold(gradients)
-
     @property
     def starts_over(self) -> bool:
         """Whether the next :meth:`train` overwrites the gradients."""
         return self._gradients.are_fresh
-
-    def used_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
-        return self._gradients.used()
-
-    def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Sets the accumulated gradients; empty for none."""
-        self._gradients.restore(gradients)
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
         return self._runners.setdefault((training, self._variants[training]), [])

@@ -47,7 +47,7 @@ class OptimizerConfig:
     """
 
     is_live = False
-    """Whether hyper-parameters may change from update to update."""
+    """Whether hyper-parameters may change from update to update, as those of a PyTorch optimizer."""
     needs_closure = False
     """Whether an update computes the loss several times."""
 
@@ -85,7 +85,7 @@ class OptimizerConfig:
         A group without its own ``lr`` uses the config's. Assign a list of the same length to change them all
         between steps; a group follows :attr:`lr` until it is assigned another value.
         """
-        return [*(group.get("lr", self._lr) for group in self._params), self._lr]
+        return [self._lr] if not self._params else [*(group.get("lr", self._lr) for group in self._params), self._lr]
 
     @learning_rates.setter
     def learning_rates(self, values: Sequence[float]) -> None:

@@ -17,7 +17,7 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     Unlike ``torch.nn.utils.get_total_norm``, it does not round the norm of fp16 gradients to fp16.
     """
     norms = torch._foreach_norm(list(gradients))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(map(torch.Tensor.float, norms))))
     return total
 
 

@@ -33,6 +33,7 @@ class ParameterBatch:
         hyper: The hyper-parameters, without the learning rate.
         counter: The tensor that consists of exactly these counts, if there is one.
         parts: Which parts of the parameters these tensors are; it computes norms of the whole tensors.
+        kept: What is derived from weights, slots and counts, which stay the same from update to update.
     """
 
     weights: list[torch.Tensor]
@@ -44,10 +45,20 @@ class ParameterBatch:
     hyper: Mapping[str, Any]
     counter: torch.Tensor | None = None
     parts: Parts = field(default_factory=Parts)
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def slot(self, name: str) -> list[torch.Tensor]:
         """Returns the state tensor of a slot for every parameter."""
-        return [slots[name] for slots in self.slots]
+        if name not in self.kept:
+            self.kept[name] = [slots[name] for slots in self.slots]
+        return self.kept[name]  # type: ignore[no-any-return]
+
+    def by_dtype(self) -> list[ParameterBatch]:
+        """Groups the parameters by dtype."""
+        if "dtypes" not in self.kept:
+            self.kept["dtypes"] = [weight.dtype for weight in self.weights]
+            self.kept["one dtype"] = len(set(self.kept["dtypes"])) == 1
+        return [self] if self.kept["one dtype"] else [part for _, part in self.split(self.kept["dtypes"])]
 
     def divide(self) -> None:
         """Divides the gradients in place, once."""

@@ -86,7 +86,7 @@ class TrainStepInfo:
             rates: The learning rates.
             norm: The gradients' norm, or a function that computes it.
         """
-        self._rates, self._norm = [float(rate) for rate in rates], norm
+        self._rates, self._norm = list(map(float, rates)), norm
 
     @property
     def fetches(self) -> list[str]:

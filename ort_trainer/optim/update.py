@@ -22,13 +22,18 @@ Again = Callable[[], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 @dataclass
 class _Group:
-    """Parameters of one group of the config, with their hyper-parameters, limit of the gradient norm, and counts."""
+    """Parameters of one group of the config, with their hyper-parameters, limit of the gradient norm, and counts.
+
+    The batches are those of the last update, for the parameters that had gradients; usually the next has the same.
+    """
 
     index: int
     hyper: dict[str, Any]
     limit: float
     names: list[str] = field(default_factory=list)
     counter: torch.Tensor | None = None
+    updated: list[str] = field(default_factory=list)
+    batches: list[ParameterBatch] = field(default_factory=list)
 
 
 class OptimizerUpdate:
@@ -48,6 +53,7 @@ class OptimizerUpdate:
         slots: Parameter name -> its state tensors by slot, such as ``Moment_1``; empty if it has none.
         counts: Parameter name -> number of updates, a float32 scalar as torch's kernels require; only if counted.
         shows_gradients: Whether the gradients of an update can be seen in ``p.grad`` until :meth:`forget`.
+        asks_norm: Whether :meth:`step` computes the norm: because it needs it, or can't compute it afterwards.
         norm: The global norm of the gradients of the last update, a scalar, divided but not clipped; None if it was not
             needed.
     """
@@ -90,6 +96,7 @@ class OptimizerUpdate:
         # Like PyTorch, update weights that share memory one after the other.
         self._one_by_one = bool(shared_groups(parameters, parameters))
         self._clips = any(math.isfinite(group.limit) for group in self._groups)
+        self.asks_norm = self._clips or max_value is not None
 
     @property
     def groups(self) -> Iterator[tuple[int, dict[str, Any], float, list[str]]]:
@@ -118,7 +125,7 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True if that was not checked.
         """
-        asked = self.asks_norm(check_finite) and bool(gradients)
+        asked = bool(gradients) and (check_finite or self.asks_norm)
         self.norm = self.parts.total_norm(gradients.values()) / divisor if asked else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
@@ -130,6 +137,8 @@ class OptimizerUpdate:
         """Replaces the tensors of the given parameters; unknown names are ignored."""
         known = {name: value for name, value in parameters.items() if name in self._parameters}
         self._parameters |= self.parts.of(known)
+        for group in self._groups:
+            group.updated = []
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
         """Releases used gradients."""
@@ -142,26 +151,38 @@ class OptimizerUpdate:
         again: Again | None,
     ) -> None:
         for group in self._groups:
-            found = [name for name in group.names if name in gradients]
-            divided = self._clip_values([gradients[name] for name in found], _divisor(group, self.norm, divisor))
-            for names in ([name] for name in found) if self._one_by_one else [found] if found else []:
-                self.rule.update(
-                    ParameterBatch(
-                        weights=[self._parameters[name] for name in names],
-                        gradients=[gradients[name] for name in names],
-                        slots=[self.slots[name] for name in names],
-                        counts=[self.counts.get(name) for name in names],
-                        lr=learning_rates[0 if len(learning_rates) == 1 else group.index],
-                        divisor=divided,
-                        hyper=self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper,
-                        counter=group.counter if len(names) == len(group.names) else None,
-                        parts=self.parts,
-                    )
-                )
+            names = group.names
+            if not all(map(gradients.__contains__, names)):
+                names = [name for name in names if name in gradients]
+            if names != group.updated:
+                group.updated, group.batches = names, self._batches(group, names)
+            found = list(map(gradients.__getitem__, names))
+            divided = _divisor(group, self.norm, divisor)
+            if self._max_value is not None:
+                divided = self._clip_values(found, divided)
+            for index, batch in enumerate(group.batches):
+                batch.gradients = found[index : index + 1] if self._one_by_one else found
+                batch.lr, batch.divisor = learning_rates[0 if len(learning_rates) == 1 else group.index], divided
+                batch.hyper = self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper
+                self.rule.update(batch)
+                batch.gradients = []  # their memory is the next run's
 
-    def asks_norm(self, check_finite: bool) -> bool:
-        """Returns whether :meth:`step` computes the norm: because it needs it, or can't compute it afterwards."""
-        return self._clips or check_finite or self._max_value is not None
+    def _batches(self, group: _Group, names: list[str]) -> list[ParameterBatch]:
+        """Returns batches of the parameters: all together, or one each, if any share memory."""
+        return [
+            ParameterBatch(
+                weights=[self._parameters[name] for name in own],
+                gradients=[],
+                slots=[self.slots[name] for name in own],
+                counts=[self.counts.get(name) for name in own],
+                lr=0.0,
+                divisor=1.0,
+                hyper=group.hyper,
+                counter=group.counter if len(own) == len(group.names) else None,
+                parts=self.parts,
+            )
+            for own in ([[name] for name in names] if self._one_by_one else [names] if names else [])
+        ]
 
     def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
         """Divides and clips gradients in place."""

@@ -59,7 +59,8 @@ def read_batch(
     Raises:
         TypeError: If an argument is missing, unknown, given twice, or not a tensor.
     """
-    args, kwargs = unpack(args, kwargs)
+    if len(args) == 1 and not kwargs:
+        args, kwargs = unpack(args, kwargs)
     arguments = arguments or tuple(dict.fromkeys(map(argument_of, names)))
     if len(args) > len(arguments):
         raise TypeError(
@@ -75,10 +76,12 @@ def read_batch(
             raise TypeError(f"inputs {twice} were given both by position and by name")
         given.update(kwargs)
     layouts: dict[str, Layout] = {}
-    if any(not isinstance(value, (torch.Tensor, np.ndarray)) for value in given.values()):
-        given, layouts = _taken_apart(given, names)
-    strange = [name for name in given if name not in names]
-    if strange:
+    for value in given.values():
+        if not isinstance(value, (torch.Tensor, np.ndarray)):
+            given, layouts = _taken_apart(given, names)
+            break
+    if not all(map(names.__contains__, given)):
+        strange = [name for name in given if name not in names]
         raise TypeError(
             f"inputs {strange} are tensors, but the model description has no such tensors: it has {list(names)}"
         )
@@ -86,11 +89,17 @@ def read_batch(
         missing = [name for name in names if name not in given and name not in optional]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}")
-    batch = Batch({name: to_tensor(name, given[name]) for name in names if name in given})
-    for name in batch:
-        argument = argument_of(name)
-        if argument != name and argument not in layouts:  # the caller gave its parts by their own names
-            layouts[argument] = default_layout(argument, batch)
+    batch = Batch()
+    for name in names:
+        if name in given:
+            value = given[name]
+            plain = type(value) is torch.Tensor and value.layout is torch.strided
+            batch[name] = value.detach().contiguous() if plain else to_tensor(name, value)
+    if arguments != names:
+        for name in batch:
+            argument = argument_of(name)
+            if argument != name and argument not in layouts:  # the caller gave its parts by their own names
+                layouts[argument] = default_layout(argument, batch)
     batch.layouts = tuple(sorted(layouts.items()))
     return batch
 

@@ -174,7 +174,10 @@ class TrainingLoop:
             IndexError: If an index is out of range.
             ValueError: If losses are to be checked, but the loss is not fetched.
         """
-        plan = self.prepare(batch, training, names, backward)
+        if self._session is None or not self.graphs.has_started:
+            plan = self._start(batch, training, names, backward)
+        else:
+            plan = self.graphs.plan(self._session, batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.graph.loss)
         if plan.indices and self._checks_indices:
@@ -202,7 +205,9 @@ class TrainingLoop:
 
     def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         with Transaction(self) as transaction:
-            weight, kwargs = self.take_weight(kwargs)
+            weight = 1.0
+            if GRADIENT_WEIGHT in kwargs or self.window.reduction == "weighted":
+                weight, kwargs = self.take_weight(kwargs)
             fetches = self.info.fetches
             batch = self.graphs.bind(args, kwargs)
             plan = self.plan(batch, True, self.graphs.fetches(fetches))
@@ -244,13 +249,14 @@ class TrainingLoop:
                 )
             again = functools.partial(self._again, batch)
         transaction.begin(self._session, plan.runner.graph)
-        # Before anything changes, because both may raise.
-        self.config.check()
+        # Before the run, because both may raise.
+        if self.config.is_live:
+            self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
-        outputs = self._run(plan, batch, weight)
+        outputs, is_due = self._run(plan, batch, weight)
         if self.strategy.world_size > 1:
             transaction.commit()  # no process can roll back alone
-        if self.window.complete:
+        if is_due:
             self._update(self.meet("update", rates), None, again, transaction)
         transaction.commit()
         return outputs
@@ -268,12 +274,14 @@ class TrainingLoop:
         """
         with Transaction(self, joint=False) as transaction:
             transaction.begin(self._session, plan.runner.graph)
-            outputs = self._run(plan, batch, weight)
+            outputs, _ = self._run(plan, batch, weight)
             transaction.commit()
             return outputs
 
-    def _run(self, plan: Plan, batch: Batch, weight: float) -> Outputs:
-        session, window, scale = self._session, self.window, self.precision.loss_scale
+    def _run(self, plan: Plan, batch: Batch, weight: float) -> tuple[Outputs, bool]:
+        """Runs the forward and backward pass; returns the outputs, and whether the weights are due for an update."""
+        session, window = self._session, self.window
+        scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
         assert session is not None
         if self.optimizer.shows_gradients:
             self._release_shown(session)
@@ -281,9 +289,9 @@ class TrainingLoop:
         outputs = session.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
         if plan.runner.graph.buffer_updates:
             self.source.memory.publish(plan.runner.graph.buffer_updates)
-        window.add(weight, scale)
+        is_due = window.add(weight, scale)
         self.info.step += 1
-        return outputs
+        return outputs, is_due
 
     def gradients_of(
         self, plan: Plan, batch: Batch, check: Check | None = None
@@ -401,8 +409,8 @@ class TrainingLoop:
 
     def meet(self, kind: str, rates: Sequence[float] = ()) -> Meeting:
         """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes."""
-        session, info = self._session or self.start_session(), self.info
-        share = self.window.share(self.precision.loss_scale)
+        session, window, info = self._session or self.start_session(), self.window, self.info
+        share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
         present = session.present_gradients()
         meeting = self.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
         info.step = meeting.step
@@ -426,10 +434,16 @@ class TrainingLoop:
         Returns:
             As :meth:`end_window`.
         """
-        session, optimizer, info, strategy = self.start_session(), self.optimizer, self.info, self.strategy
+        session, optimizer, info, strategy = (
+            self._session or self.start_session(),
+            self.optimizer,
+            self.info,
+            self.strategy,
+        )
         if not meeting.weight:
             return False
-        self.config.set_rates(meeting.rates)
+        if self.config.is_live:
+            self.config.set_rates(meeting.rates)
         divisor, checks_finite = 1.0, self.precision.checks_finite
         if gradients is None:
             own = session.present_gradients()
@@ -441,20 +455,21 @@ class TrainingLoop:
         else:
             gradients, keeps = optimizer.parts.of(gradients), False
         norm = None
-        if gradients and not keeps and not optimizer.asks_norm(checks_finite):
+        if gradients and not keeps and not (checks_finite or optimizer.asks_norm):
             # If the user may change the gradients, or they are in parts, the norm is computed now.
             norm = optimizer.parts.total_norm(gradients.values()) / divisor
         run = optimizer.step if self.profiler is None else functools.partial(self.profiler.update, optimizer.step)
         try:
             info.all_finite = run(
                 gradients=gradients,
-                learning_rates=[float(rate) for rate in meeting.rates],
+                learning_rates=list(map(float, meeting.rates)),
                 divisor=divisor,
                 check_finite=checks_finite,
                 again=again,
             )
         finally:  # the gradients were divided in place, even if the update failed
-            self.discard_gradients()
+            self.window.reset()
+            session.lazy_reset_grad()
         if strategy.world_size > 1:
             updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
             strategy.spread(meeting, updated, session.buffers)
@@ -467,7 +482,8 @@ class TrainingLoop:
         self.holds_gradients = False
         info.note_update(meeting.rates, functools.partial(_norm_of_used, session) if norm is None else norm)
         try:
-            self.precision.update(info)
+            if self.precision.scaler is not None:
+                self.precision.update(info)
         finally:
             info.optimization_step += int(info.all_finite)
             if transaction is not None and info.all_finite:

@@ -110,11 +110,15 @@ class StepGraphs:
         try:
             names = self._input_names
             batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
-            self._add_parameters(batch)
+            if self._parameters or self.loss_parameters:
+                self._add_parameters(batch)
             if partly and self._layouts:  # arguments that are left out keep their known layouts
                 known = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
                 batch.layouts = tuple(sorted({**known, **dict(batch.layouts)}.items()))
-            kind = (*batch, *((value.shape, value.dtype, value.device) for value in batch.values()))
+            found: list[Any] = list(batch)
+            for value in batch.values():
+                found += (value.shape, value.dtype, value.device)
+            kind = tuple(found)
             if kind not in self._fitting:
                 self._check(batch)
                 if len(self._fitting) >= _MAXIMUM_KINDS:
@@ -176,7 +180,9 @@ class StepGraphs:
         Raises:
             RuntimeError: If the session can't use one of them.
         """
-        self._rebind(session, self._source.memory.take_changes())
+        changed = self._source.memory.take_changes()
+        if changed:
+            self._rebind(session, changed)
 
     def plan(
         self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
@@ -264,12 +270,12 @@ class StepGraphs:
         """Makes the session use the graphs and tensors of the model as it is now."""
         variant, changed = self._source.check(training)
         session.choose_variant(training, (variant, batch.layouts, *self._parameters))
-        self._rebind(session, changed)
+        if changed:
+            self._rebind(session, changed)
 
     def _rebind(self, session: StepSession, changed: Mapping[str, torch.Tensor]) -> None:
-        if changed:
-            session.rebind(changed)
-            self._rebound(changed)
+        session.rebind(changed)
+        self._rebound(changed)
 
     def _builder(self, batch: Batch, portable: bool = False) -> Builder:
         """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""

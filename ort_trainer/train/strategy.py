@@ -10,8 +10,8 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,10 +22,10 @@ from .window import Share
 __all__ = ["Meeting", "SingleProcess", "Strategy", "check_done", "together"]
 
 Result = TypeVar("Result")
+_weight = attrgetter("weight")
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """What the processes agreed on before a joint operation.
 
     Attributes:
@@ -51,7 +51,8 @@ class Meeting:
     @property
     def weight(self) -> float:
         """The total weight of all micro-batches."""
-        return sum(share.weight for share in self.shares)
+        total: float = sum(map(_weight, self.shares))
+        return total
 
     @property
     def leader(self) -> int:

@@ -63,7 +63,8 @@ class Transaction(uninterrupted):
         if session is not None and graph is not None:
             info = self._loop.info
             state = session.generator.get_state() if graph.random else None
-            buffers = {name: session.buffers[name].clone() for name in graph.buffer_updates}
+            updates = graph.buffer_updates
+            buffers = {name: session.buffers[name].clone() for name in updates} if updates else {}
             self._before = session, info.step, info.all_finite, state, buffers
 
     def commit(self) -> None:

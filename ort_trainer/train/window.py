@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import shown
 
 __all__ = ["AccumulationWindow", "Share"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The contribution of a process to an update.
 
     Attributes:
@@ -111,21 +109,22 @@ class AccumulationWindow:
         """
         return self._scale * weight / self._unit if self.micro_batches else scale
 
-    def add(self, weight: float, scale: float) -> None:
-        """Counts a micro-batch whose gradients were added."""
+    def add(self, weight: float, scale: float) -> bool:
+        """Counts a micro-batch whose gradients were added; returns whether the weights are due for an update."""
         if not self.micro_batches:
             self._unit, self._scale = weight, scale
         self.micro_batches += 1
         self._weight += weight
+        return self.micro_batches >= self._size
 
     @property
     def complete(self) -> bool:
         """Whether the weights are due for an update."""
         return self.micro_batches >= self._size
 
-    def share(self, scale: float) -> Share:
-        """Returns the share of the micro-batches so far; without any, an empty share with the given loss scale."""
-        return Share(self._weight, self._unit, self._scale) if self.micro_batches else Share(0.0, scale=scale)
+    def share(self) -> Share:
+        """Returns the share of the micro-batches so far."""
+        return Share(self._weight, self._unit, self._scale)
 
     def divisor_of(self, share: Share) -> float:
         """Returns the divisor of gradients that make up a share, including the loss scale."""
@@ -134,7 +133,7 @@ class AccumulationWindow:
     @property
     def divisor(self) -> float:
         """The divisor of the gradients so far, including the loss scale."""
-        return self.divisor_of(Share(self._weight, self._unit, self._scale))
+        return self.divisor_of(self.share())
 
     def reset(self) -> None:
         """Begins a new window."""

@@ -135,7 +135,7 @@ class _Compiler:
     def __init__(self, program: Program, timed: bool) -> None:
         self._program = program
         self._timed = timed
-        self._names: dict[str, Any] = {"contiguous": _contiguous, "now": time.perf_counter_ns}
+        self._names: dict[str, Any] = {"now": time.perf_counter_ns}
         self._dims: dict[tuple[str, str], str] = {}
         self._last_uses = self._find_last_uses()
 
@@ -156,14 +156,14 @@ class _Compiler:
             body.append(f"v{index} = {self._name(find_operator(target))}({', '.join(given)})")
             body += [f"del {name}" for name in self._last_uses.get(index, ())]
             body += mark
-        results = []
-        for step, order in program.results:
-            results.append(f"contiguous(v{step}, {None if order is None else [int(axis) for axis in order]})")
-        if self._timed:
-            for index, result in enumerate(results):
-                body += [f"r{index} = {result}", *mark]
-            results = [f"r{index}" for index in range(len(results))]
-        body.append(f"return ({', '.join(results)},)")
+        # The form in which results are passed between nodes.
+        flags, as_bytes = self._name(torch.bool), self._name(torch.uint8)
+        for index, (step, order) in enumerate(program.results):
+            permuted = "" if order is None else f".permute({[int(axis) for axis in order]})"
+            body.append(f"r{index} = v{step}{permuted}.contiguous()")
+            body.append(f"if r{index}.dtype is {flags}: r{index} = r{index}.view({as_bytes})")
+            body += mark
+        body.append(f"return ({', '.join(f'r{index}' for index in range(len(program.results)))},)")
         if self._dims:
             self._names["sizes"] = _size_function(list(program.symbols), list(self._dims))
             read = [f"x{source}.shape[{axis}]" for source, axis in program.symbols.values()]
@@ -226,12 +226,6 @@ def _identifier(name: str) -> str:
     if not name.isidentifier():
         raise ValueError(f"{name!r} is not a valid argument name")
     return name
-
-
-def _contiguous(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """Returns a tensor in the form in which it is passed between nodes."""
-    value = (value if order is None else value.permute(order)).contiguous()
-    return value.view(torch.uint8) if value.dtype is torch.bool else value
 
 
 def _size_function(symbols: list[str], expressions: list[tuple[str, str]]) -> Callable[..., tuple[float, ...]]:

@@ -171,8 +171,8 @@ class _Adam(Rule):
     def _update(self, batch: ParameterBatch, epsilon: float, decay: float) -> None:
         batch.count_up()
         scale = batch.scale()
-        for _, part in batch.split([weight.dtype for weight in batch.weights]):
-            counts = [count for count in part.counts if count is not None]
+        for part in batch.by_dtype():
+            counts: Any = part.counts  # all are counted
             # torch.optim.AdamW calls this after checks that take as long as the update of a small model.
             torch._fused_adamw_(
                 part.weights,
