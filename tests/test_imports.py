@@ -24,7 +24,7 @@ ALLOWED = {
     "profiling": {"core", "engine", "step"},
     "state": {"core"},
     # Needs no torch; of the engine it uses only what needs none either.
-    "api": {"core", "engine", "step"},
+    "api": {"core", "engine", "state", "step"},
     "export": {"core", "engine", "optim", "options", "step"},
     "sources": {"export"},
     "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "step"},
@@ -32,7 +32,7 @@ ALLOWED = {
     "runs": {"core", "optim", "options", "state", "train"},
     "fit": {"core", "runs"},
     # The trainer imports it lazily for exports.
-    "artifacts": {"api", "core", "engine", "export", "optim", "options", "step", "train", "trainer"},
+    "artifacts": {"api", "core", "engine", "export", "optim", "options", "state", "step", "train"} | {"trainer"},
     "trainer": {"amp", "artifacts", "core", "distributed", "engine", "export", "fit", "optim", "options", "profiling"}
     | {"runs", "state", "train"},
     "integrations": {"core", "optim", "options", "trainer"},

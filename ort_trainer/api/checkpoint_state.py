@@ -10,8 +10,9 @@ import numpy as np
 
 from ..core.errors import shown
 from ..engine.ort import OrtValue
-from .checkpoint_file import Array, Checkpoint, Value, from_bytes, read_checkpoint, to_bytes, write_checkpoint
-from .state import State
+from ..state.state import Array, State, Value
+from ..state.training_api import from_bytes, read_checkpoint, to_bytes, write_checkpoint
+from .live_state import LiveState
 
 if TYPE_CHECKING:
     from ..engine.ort import StateTensor
@@ -25,7 +26,7 @@ _BITS = 8192
 class Parameter:
     """A parameter of the model, from ``state.parameters[name]``."""
 
-    def __init__(self, name: str, state: State) -> None:
+    def __init__(self, name: str, state: LiveState) -> None:
         self._name = name
         self._state = state
 
@@ -114,7 +115,7 @@ class Parameters(MutableMapping[str, Parameter]):
     Values can be assigned, ``parameters["fc.weight"] = array``, but parameters can be neither added nor removed.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LiveState) -> None:
         self._state = state
         self._known = {name: Parameter(name, state) for name in state.parameters}
 
@@ -163,7 +164,7 @@ class Parameters(MutableMapping[str, Parameter]):
 class Properties(MutableMapping[str, Value]):
     """The user's own values in a checkpoint: int, float and str by name."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LiveState) -> None:
         self._state = state
 
     def __getitem__(self, name: str) -> Value:
@@ -223,8 +224,8 @@ class CheckpointState:
     visible to all.
     """
 
-    def __init__(self, state: State) -> None:
-        if not isinstance(state, State):
+    def __init__(self, state: LiveState) -> None:
+        if not isinstance(state, LiveState):
             raise TypeError(
                 f"create a CheckpointState with CheckpointState.load_checkpoint(path); it can't be made from "
                 f"{shown(state)}"
@@ -264,8 +265,8 @@ class CheckpointState:
         return cls._of(from_bytes(bytes(checkpoint_buffer), name), name)
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint, name: str) -> CheckpointState:
-        return cls(State(checkpoint, name))
+    def _of(cls, checkpoint: State, name: str) -> CheckpointState:
+        return cls(LiveState(checkpoint, name))
 
     @classmethod
     def save_checkpoint(
@@ -314,8 +315,8 @@ class CheckpointState:
         )
 
 
-def state_of(state: CheckpointState) -> State:
-    """Returns the ``State`` of a ``CheckpointState``.
+def state_of(state: CheckpointState) -> LiveState:
+    """Returns the ``LiveState`` of a ``CheckpointState``.
 
     Raises:
         TypeError: If ``state`` is not a CheckpointState.

@@ -11,8 +11,8 @@ import numpy as np
 from ..core.atomic import atomic_path
 from ..core.errors import shown
 from ..engine.ort import OrtValue, RunOptions, SessionOptions, parse_device, to_ort_value
+from ..state.state import Array
 from ..step.contract import Step
-from .checkpoint_file import Array
 from .checkpoint_state import CheckpointState, state_of
 from .load import ModelSource, check_options, load_model
 from .runner import Input, StepRunner

@@ -10,9 +10,9 @@ from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..engine.ort import RunOptions
 from ..step.contract import OptimizerModel
+from .live_state import LiveState
 from .load import ModelSource, check_options, check_run_options, load_model
 from .module import Module
-from .state import State
 
 __all__ = ["Optimizer", "check_rate"]
 
@@ -35,7 +35,7 @@ class Optimizer:
     def __init__(self, optimizer_uri: ModelSource, module: Module) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"module must be a Module, but {shown(module)} was given")
-        self._state: State = module._state
+        self._state: LiveState = module._state
         device = self._state.device
         options = check_options(module._given_options, update=True)
         loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", options, device)

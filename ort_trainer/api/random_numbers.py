@@ -20,7 +20,7 @@ from ..core.masks import KEYS, NEVER, draw_words, threshold, words_for
 from ..step.contract import RandomInput
 
 if TYPE_CHECKING:
-    from .checkpoint_file import Array
+    from ..state.state import Array
 
 __all__ = ["RandomNumbers", "draw_mask", "set_seed"]
 

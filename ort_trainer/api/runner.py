@@ -12,10 +12,10 @@ from ..core.errors import shown
 from ..core.indices import IndexRange, check_indices
 from ..core.interrupts import uninterrupted
 from ..engine.ort import CPU, OrtValue, RunOptions
+from ..state.state import Array
 from ..step.contract import RandomInput, Step, TensorSpec
-from .checkpoint_file import Array
+from .live_state import LiveState
 from .load import Loaded, check_run_options
-from .state import State
 
 __all__ = ["Input", "StepRunner"]
 
@@ -60,7 +60,7 @@ class StepRunner:
         state: The state that it reads and changes.
     """
 
-    def __init__(self, loaded: Loaded[Step], state: State) -> None:
+    def __init__(self, loaded: Loaded[Step], state: LiveState) -> None:
         self.name = loaded.name
         self.data = loaded.data
         self.model = model = loaded.model

@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..api.checkpoint_file import Checkpoint, read_checkpoint, without_optimizer, write_checkpoint
 from ..core.errors import shown, warn
 from ..core.foreign import is_upstream_checkpoint
-from .back_to_trainer import state_dict_of
+from ..state.state import State
+from ..state.state_dict import to_state_dict
+from ..state.training_api import read_checkpoint, write_checkpoint
 from .upstream.checkpoint import read_upstream_checkpoint
 from .upstream.conversion import from_upstream, to_upstream
 from .upstream.write_checkpoint import write_upstream_checkpoint
 
-__all__ = ["convert_checkpoint", "trainer_state_dict", "write_as_upstream"]
+__all__ = ["convert_checkpoint", "read_state", "trainer_state_dict", "write_as_upstream"]
 
 PathLike = str | os.PathLike[str]
 
@@ -48,28 +49,34 @@ def convert_checkpoint(
         raise TypeError(f"target must be a path, but {shown(target)} was given")
     if not isinstance(include_optimizer_state, bool):
         raise TypeError(f"include_optimizer_state must be a bool, but {shown(include_optimizer_state)} was given")
-    if _is_upstream(source):
-        upstream = read_upstream_checkpoint(source)
-        if not include_optimizer_state:
-            upstream.groups = {}
-        write_checkpoint(target, from_upstream(upstream, None if like is None else read_checkpoint(like)))
-        return
-    if like is not None:
+    from_theirs = _is_upstream(source)
+    if like is not None and not from_theirs:
         raise ValueError(
             f"'like' is only for checkpoints of onnxruntime-training, but {os.fspath(source)!r} is a checkpoint of "
             "ort_trainer: leave it out"
         )
-    checkpoint = read_checkpoint(source)
-    write_as_upstream(target, checkpoint if include_optimizer_state else without_optimizer(checkpoint))
+    write = write_checkpoint if from_theirs else write_as_upstream
+    write(target, read_state(source, like, include_optimizer_state))
 
 
-def write_as_upstream(target: PathLike, checkpoint: Checkpoint) -> None:
+def read_state(source: PathLike, like: PathLike | None = None, include_optimizer: bool = True) -> State:
+    """Returns the state in a checkpoint of onnxruntime-training or ``ort_trainer.api``, fitted to that of an export."""
+    if not _is_upstream(source):
+        state = read_checkpoint(source)
+        return state if include_optimizer else state.without_optimizer()
+    upstream = read_upstream_checkpoint(source)
+    if not include_optimizer:
+        upstream.groups = {}
+    return from_upstream(upstream, None if like is None else read_checkpoint(like))
+
+
+def write_as_upstream(target: PathLike, state: State) -> None:
     """Writes an ort_trainer checkpoint in onnxruntime-training's format, and warns of what that can't store.
 
     Raises:
         ValueError: If onnxruntime-training lacks its optimizer.
     """
-    found, left_out = to_upstream(checkpoint)
+    found, left_out = to_upstream(state)
     if left_out:
         warn(f"onnxruntime-training can't store {', '.join(left_out)}: left out of {os.fspath(target)!r}")
     write_upstream_checkpoint(target, found)
@@ -95,17 +102,15 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     Example:
         >>> trainer.load_state_dict(trainer_state_dict("artifacts/trained"))
     """
-    checkpoint: Checkpoint = (
-        from_upstream(read_upstream_checkpoint(source)) if _is_upstream(source) else read_checkpoint(source)
-    )
-    if checkpoint.nominal:
+    state = read_state(source)
+    if state.nominal:
         raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has no parameter values")
-    if checkpoint.gradients and checkpoint.trainer is None:
+    if state.gradients and state.trainer is None:
         warn(
             f"gradients since the last reset in {os.fspath(source)!r} are ignored: the trainer starts a new "
             "accumulation window"
         )
-    return state_dict_of(checkpoint)
+    return to_state_dict(state)
 
 
 def _is_upstream(source: PathLike) -> bool:

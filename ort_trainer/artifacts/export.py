@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ..api.checkpoint_file import Checkpoint
 from ..core.errors import shown
 from ..engine.ownership import shared_groups
 from ..export import BORROWED
+from ..state.state import State
 from ..step import Step
 from ..train.joint_state import Gathered
 from ..train.loop import TrainingLoop
@@ -98,7 +98,7 @@ class _Made:
     weight: float
     updates: Mapping[str, Updated]
     optimizer: Described | None
-    checkpoint: Checkpoint
+    checkpoint: State
     buffers: Sequence[str]
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..api.checkpoint_file import Checkpoint, to_bytes, without_optimizer
 from ..core.atomic import explained, remove_abandoned, sync, temporary_folder
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
+from ..state.state import State
+from ..state.training_api import to_bytes
 from ..step.contract import METADATA, OptimizerModel, Step, to_metadata
 
 __all__ = [
@@ -37,7 +38,7 @@ TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL = "training_model.onnx", "eval
 FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)
 
 
-def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: bool) -> dict[str, bytes]:
+def contents(models: Mapping[str, Described], checkpoint: State, nominal: bool) -> dict[str, bytes]:
     """Returns the contents of each file.
 
     Args:
@@ -55,7 +56,7 @@ def contents(models: Mapping[str, Described], checkpoint: Checkpoint, nominal: b
         found[name] = _serialized(model)
     found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
-        found[NOMINAL_CHECKPOINT] = to_bytes(replace(without_optimizer(checkpoint), export=export, nominal=True))
+        found[NOMINAL_CHECKPOINT] = to_bytes(replace(checkpoint.without_optimizer(), export=export, nominal=True))
     return found
 
 

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..api.checkpoint_file import Checkpoint
 from ..core.optimizer_keys import UPDATE_COUNT
 from ..optim import lr_scheduler
+from ..state.state import Array, State
+from ..state.state_dict import random_to_numpy
 from ..train.joint_state import Gathered
 from ..train.loop import TrainingLoop
 from ..train.state import trainer_options
-from .generator_state import to_numpy
 from .optimizer_model import Updated
 
 __all__ = ["running_state", "schedule_of"]
-
-Array = np.ndarray[Any, Any]
 
 
 def running_state(
@@ -28,7 +26,7 @@ def running_state(
     origins: Mapping[str, tuple[str, str | None]],
     gathered: Gathered,
     divisor: float,
-) -> Checkpoint:
+) -> State:
     """Returns the state of a trainer.
 
     Args:
@@ -47,8 +45,7 @@ def running_state(
     for key, (name, slot) in origins.items():
         done = updates[name].count
         optimizer[key] = np.array([(done or 0) + 1], np.int64) if slot is None else _array(updates[name].slots[slot])
-    return Checkpoint(
-        export="",
+    return State(
         parameters={**parameters, **floats},
         trainable=list(updates),
         buffers={name: value for name, value in buffers.items() if name not in floats},
@@ -108,7 +105,7 @@ def _random_state(generator: torch.Generator) -> dict[str, Array]:
     """Returns the state of a CPU generator in NumPy's layout; empty for generators of other devices."""
     if generator.device.type != "cpu":
         return {}
-    return {"state": to_numpy(generator.get_state().numpy())}
+    return {"state": random_to_numpy(generator.get_state().numpy())}
 
 
 def _array(value: torch.Tensor) -> Array:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..api.checkpoint_file import (
-    Array,
-    Checkpoint,
-    as_stored,
-    read_checkpoint,
-    without_optimizer,
-    write_checkpoint,
-)
-from ..artifacts.convert import convert_checkpoint, trainer_state_dict, write_as_upstream
+from ..artifacts.convert import convert_checkpoint, read_state, trainer_state_dict, write_as_upstream
 from ..core.atomic import atomic_path
 from ..core.errors import warn
-from ..core.optimizer_keys import SHARED, UPDATE_COUNT
 from ..core.sealed import Stored, read_tensors, write
+from ..state.state import State
+from ..state.state_dict import from_state_dict
+from ..state.training_api import as_stored, read_checkpoint, write_checkpoint
 from .describe import Format, manifest_of, open_sealed, recognize
 
 __all__ = ["TARGETS", "convert"]
@@ -40,7 +33,7 @@ _USUAL = {
     Format.TENSORS: "trainer",
 }
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 _OF_OPTIMIZER = ("optimizer", "torch_optimizer", "gradients")
 _OF_UPDATES = ("window", "train_step_info", "lr_scheduler")
 _MAIN_PARTS = ("format", "version", "state", "user")
@@ -102,7 +95,7 @@ def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_opt
     save_checkpoint_file(target, state, user_dict, overwrite=True, parts=parts)
 
 
-def _parts(source: Path) -> dict[str, State]:
+def _parts(source: Path) -> dict[str, StateDict]:
     """Returns the other parts of a checkpoint besides the state and the user's dict, such as the data position."""
     from ..state import read_parts
 
@@ -111,7 +104,7 @@ def _parts(source: Path) -> dict[str, State]:
     return dict(zip(names, read_parts(source, *names), strict=True))
 
 
-def _state(sources: Sequence[Path], kind: Format) -> tuple[State, State]:
+def _state(sources: Sequence[Path], kind: Format) -> tuple[StateDict, StateDict]:
     """Returns the state of a trainer and the user's own values, from any kind of file."""
     source = sources[0]
     if kind is Format.TENSORS:
@@ -120,14 +113,10 @@ def _state(sources: Sequence[Path], kind: Format) -> tuple[State, State]:
         from ..state import load_checkpoint_file
 
         return load_checkpoint_file(*sources)
-    if kind is Format.API:
-        return trainer_state_dict(source), dict(read_checkpoint(source).properties)
-    from ..artifacts.upstream import read_upstream_checkpoint
-
-    return trainer_state_dict(source), dict(read_upstream_checkpoint(source).properties)
+    return trainer_state_dict(source), dict(read_state(source).properties)
 
 
-def _torch_tensors(source: Path) -> State:
+def _torch_tensors(source: Path) -> StateDict:
     """Returns the tensors of a safetensors file as PyTorch tensors, because NumPy lacks some dtypes."""
     from ..state.file import as_tensor
 
@@ -156,14 +145,9 @@ def _stored(value: Any) -> Stored:
 
 
 def _write_api(sources: Sequence[Path], kind: Format, target: Path, like: Path | None, with_optimizer: bool) -> None:
-    source = sources[0]
-    if kind is Format.UPSTREAM:
-        convert_checkpoint(source, target, like, include_optimizer_state=with_optimizer)
-    elif kind is Format.API:
-        found = read_checkpoint(source)
-        write_checkpoint(target, found if with_optimizer else without_optimizer(found))
-    else:
-        write_checkpoint(target, _for_export(sources, kind, like, with_optimizer))
+    of_export = kind in (Format.API, Format.UPSTREAM)
+    state = read_state(sources[0], like, with_optimizer) if of_export else _like(sources, kind, like, with_optimizer)
+    write_checkpoint(target, state)
 
 
 def _write_upstream(
@@ -174,81 +158,15 @@ def _write_upstream(
     elif kind is Format.UPSTREAM:
         raise ValueError(f"{str(sources[0])!r} is already a checkpoint of onnxruntime-training")
     else:
-        write_as_upstream(target, _for_export(sources, kind, like, with_optimizer))
+        write_as_upstream(target, _like(sources, kind, like, with_optimizer))
 
 
-def _for_export(sources: Sequence[Path], kind: Format, like: Path | None, with_optimizer: bool) -> Checkpoint:
-    """Returns the state of a trainer as the checkpoint of an export, with the export's own data from ``like``."""
+def _like(sources: Sequence[Path], kind: Format, like: Path | None, with_optimizer: bool) -> State:
+    """Returns the state of a trainer for the models of an export."""
     if like is None:
         raise ValueError(
             f"a {kind.value} lacks the data of an export's models: with --like, give the 'checkpoint' that "
             "export_artifacts() wrote for the same model"
         )
     export = read_checkpoint(like)
-    state, user_dict = _state(sources, kind)
-    weights = state.get("model", {}).get("full_precision", {}) | state.get("transient_buffers", {})
-    optimizer = _optimizer_of(state, export) if with_optimizer and "optimizer" in state else None
-    if state.get("gradients"):
-        warn("gradients of an incomplete accumulation window are left out: the window starts over")
-    properties = {name: value for name, value in user_dict.items() if _is_property(value)}
-    if len(properties) < len(user_dict):
-        warn(f"user values that are neither numbers nor strings are left out: {[*user_dict.keys() - properties]}")
-    found = dataclasses.replace(
-        without_optimizer(export),
-        parameters={name: _fitting(name, weights, value) for name, value in export.parameters.items()},
-        buffers={name: _fitting(name, weights, value) for name, value in export.buffers.items()},
-        random=_random_of(state) if "random" in state else export.random,
-        properties=properties,
-        nominal=False,
-    )
-    if optimizer is None:
-        return found
-    step = state.get("train_step_info", {}).get("optimization_step", 0)
-    return dataclasses.replace(found, optimizer=optimizer, optimization_step=step)
-
-
-def _is_property(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
-
-
-def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
-    if name not in weights:
-        raise ValueError(f"{name!r} is missing, but the checkpoint given with --like has it")
-    value = np.asarray(weights[name])
-    if value.shape != like.shape or value.dtype != like.dtype:
-        raise ValueError(
-            f"{name!r} has shape {list(value.shape)} and dtype {value.dtype}, but {list(like.shape)} and {like.dtype} "
-            "in the checkpoint given with --like"
-        )
-    return value
-
-
-def _optimizer_of(state: Mapping[str, Any], export: Checkpoint) -> dict[str, Array] | None:
-    """Returns the optimizer's state by the keys of an export; None, with a warning, if the optimizer differs."""
-    kept: Mapping[str, Any] = state["optimizer"]
-    counts = {int(own[UPDATE_COUNT][0]): own[UPDATE_COUNT] for own in kept.values() if UPDATE_COUNT in own}
-    found, missing = {}, []
-    for key, like in (export.optimizer or {}).items():
-        name, _, slot = key.rpartition(".")
-        value = kept.get(name or SHARED, {}).get(slot)
-        if value is None and key == UPDATE_COUNT and len(counts) == 1:
-            (value,) = counts.values()
-        if value is None or value.shape != like.shape:
-            missing.append(key)
-        else:
-            found[key] = value
-    if missing or export.optimizer is None:
-        what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
-        warn(f"the optimizer's state is left out, so training starts with a new one: {what}")
-        return None
-    return found
-
-
-def _random_of(state: Mapping[str, Any]) -> dict[str, Array]:
-    import torch
-
-    from ..artifacts.generator_state import to_numpy
-
-    generator = torch.Generator()
-    generator.set_state(torch.from_numpy(state["random"].copy()))  # raises if it is invalid
-    return {"state": to_numpy(generator.get_state().numpy())}
+    return from_state_dict(*_state(sources, kind), export, with_optimizer)

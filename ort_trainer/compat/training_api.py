@@ -9,7 +9,7 @@ from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 from .. import api
-from ..api.state import State
+from ..api.live_state import LiveState
 from .modules import is_changed, put_in_place, restore
 
 __all__ = ["install_alone", "training_api_names"]
@@ -52,7 +52,7 @@ class Properties(_Pairs, api.Properties):  # type: ignore[misc]
 class CheckpointState(api.CheckpointState):
     """The state of training; see ``ort_trainer.api.CheckpointState``."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LiveState) -> None:
         super().__init__(state)
         self._parameters, self._properties = Parameters(state), Properties(state)
 

@@ -1,7 +1,12 @@
-"""Checkpoint files: a state dict and the user's own dict in one safetensors file."""
+"""State: what training keeps, as one class, and its file formats, each a module that reads and writes it."""
 
-from .file import PathOrFile, load_checkpoint_file, read_parts, read_user_dict, save_checkpoint_file
-from .legacy import aggregate_legacy_files
+from typing import TYPE_CHECKING
+
+from ..core.lazy import lazily
+
+if TYPE_CHECKING:
+    from .file import PathOrFile, load_checkpoint_file, read_parts, read_user_dict, save_checkpoint_file
+    from .legacy import aggregate_legacy_files
 
 __all__ = [
     "PathOrFile",
@@ -11,3 +16,6 @@ __all__ = [
     "read_user_dict",
     "save_checkpoint_file",
 ]
+
+# Lazy, because the training API must not require torch.
+__getattr__ = lazily(__name__, {name: "legacy" if name == "aggregate_legacy_files" else "file" for name in __all__})

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
-from ort_trainer.api.checkpoint_file import Checkpoint, to_bytes
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
+from ort_trainer.state.state import State
+from ort_trainer.state.training_api import to_bytes
 from ort_trainer.step.contract import METADATA, OptimizerModel, RandomInput, Slot, Step, TensorSpec, to_metadata
 
 FLOAT, INT64, BOOL, UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.UINT8
@@ -170,9 +171,15 @@ def make_artifacts(
     )
 
 
-def checkpoint(export: str = EXPORT, schedule: dict | None = None, nominal: bool = False) -> Checkpoint:
-    return Checkpoint(
-        export, dict(PARAMETERS), list(TRAINED), {"count": np.array(3)}, [0.1], schedule=schedule, nominal=nominal
+def checkpoint(export: str = EXPORT, schedule: dict | None = None, nominal: bool = False) -> State:
+    return State(
+        dict(PARAMETERS),
+        list(TRAINED),
+        {"count": np.array(3)},
+        learning_rates=[0.1],
+        schedule=schedule,
+        export=export,
+        nominal=nominal,
     )
 
 

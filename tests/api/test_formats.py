@@ -10,10 +10,11 @@ import onnx
 import pytest
 
 from ort_trainer.api.artifact_checks import check_described
-from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes, without_optimizer
 from ort_trainer.core.errors import CheckpointError
 from ort_trainer.core.indices import IndexRange
 from ort_trainer.core.sealed import write
+from ort_trainer.state.state import State
+from ort_trainer.state.training_api import from_bytes, to_bytes
 from ort_trainer.step.contract import (
     METADATA,
     OptimizerModel,
@@ -143,23 +144,23 @@ def test_index_ranges_that_are_none(changes: dict, what: str) -> None:
     check_described(STEP, "'a.onnx'")
 
 
-def checkpoint() -> Checkpoint:
-    return Checkpoint(
-        "id",
-        {"z": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float64)},
-        ["z"],
-        {"count": np.array(3)},
-        [0.1, 0.2],
-        {"kind": "linear", "total_steps": 5, "warmup_steps": 1.5},
-        {"z.Moment_1": np.full((2, 3), 2, np.float32)},
-        7,
-        {"z": np.full((2, 3), 3, np.float32)},
-        {"state": np.arange(625, dtype=np.uint32)},
-        {"epoch": 3, "best": 0.5, "name": "x"},
+def checkpoint() -> State:
+    return State(
+        parameters={"z": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float64)},
+        trainable=["z"],
+        buffers={"count": np.array(3)},
+        optimizer={"z.Moment_1": np.full((2, 3), 2, np.float32)},
+        optimization_step=7,
+        learning_rates=[0.1, 0.2],
+        schedule={"kind": "linear", "total_steps": 5, "warmup_steps": 1.5},
+        gradients={"z": np.full((2, 3), 3, np.float32)},
+        random={"state": np.arange(625, dtype=np.uint32)},
+        properties={"epoch": 3, "best": 0.5, "name": "x"},
+        export="id",
     )
 
 
-def same(a: Checkpoint, b: Checkpoint) -> None:
+def same(a: State, b: State) -> None:
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if isinstance(x, dict) and any(isinstance(value, np.ndarray) for value in x.values()):
@@ -181,7 +182,7 @@ def test_checkpoint_of_before_there_was_a_count_of_steps() -> None:
 
 
 def test_without_optimizer_all_that_is_under_way_goes() -> None:
-    found = without_optimizer(dataclasses.replace(checkpoint(), micro_batches=2))
+    found = dataclasses.replace(checkpoint(), micro_batches=2).without_optimizer()
     same(found, dataclasses.replace(checkpoint(), optimizer=None, optimization_step=0, gradients={}, micro_batches=0))
 
 

@@ -241,7 +241,7 @@ def test_threads_make_modules_of_one_state(artifacts: Artifacts, monkeypatch: py
         made.append(StateTensor(np.zeros(like.shape, like.dtype), device))
         return made[-1]
 
-    monkeypatch.setattr("ort_trainer.api.state._zeros", slowly)
+    monkeypatch.setattr("ort_trainer.api.live_state._zeros", slowly)
     state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
     with ThreadPoolExecutor(4) as threads:
         modules = list(threads.map(lambda _: Module(artifacts.training, state), range(4)))

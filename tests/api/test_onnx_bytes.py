@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ort_trainer.api import onnx_bytes
-from ort_trainer.api.checkpoint_file import read_checkpoint
 from ort_trainer.api.onnx_bytes import inference_model
+from ort_trainer.state.training_api import read_checkpoint
 from ort_trainer.step.contract import METADATA, Step, from_metadata
 
 from .exported import export

@@ -13,9 +13,10 @@ from torch import nn
 
 from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.api import CheckpointState, Module
-from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes, to_bytes
 from ort_trainer.artifacts import trainer_state_dict
-from ort_trainer.artifacts.back_to_trainer import state_dict_of
+from ort_trainer.state.state import State
+from ort_trainer.state.state_dict import to_state_dict
+from ort_trainer.state.training_api import from_bytes, to_bytes
 
 from ..api.artifacts import as_version_2
 from ..helpers import MLP, mlp_batches, mlp_trainer
@@ -174,7 +175,7 @@ def test_counts_that_differ() -> None:
     weights = {name: np.ones(2, np.float32) for name in ("a", "b")}
 
     def read(optimizer: dict[str, Any]) -> Any:
-        return state_dict_of(Checkpoint("", weights, ["a", "b"], optimizer=optimizer, trainer=SOUND))["optimizer"]
+        return to_state_dict(State(weights, ["a", "b"], optimizer=optimizer, trainer=SOUND))["optimizer"]
 
     two, five = np.array([2]), np.array([5])
     assert read({"a.Update_Count": two, "b.Update_Count": five}) == {
@@ -198,15 +199,15 @@ def test_a_damaged_part_for_the_trainer() -> None:
         {"idle": {"b": []}},
         {"idle": 3},
     ]
-    assert from_bytes(to_bytes(Checkpoint("", weights, ["a"], trainer=SOUND))).trainer == SOUND
+    assert from_bytes(to_bytes(State(weights, ["a"], trainer=SOUND))).trainer == SOUND
     for change in changes:
         with pytest.raises(CheckpointError, match="is damaged"):
-            from_bytes(to_bytes(Checkpoint("", weights, ["a"], trainer={**SOUND, **change})))
+            from_bytes(to_bytes(State(weights, ["a"], trainer={**SOUND, **change})))
     for count in (-1, 1 << 62):
         with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):
-            from_bytes(to_bytes(Checkpoint("", weights, ["a"], micro_batches=count)))
+            from_bytes(to_bytes(State(weights, ["a"], micro_batches=count)))
     with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):  # the gradients need a count
-        from_bytes(to_bytes(Checkpoint("", weights, ["a"], gradients=weights, trainer=SOUND)))
+        from_bytes(to_bytes(State(weights, ["a"], gradients=weights, trainer=SOUND)))
 
 
 @pytest.mark.engine

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.api.checkpoint_file import read_checkpoint
+from ort_trainer.state.training_api import read_checkpoint
 
 from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 from .twins import Artifacts, assert_same_state, assert_steps_alike, described, exported

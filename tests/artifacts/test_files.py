@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ort_trainer import optim
-from ort_trainer.api.checkpoint_file import read_checkpoint
 from ort_trainer.artifacts import files
 from ort_trainer.artifacts.files import write_files
+from ort_trainer.state.training_api import read_checkpoint
 
 from ..helpers import mlp_batches, mlp_trainer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ort_trainer.artifacts.generator_state import to_numpy, to_torch
+from ort_trainer.state.state_dict import random_to_numpy, random_to_torch
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 700])
@@ -14,9 +14,9 @@ def test_both_draw_the_same_numbers(drawn: int) -> None:
     """Also at the ends of a block of 624 words."""
     generator = torch.Generator().manual_seed(3)
     torch.randint(0, 2**16, (drawn,), generator=generator)
-    state = to_numpy(generator.get_state().numpy())
+    state = random_to_numpy(generator.get_state().numpy())
     again, theirs = torch.Generator(), np.random.RandomState()
-    again.set_state(torch.from_numpy(to_torch(state)))
+    again.set_state(torch.from_numpy(random_to_torch(state)))
     theirs.set_state(("MT19937", state[:-1], int(state[-1])))
     expected = torch.randint(0, 2**16, (700,), generator=generator)
     assert torch.equal(torch.randint(0, 2**16, (700,), generator=again), expected)

@@ -16,7 +16,6 @@ import torch
 
 from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.api import CheckpointState
-from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, write_checkpoint
 from ort_trainer.artifacts import convert_checkpoint, trainer_state_dict
 from ort_trainer.artifacts.upstream import (
     OptimizerGroup,
@@ -26,6 +25,8 @@ from ort_trainer.artifacts.upstream import (
     upstream_checkpoint_bytes,
     write_upstream_checkpoint,
 )
+from ort_trainer.state.state import State
+from ort_trainer.state.training_api import read_checkpoint, write_checkpoint
 
 from ..helpers import assert_close, mlp_batches
 from .upstream_runs import Upstream, make_trainer, write
@@ -229,7 +230,7 @@ def test_floats_that_are_none_are_properties_too() -> None:
         (UpstreamCheckpoint({"a": UpstreamParameter([1.0])}), TypeError, r"'a' must be a NumPy array, but \[1.0\]"),  # type: ignore[arg-type]
         (UpstreamCheckpoint(groups={"group0": OptimizerGroup(-1)}), ValueError, "group 'group0' has step -1"),
         (UpstreamCheckpoint(groups={"group0": OptimizerGroup(1, math.nan)}), ValueError, "and initial_lr nan"),
-        (Checkpoint("", {}, []), TypeError, "must be an UpstreamCheckpoint, but a Checkpoint"),
+        (State({}, []), TypeError, "must be an UpstreamCheckpoint, but a State"),
     ],
     ids=["complex", "half", "list", "step", "rate", "ours"],
 )
@@ -263,7 +264,7 @@ def test_an_interrupt_finds_both_files_old_or_both_new(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "checkpoint.data"]
 
 
-def ours(**arguments: Any) -> Checkpoint:
+def ours(**arguments: Any) -> State:
     """Returns the checkpoint of an export with Adam whose parameters share a count."""
     weights = {"b": array(2), "a": array(3, 2), "running": array(4)}
     optimizer = {f"{n}.{m}": abs(weights[n]) + i for n in ("b", "a") for i, m in enumerate(("Moment_1", "Moment_2"))}
@@ -277,10 +278,10 @@ def ours(**arguments: Any) -> Checkpoint:
         "optimization_step": 4,
         "properties": {"epoch": 2, "name": "x"},
     }
-    return Checkpoint(**{**fields, **arguments})
+    return State(**{**fields, **arguments})
 
 
-def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint) -> None:
+def assert_same_checkpoint(found: State, expected: State) -> None:
     for key, value in vars(expected).items():
         other = getattr(found, key)
         if isinstance(value, dict) and any(isinstance(entry, np.ndarray) for entry in value.values()):

@@ -11,7 +11,8 @@ import torch
 
 from ort_trainer import ORTTrainer
 from ort_trainer.api import CheckpointState, Module, Optimizer
-from ort_trainer.api.checkpoint_file import Checkpoint, from_bytes
+from ort_trainer.state.state import State
+from ort_trainer.state.training_api import from_bytes
 from ort_trainer.step.contract import METADATA, OptimizerModel, Step, from_metadata
 
 Batch = Sequence[torch.Tensor]
@@ -41,7 +42,7 @@ class Artifacts:
         self.optimizer.step()
         self.module.lazy_reset_grad()
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> State:
         return from_bytes(CheckpointState.save_checkpoint_to_buffer(self.state, include_optimizer_state=True))
 
 
@@ -74,7 +75,7 @@ def assert_near(ours: Any, theirs: Any, relative: float, what: str) -> None:
     )
 
 
-def assert_same_state(trainer: ORTTrainer, checkpoint: Checkpoint, relative: float = 1e-6) -> None:
+def assert_same_state(trainer: ORTTrainer, checkpoint: State, relative: float = 1e-6) -> None:
     """Compares weights, buffers, the optimizer's state and the number of updates."""
     state = trainer.state_dict()
     tensors = {**state["model"]["full_precision"], **state.get("transient_buffers", {})}

@@ -12,10 +12,11 @@ import torch
 
 from ort_trainer import ORTTrainer, read_user_dict
 from ort_trainer.api import CheckpointState
-from ort_trainer.api.checkpoint_file import Checkpoint, read_checkpoint, without_optimizer, write_checkpoint
 from ort_trainer.artifacts.upstream import read_upstream_checkpoint
 from ort_trainer.cli.describe import check, describe
 from ort_trainer.state import load_checkpoint_file, read_parts, save_checkpoint_file
+from ort_trainer.state.state import State
+from ort_trainer.state.training_api import read_checkpoint, write_checkpoint
 
 from ..api.artifacts import as_version_2
 from ..helpers import MLP, mlp_batches, mlp_trainer
@@ -34,7 +35,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-def assert_same_checkpoint(ours: Checkpoint, theirs: Checkpoint) -> None:
+def assert_same_checkpoint(ours: State, theirs: State) -> None:
     for group in ("parameters", "buffers", "optimizer", "gradients", "random"):
         assert_equal(getattr(ours, group), getattr(theirs, group))
     for name in ("export", "trainable", "learning_rates", "optimization_step", "schedule"):
@@ -193,7 +194,7 @@ def test_weights_of_a_device_alone_begin_anew(files: Path, run: Run, tmp_path: P
     write_checkpoint(tmp_path / "trained", trained)
     (tmp_path / "older").write_bytes(as_version_2((tmp_path / "trained").read_bytes()))
     assert run("convert", tmp_path / "trained", tmp_path / "api", "--to", "api", "--no-optimizer-state")[0] == 0
-    assert_same_checkpoint(read_checkpoint(tmp_path / "api"), without_optimizer(trained))
+    assert_same_checkpoint(read_checkpoint(tmp_path / "api"), trained.without_optimizer())
     for source, says in ((tmp_path / "trained", True), (tmp_path / "older", False), (files / "upstream", False)):
         arguments = ("--to", "trainer", "--no-optimizer-state", "--force")
         code, _, err = run("convert", source, tmp_path / "new", *arguments)

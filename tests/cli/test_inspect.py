@@ -12,10 +12,10 @@ import pytest
 import safetensors.numpy
 
 from ort_trainer import CheckpointError
-from ort_trainer.api.checkpoint_file import read_checkpoint
 from ort_trainer.cli.describe import describe
 from ort_trainer.core.sealed import write
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
+from ort_trainer.state.training_api import read_checkpoint
 
 from ..state.test_legacy import REAL as LEGACY
 from .conftest import Run, damage

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.api.checkpoint_file import read_checkpoint
+from ort_trainer.state.training_api import read_checkpoint
 
 from .fit_cases import data, model
 

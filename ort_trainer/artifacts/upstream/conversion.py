@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from ...api.checkpoint_file import Checkpoint
 from ...core.errors import CheckpointError
 from ...core.optimizer_keys import UPDATE_COUNT
-from .checkpoint import UNLOADABLE, Array, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
+from ...state.state import Array, State
+from .checkpoint import UNLOADABLE, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
 __all__ = ["from_upstream", "to_upstream"]
 
@@ -21,7 +21,7 @@ GROUP = "group0"
 _MOMENTS = {"momentum0": "Moment_1", "momentum1": "Moment_2"}
 
 
-def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
+def to_upstream(checkpoint: State, trained: Collection[str] | None = None) -> tuple[UpstreamCheckpoint, list[str]]:
     """Converts a checkpoint to onnxruntime-training's.
 
     Args:
@@ -55,7 +55,7 @@ def to_upstream(checkpoint: Checkpoint, trained: Collection[str] | None = None) 
     return found, [*left_out, *(what for what, value in others.items() if value)]
 
 
-def _group(checkpoint: Checkpoint, wanted: Collection[str]) -> OptimizerGroup:
+def _group(checkpoint: State, wanted: Collection[str]) -> OptimizerGroup:
     given = dict(checkpoint.optimizer or {})
     group = OptimizerGroup(checkpoint.optimization_step, checkpoint.learning_rates[-1])
     counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == UPDATE_COUNT}
@@ -88,7 +88,7 @@ def _slot(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None) -> Checkpoint:
+def from_upstream(checkpoint: UpstreamCheckpoint, like: State | None = None) -> State:
     """Converts a checkpoint of onnxruntime-training to ours.
 
     Args:
@@ -102,8 +102,7 @@ def from_upstream(checkpoint: UpstreamCheckpoint, like: Checkpoint | None = None
     parameters = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
     trainable = [name for name, parameter in checkpoint.parameters.items() if parameter.requires_grad]
     buffers = {name: value for name, value in parameters.items() if value.dtype.kind in "biu"}
-    found = Checkpoint(
-        export="",
+    found = State(
         parameters={name: value for name, value in parameters.items() if name not in buffers},
         trainable=trainable,
         buffers=buffers,
@@ -151,7 +150,7 @@ def _optimizer(group: OptimizerGroup) -> dict[str, Array]:
     return {**state, UPDATE_COUNT: np.array([group.step + 1], np.int64)} if state else state
 
 
-def _fitted(found: Checkpoint, like: Checkpoint) -> Checkpoint:
+def _fitted(found: State, like: State) -> State:
     """Returns a checkpoint in the order of another one, with its export and everything that upstream can't store."""
     wanted = {**like.parameters, **like.buffers}
     unloadable = {name: value for name, value in wanted.items() if value.dtype == UNLOADABLE}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from ...api.checkpoint_file import Checkpoint
+from ...state.state import State
 from ...step import Step
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from .conversion import to_upstream
@@ -27,7 +27,7 @@ def write_upstream_artifacts(
     training: Step,
     evaluation: Step,
     updates: Mapping[str, ParameterUpdate],
-    checkpoint: Checkpoint,
+    checkpoint: State,
     buffers: Collection[str],
     *,
     gradient_weight: float = 1.0,
@@ -74,7 +74,7 @@ def write_upstream_artifacts(
         write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, found)
 
 
-def _check(checkpoint: Checkpoint) -> None:
+def _check(checkpoint: State) -> None:
     if checkpoint.schedule is not None:
         raise ValueError(
             "onnxruntime-training's artifacts can't store a learning-rate schedule: use the default flavor, or export "

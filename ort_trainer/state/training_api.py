@@ -1,14 +1,12 @@
-"""The checkpoint of an export: a safetensors file with all state that the models need to continue training."""
+"""The checkpoint of the training API: a safetensors file with all state that an export's models need to continue."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import math
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,16 +16,14 @@ from ..core.errors import CheckpointError, shown
 from ..core.foreign import refuse_upstream_checkpoint
 from ..core.schedules import KINDS, learning_rate
 from ..core.sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
+from .state import Array, State
 
 __all__ = [
     "VERSION",
-    "Checkpoint",
-    "Value",
     "as_stored",
     "from_bytes",
     "read_checkpoint",
     "to_bytes",
-    "without_optimizer",
     "write_checkpoint",
 ]
 
@@ -38,72 +34,28 @@ _KEY = "ort_trainer.checkpoint"
 _RANDOM_WORDS = 625
 _MOST = 1 << 62  # limit of counts, which have 64 bits
 _TENSORS = ("parameters", "buffers", "optimizer", "gradients", "random")
-
-Array = np.ndarray[Any, Any]
-Value = int | float | str
-"""The types of a property."""
-
-
-@dataclass
-class Checkpoint:
-    """The contents of a checkpoint.
-
-    Attributes:
-        export: Identifies the export; the same in all its artifacts.
-        parameters: Name -> value: parameters, trained or not, and floating-point buffers (running statistics).
-        trainable: Names of the trained parameters, in the order of the parameters.
-        buffers: Name -> value of all other buffers.
-        learning_rates: The base rates: one for each parameter group, then one for all other parameters.
-        schedule: For :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
-        optimizer: Key of ``OptimizerModel.state`` -> value; None in a file without the optimizer's state, from which
-            the optimizer starts fresh.
-        optimization_step: Number of updates done.
-        gradients: Name -> the sum of the gradients since the last reset; empty right after a reset.
-        random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625]. PyTorch's and
-            NumPy's generators draw the same numbers from it. Empty for a new generator.
-        properties: The user's own values.
-        nominal: Whether the parameters have shapes and dtypes, but no values yet; they are zeros then.
-        micro_batches: Number of training steps accumulated in the gradients.
-        trainer: What the ``ORTTrainer`` of the export requires in its own state; None if unknown.
-    """
-
-    export: str
-    parameters: dict[str, Array]
-    trainable: list[str]
-    buffers: dict[str, Array] = field(default_factory=dict)
-    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
-    schedule: dict[str, Any] | None = None
-    optimizer: dict[str, Array] | None = None
-    optimization_step: int = 0
-    gradients: dict[str, Array] = field(default_factory=dict)
-    random: dict[str, Array] = field(default_factory=dict)
-    properties: dict[str, Value] = field(default_factory=dict)
-    nominal: bool = False
-    micro_batches: int = 0
-    trainer: dict[str, Any] | None = None
+_OTHERS = (
+    *("export", "trainable", "learning_rates", "schedule", "optimization_step", "properties", "nominal"),
+    *("micro_batches", "trainer"),
+)
 
 
-def without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a copy that restarts training from the same weights."""
-    return dataclasses.replace(checkpoint, optimizer=None, optimization_step=0, gradients={}, micro_batches=0)
-
-
-def to_bytes(checkpoint: Checkpoint) -> bytes:
+def to_bytes(state: State) -> bytes:
     """Returns a checkpoint as the bytes of a file."""
     whole = io.BytesIO()
-    _write(whole, checkpoint)
+    _write(whole, state)
     return whole.getvalue()
 
 
-def _write(file: BinaryIO, checkpoint: Checkpoint) -> None:
-    groups = {group: getattr(checkpoint, group) or {} for group in _TENSORS}
-    others = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint) if f.name not in _TENSORS}
-    if checkpoint.nominal:
+def _write(file: BinaryIO, state: State) -> None:
+    groups = {group: getattr(state, group) or {} for group in _TENSORS}
+    others = {name: getattr(state, name) for name in _OTHERS}
+    if state.nominal:
         others["shapes"] = {name: [str(value.dtype), list(value.shape)] for name, value in groups["parameters"].items()}
         groups["parameters"] = {}
     # safetensors sorts by dtype and name; a flat buffer needs the parameters in their own order.
     others["order"] = {group: list(values) for group, values in groups.items()}
-    others["has_optimizer"] = checkpoint.optimizer is not None
+    others["has_optimizer"] = state.optimizer is not None
     tensors = {
         f"{group}:{name}": as_stored(np.asarray(value, order="C"))
         for group, values in groups.items()
@@ -117,7 +69,7 @@ def as_stored(value: Array) -> Stored:
     return value.dtype.name, value.shape, value.reshape(-1).view(np.uint8)
 
 
-def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
+def from_bytes(data: bytes, name: str = "the given bytes") -> State:
     """Returns the checkpoint in the bytes of a file.
 
     Args:
@@ -131,7 +83,7 @@ def from_bytes(data: bytes, name: str = "the given bytes") -> Checkpoint:
     return _read(io.BytesIO(data), name)
 
 
-def _read(file: BinaryIO, name: str) -> Checkpoint:
+def _read(file: BinaryIO, name: str) -> State:
     refuse_upstream_checkpoint(
         file.read(8),
         name,
@@ -159,9 +111,9 @@ def _read(file: BinaryIO, name: str) -> Checkpoint:
             groups["optimizer"] = None
         if found["nominal"]:
             groups["parameters"] = {key: _blank(*value) for key, value in found.pop("shapes").items()}
-        checkpoint = Checkpoint(**found, **groups)
-        _check(checkpoint)
-        return checkpoint
+        state = State(export=found.pop("export"), **found, **groups)
+        _check(state)
+        return state
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError, ArithmeticError) as error:
@@ -175,21 +127,21 @@ def _blank(dtype: Any, shape: Any) -> Array:
     return np.zeros(shape, dtype)
 
 
-def _check(checkpoint: Checkpoint) -> None:
+def _check(state: State) -> None:
     """Raises a ValueError if a value is invalid."""
-    rates, schedule, random = checkpoint.learning_rates, checkpoint.schedule, checkpoint.random.get("state")
+    rates, schedule, random = state.learning_rates, state.schedule, state.random.get("state")
     sound = {
-        "export": isinstance(checkpoint.export, str),
-        "trainable": _are_names(checkpoint.trainable),
+        "export": isinstance(state.export, str),
+        "trainable": _are_names(state.trainable),
         "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
         "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
-        "optimization_step": type(checkpoint.optimization_step) is int and checkpoint.optimization_step >= 0,
-        "properties": isinstance(checkpoint.properties, dict)
-        and all(isinstance(value, (int, float, str)) for value in checkpoint.properties.values()),
-        "micro_batches": type(checkpoint.micro_batches) is int
-        and bool(checkpoint.gradients and checkpoint.trainer) <= checkpoint.micro_batches < _MOST,
-        "trainer": checkpoint.trainer is None or _is_of_trainer(checkpoint.trainer, checkpoint),
-        "nominal": isinstance(checkpoint.nominal, bool),
+        "optimization_step": type(state.optimization_step) is int and state.optimization_step >= 0,
+        "properties": isinstance(state.properties, dict)
+        and all(isinstance(value, (int, float, str)) for value in state.properties.values()),
+        "micro_batches": type(state.micro_batches) is int
+        and bool(state.gradients and state.trainer) <= state.micro_batches < _MOST,
+        "trainer": state.trainer is None or _is_of_trainer(state.trainer, state),
+        "nominal": isinstance(state.nominal, bool),
         "random": random is None
         or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
     }
@@ -198,17 +150,17 @@ def _check(checkpoint: Checkpoint) -> None:
         raise ValueError(f"invalid {', '.join(wrong)}")
     if schedule is not None:
         for rate in rates:
-            for step in {checkpoint.optimization_step, max(checkpoint.optimization_step - 1, 0)}:  # this and the last
+            for step in {state.optimization_step, max(state.optimization_step - 1, 0)}:  # this and the last
                 learning_rate(schedule, step, rate)
 
 
-def _is_of_trainer(said: dict[str, Any], checkpoint: Checkpoint) -> bool:
-    size, names = said["trainer_options"]["gradient_accumulation_steps"], checkpoint.parameters
+def _is_of_trainer(said: dict[str, Any], state: State) -> bool:
+    size, names = said["trainer_options"]["gradient_accumulation_steps"], state.parameters
     return (
         type(size) is int
         and 0 < size < _MOST
         and said["window"].keys() == {"reduction", "assigned_size"}
-        and _are_names(said["transient_buffers"], {*names, *checkpoint.buffers})
+        and _are_names(said["transient_buffers"], {*names, *state.buffers})
         and _are_names(list(said["idle"]), names)
         and all(_are_names(slots) for slots in said["idle"].values())
     )
@@ -227,7 +179,7 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> State:
     """Returns the checkpoint in a file.
 
     Raises:
@@ -245,7 +197,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _read(file, repr(os.fspath(path)))
 
 
-def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+def write_checkpoint(path: str | os.PathLike[str], state: State) -> None:
     """Writes a file atomically, and replaces an existing one.
 
     Raises:
@@ -254,4 +206,4 @@ def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> No
     from pathlib import Path
 
     with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
-        _write(file, checkpoint)
+        _write(file, state)

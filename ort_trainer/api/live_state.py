@@ -13,17 +13,17 @@ import numpy as np
 from ..core.errors import CheckpointError
 from ..core.schedules import learning_rate
 from ..engine.ort import CPU, Device, StateTensor
+from ..state.state import Array, State, Value
 from ..step.contract import OptimizerModel, Slot, Step
-from .checkpoint_file import Array, Checkpoint, Value
 from .random_numbers import RandomNumbers
 
-__all__ = ["State"]
+__all__ = ["LiveState"]
 
 # Limit of an optimizer's elements per element of a parameter; known optimizers keep two or three.
 _LARGEST_STATE = 16
 
 
-class State:
+class LiveState:
     """The state of training.
 
     A training step writes the model's new buffers and the accumulated gradients into a second set of tensors, which
@@ -56,7 +56,7 @@ class State:
             change meanwhile.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+    def __init__(self, checkpoint: State, name: str) -> None:
         self.export = checkpoint.export
         self.name = name
         self.device: Device = CPU
@@ -213,7 +213,7 @@ class State:
                 "copy_buffer_to_parameters(buffer, trainable_only=False) or from_buffer(buffer), or set each of them"
             )
 
-    def to_checkpoint(self, include_optimizer_state: bool) -> Checkpoint:
+    def to_checkpoint(self, include_optimizer_state: bool) -> State:
         """Returns a checkpoint that shares the state's tensors.
 
         Raises:
@@ -223,7 +223,7 @@ class State:
         if not nominal:
             self.require_values()
         random = self.random.get_state()
-        found = Checkpoint(
+        found = State(
             export=self.export,
             parameters=_viewed(self.values, self.parameters),
             trainable=list(self.trainable),
