@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def fit(
     load = _to_resume(resume, checkpoints)
     if trainer.world_rank:
         every = [callback for callback in every if callback.in_every_process and callback not in shows]
-    together = _Together(trainer, state, stop_signals)
-    together.check_same(
+    consensus = _Consensus(trainer, state, stop_signals)
+    consensus.check_same(
         {
             "epochs": epochs,
             "eval_loader (whether there is one)": eval_loader is not None,
@@ -79,10 +80,11 @@ def fit(
             "checkpoint to resume from (whether one is found)": load is not None,
         }
     )
-    with together.interruptible():
-        return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, together).run(load)
+    with consensus.interruptible():
+        return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, consensus).run(load)
 
 
+@dataclass
 class _Fit:
     """One call of ``fit``.
 
@@ -90,23 +92,19 @@ class _Fit:
         position: The position in the data; callbacks see it in ``state``.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        device: torch.device,
-        train_loader: Any,
-        eval_loader: Any,
-        metrics: Metrics,
-        labels: str | None,
-        callbacks: list[Callback],
-        state: FitState,
-        together: _Together,
-    ) -> None:
-        self.trainer, self.device, self.state, self.together = trainer, device, state, together
-        self.train_loader, self.eval_loader = train_loader, eval_loader
-        self.metrics, self.labels, self.callbacks = metrics, labels, callbacks
-        self.position = state.position = Position(train_loader)
-        state.checkpoint = self.checkpoint
+    trainer: Trainer
+    device: torch.device
+    train_loader: Any
+    eval_loader: Any
+    metrics: Metrics
+    labels: str | None
+    callbacks: list[Callback]
+    state: FitState
+    consensus: _Consensus
+
+    def __post_init__(self) -> None:
+        self.position = self.state.position = Position(self.train_loader)
+        self.state.checkpoint = self.checkpoint
 
     def run(self, load: Load | None) -> FitState:
         """Runs the remaining epochs, after loading a checkpoint if there is one."""
@@ -120,19 +118,19 @@ class _Fit:
             while not self.done():
                 self.epoch()
             state.status = "completed" if len(state.history) >= state.epochs else "stopped"
-            if self.together.interrupted and state.status == "stopped":
+            if self.consensus.interrupted and state.status == "stopped":
                 state.status = "interrupted"
                 self.call("on_exception", KeyboardInterrupt())
         except BaseException as error:
             # With several processes, one that is interrupted in a joint operation can't end in step with the others.
-            alone = isinstance(error, KeyboardInterrupt) and not self.together.several
+            alone = isinstance(error, KeyboardInterrupt) and not self.consensus.several
             state.status = "interrupted" if alone else "failed"
             self.call("on_exception", error)
             if not alone:
                 self.trainer.loop.strategy.failed(error)
                 raise
         finally:
-            self.together.end()
+            self.consensus.end()
             state.seconds = time.perf_counter() - started
             state.outputs = None
             self.call("on_fit_end")
@@ -140,12 +138,12 @@ class _Fit:
 
     def done(self) -> bool:
         """Whether the fit is done, in all processes."""
-        self.together.share({})
-        return self.state.done or self.together.interrupted
+        self.consensus.share({})
+        return self.state.done or self.consensus.interrupted
 
     def epoch(self) -> None:
         """Trains for an epoch, or the rest of one, and evaluates."""
-        state, together = self.state, self.together
+        state, consensus = self.state, self.consensus
         with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
             self.position.begin_epoch()
             self.call("on_train_epoch_start")
@@ -153,13 +151,13 @@ class _Fit:
             try:
                 for batch in self.position.load():
                     self.step(batch)
-                    if together.stopped():
+                    if consensus.stopped():
                         break
             except RuntimeError as error:
-                if not together.has_taken_workers(error):
+                if not consensus.has_taken_workers(error):
                     raise
-        shares = together.share(state.share())
-        if state.reason or together.interrupted:
+        shares = consensus.share(state.share())
+        if state.reason or consensus.interrupted:
             return
         if not any(share["batch"] for share in shares):
             raise ValueError(f"train_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
@@ -167,7 +165,7 @@ class _Fit:
         state.metrics = {}
         if self.eval_loader is not None:
             self.evaluate()
-            if together.interrupted:
+            if consensus.interrupted:
                 return
         state.end_epoch(self.trainer, shares)
         self.position.end_epoch()
@@ -197,7 +195,7 @@ class _Fit:
         self.metrics.reset()
         total, count = 0.0, 0
         for given in self.eval_loader:
-            if self.together.pressed:
+            if self.consensus.pressed:
                 break
             batch = _moved(given, self.device)
             loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
@@ -207,8 +205,8 @@ class _Fit:
                 if not outputs:
                     raise ValueError("metrics need an output besides the loss: describe it in model_desc['outputs']")
                 self.metrics.update(outputs[0] if len(outputs) == 1 else outputs, self.label(batch), size)
-        counts = [row["count"] for row in self.together.share({"count": count})]
-        if self.together.interrupted:
+        counts = [row["count"] for row in self.consensus.share({"count": count})]
+        if self.consensus.interrupted:
             return
         if not any(counts):
             raise ValueError(f"eval_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
@@ -216,7 +214,7 @@ class _Fit:
         known = _mean(self.trainer.gather(found), counts)
         state.metrics = dict(known)
         self.call("on_validation_end")
-        if self.together.several:
+        if self.consensus.several:
             own = {name: float(value) for name, value in state.metrics.items() if value != known.get(name)}
             state.metrics = {**state.metrics, **_mean(self.trainer.gather(own), [1] * len(counts))}
 
@@ -366,8 +364,8 @@ def _split(trainer: Trainer, outputs: Any) -> tuple[float, list[Any]]:
     return float(found[place]), found[:place] + found[place + 1 :]
 
 
-class _Together:
-    """The processes of a fit; works for a single process, too.
+class _Consensus:
+    """What the processes of a fit exchange to reach the same decisions; works for a single process, too.
 
     Args:
         trainer: The trainer.

@@ -120,8 +120,8 @@ class FitState:
         """
         loss = sum(share["loss_sum"] for share in shares) / sum(share["loss_samples"] for share in shares)
         speeds = [share["speed"] for share in shares if share["speed"] is not None]
-        together = {"loss": loss, "samples_per_second": sum(speeds) if speeds else None}
-        self.history.append({**self.record(trainer), **together, **self.metrics})
+        joint = {"loss": loss, "samples_per_second": sum(speeds) if speeds else None}
+        self.history.append({**self.record(trainer), **joint, **self.metrics})
         self._loss_sum, self._loss_samples = 0.0, 0
 
     def next_epoch(self) -> None:
