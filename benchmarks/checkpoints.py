@@ -52,7 +52,7 @@ def save_before(trainer: Any, path: Path) -> None:
     import safetensors.torch
 
     from ort_trainer.core.atomic import atomic_path
-    from ort_trainer.state.manifest import encode
+    from ort_trainer.state.file import encode
     from ort_trainer.train import state
 
     def write(found: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def save_before(trainer: Any, path: Path) -> None:
 def load_before(trainer: Any, path: Path) -> None:
     import safetensors.torch
 
-    from ort_trainer.state.manifest import decode
+    from ort_trainer.state.file import decode
 
     with safetensors.safe_open(path, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict

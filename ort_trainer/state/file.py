@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from ..core.atomic import atomic_path
@@ -22,12 +23,13 @@ from ..core.errors import CheckpointError
 from ..core.foreign import refuse_upstream_checkpoint
 from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
-from .manifest import decode, encode, referenced
 
 __all__ = [
     "PathOrFile",
     "as_stored",
     "as_tensor",
+    "decode",
+    "encode",
     "load_checkpoint_file",
     "read_parts",
     "read_user_dict",
@@ -37,6 +39,11 @@ __all__ = [
 PathOrFile = str | os.PathLike[str] | BinaryIO
 _FORMAT = "ort_trainer checkpoint"
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or before PyTorch 1.6 a bare pickle
+# In the manifest, the nested dicts as JSON, a dict of one of these keys stands for a tensor, an array, or a dict whose
+# own keys begin with $.
+_TENSOR = "$tensor"
+_ARRAY = "$array"
+_DICT = "$dict"
 
 
 def save_checkpoint_file(
@@ -229,3 +236,89 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
     if not all(isinstance(part, dict) for part in found):
         raise CheckpointError(f"{name} is damaged: its manifest lacks the state or the user dict")
     return found
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[int, str]) -> Any:
+    """Returns a value as JSON, with its tensors moved into ``tensors``.
+
+    Args:
+        value: Dicts with str keys, lists and tuples, numbers, strings, bools, None, tensors and arrays.
+        path: Path of the value, for names and errors.
+        tensors: Receives the tensors by new names.
+        seen: id of a tensor -> its name, so that a tensor in several places is stored once.
+
+    Raises:
+        TypeError: If the value contains anything else; the message has its path.
+    """
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        kind = _TENSOR if isinstance(value, torch.Tensor) else _ARRAY
+        if id(value) not in seen:
+            name = path
+            while name in tensors:  # a key that contains a slash can lead to the same path
+                name += "'"
+            seen[id(value)] = name
+            tensors[name] = _plain(value, path)
+        return {kind: seen[id(value)]}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}: keys must be str")
+        entries = {key: encode(entry, f"{path}/{key}", tensors, seen) for key, entry in value.items()}
+        return {_DICT: entries} if any(key.startswith("$") for key in entries) else entries
+    if isinstance(value, (list, tuple)):
+        return [encode(entry, f"{path}/{index}", tensors, seen) for index, entry in enumerate(value)]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: it can hold dicts with str keys, lists, "
+        "numbers, strings, bools, None, tensors and numpy arrays"
+    )
+
+
+def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        except TypeError as error:
+            raise TypeError(f"{path} is an array of dtype {value.dtype}, which a checkpoint can't hold") from error
+    if value.layout != torch.strided:
+        raise TypeError(f"{path} is a {value.layout} tensor, which a checkpoint can't hold: call to_dense()")
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def referenced(value: Any) -> set[str]:
+    """Returns the names of the tensors that :func:`decode` needs for a value."""
+    if isinstance(value, list):
+        return {name for entry in value for name in referenced(entry)}
+    if not isinstance(value, dict):
+        return set()
+    return {
+        name
+        for key, entry in value.items()
+        for name in ([entry] if key in (_TENSOR, _ARRAY) and isinstance(entry, str) else referenced(entry))
+    }
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Reverses :func:`encode`.
+
+    Raises:
+        CheckpointError: If the manifest names a tensor that the file lacks.
+    """
+    if isinstance(value, list):
+        return [decode(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key in (_TENSOR, _ARRAY):
+            if not isinstance(inner, str) or inner not in tensors:
+                raise CheckpointError(
+                    f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is missing"
+                )
+            return tensors[inner] if key == _TENSOR else tensors[inner].numpy()
+        if key == _DICT and isinstance(inner, dict):
+            value = inner
+    return {key: decode(entry, tensors) for key, entry in value.items()}

@@ -248,7 +248,7 @@ def test_hdf5_that_takes_all_memory_or_time(tmp_path: Path) -> None:
 
 def test_hdf5_of_many_ways_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 40 groups has two links to the next, so a walk has a million million paths."""
-    monkeypatch.setattr("ort_trainer.state.rehearsal._SECONDS", 1)
+    monkeypatch.setattr("ort_trainer.state.legacy._SECONDS", 1)
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "file", "w") as file:
         group = file.create_group("model/full_precision")
