@@ -82,7 +82,7 @@ def test_only_compat_uses_the_package_from_outside() -> None:
     ("library", "places"),
     [
         ("torch.onnx", {"export/torch/translate.py"}),
-        ("torch._functorch", {"export/torch/capture.py", "export/torch/guard/autograd_watch.py"}),
+        ("torch._functorch", {"export/torch/capture.py", "export/torch/differentiate.py"}),
         ("torch.export", {"export/torch/translate.py"}),
         ("onnxruntime", {"engine/ort.py"}),
         ("xxhash", {"core/sealed.py"}),
@@ -165,7 +165,7 @@ def test_a_capture_does_not_import_the_translator() -> None:
     """Everything up to differentiation works without onnxscript, whose import takes a second."""
     program = """if True:
         import sys
-        from ort_trainer.export.torch import capture, random_inputs
+        from ort_trainer.export.torch import capture, differentiate, random_inputs
         from ort_trainer.export.torch.operators import registry
         assert registry.composites() and registry.replacements() and registry.random_operators()
         print([m for m in ('ort_trainer.export.torch.translate', 'onnxscript') if m in sys.modules])

@@ -7,16 +7,20 @@ differs from what was written counts as missing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import os
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["SOURCES_AT_IMPORT", "ExportCache", "export_cache", "hash_of_sources"]
+from ..core.dims import holds, symbols_of
+
+__all__ = ["SOURCES_AT_IMPORT", "Export", "ExportCache", "export_cache", "hash_of_sources", "violated"]
 
 _MAGIC = b"ort_trainer export 1\n"
 _HEADER = len(_MAGIC) + hashlib.sha256().digest_size
@@ -75,6 +79,68 @@ def _users_caches() -> Path:
     if os.name == "nt" and os.environ.get("LOCALAPPDATA"):
         return Path(os.environ["LOCALAPPDATA"])
     return Path.home() / ".cache"
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """An exported graph, and remarks about it.
+
+    Attributes:
+        graph: The bytes of a :class:`~ort_trainer.step.Step`.
+        guards: Conditions on the symbolic sizes under which the graph is valid.
+        fixed: Symbol -> the only size for which the graph is valid.
+        reasons: The same symbols with the places where the model fixes them.
+        modes_read: Names of the step's modules whose mode the graph depends on. A cached graph may come from a model
+            with other names; these are the names in the captured model.
+        kept: The path of the graph in the cache; empty if it is not cached.
+        found: Whether the graph was in the cache already.
+        remarks: Messages about the cache.
+    """
+
+    graph: bytes
+    guards: tuple[str, ...]
+    fixed: Mapping[str, int]
+    reasons: Mapping[str, str]
+    modes_read: tuple[str, ...] = ()
+    kept: str = ""
+    found: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def accepts(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the graph is valid for these sizes of all symbolic dimensions."""
+        return all(sizes.get(symbol) == size for symbol, size in self.fixed.items()) and not violated(
+            self.guards, sizes
+        )
+
+    def to_bytes(self) -> bytes:
+        """Serializes the export."""
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "graph"}
+        text = json.dumps(head).encode()
+        return len(text).to_bytes(8, "little") + text + self.graph
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Export:
+        """Reads what :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: If ``data`` is not an export.
+        """
+        end = 8 + int.from_bytes(data[:8], "little")
+        try:
+            head = json.loads(data[8:end])
+            lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
+            found = cls(graph=data[end:], **{**head, **lists})
+            for guard in found.guards:
+                symbols_of(guard)
+            dict(found.fixed), dict(found.reasons)
+        except (TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"this is not an export: {error!r}") from error
+        return found
+
+
+def violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
+    """Returns the symbols in all conditions that these sizes violate."""
+    return {symbol for guard in guards if not holds(guard, sizes) for symbol in symbols_of(guard)}
 
 
 class ExportCache:

@@ -19,8 +19,8 @@ from ort_trainer.api import CheckpointState, Module
 from ort_trainer.api.contained import check_contained, custom_operators
 from ort_trainer.api.onnx_bytes import inference_model
 from ort_trainer.artifacts.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes
+from ort_trainer.export.cache import Export
 from ort_trainer.export.onnx import load_onnx_model
-from ort_trainer.export.torch.exported import Export
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.step import Step
 

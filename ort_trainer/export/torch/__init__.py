@@ -2,7 +2,6 @@
 
 from .builder import GraphBuilder
 from .describe import describe, name_sample
-from .model_checks import check_model
 from .operators import register_operator
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature, takes_label
 
@@ -12,7 +11,6 @@ __all__ = [
     "LossFunction",
     "RecomputeOptions",
     "canonical_names",
-    "check_model",
     "check_signature",
     "describe",
     "name_sample",

@@ -1,4 +1,4 @@
-"""Assembles the training graph of a captured step: names, random inputs, recomputation, translation."""
+"""Assembles a step from its flat graph: the names of inputs and results, the ONNX model, and what is known of both."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from ...core.errors import ExportError
 from ...engine.bfloat16 import WidenInterfacePass
 from ...engine.kernels import FitToKernelsPass
 from ...options import ModelDescription
-from ...step import Dim, Step, TensorSpec, dtype_name
+from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.names import Names
-from .capture import Capture
-from .input_sizes import read_sizes_from_needed_inputs
+from .differentiate import FlatGraph
 from .kernels.build import kernel_model
 from .origins import onnx_operators, origins_of
-from .random_inputs import Draws, lift_random_numbers
-from .recompute import apply_recompute, asks_for_recomputation
 from .source_lines import drop_source, onnx_source_line
 from .step_module import ExportedStep, canonical_names
-from .to_onnx import set_shapes, to_onnx
 
 __all__ = ["assemble"]
 
@@ -31,37 +27,30 @@ _LOSS_SCALE = "__loss_scale_input_name"
 
 def assemble(
     step: ExportedStep,
-    found: Capture,
+    found: FlatGraph,
+    random: Mapping[torch.fx.Node, RandomInput],
     training: bool,
-    for_kernels: bool = False,
-    stage: Callable[[str], None] = lambda _: None,
+    for_kernels: bool,
+    stage: Callable[[str], None],
 ) -> Step:
-    """Names every input and result of a captured step, and translates the step to ONNX.
+    """Names every input and result of a flat graph, lowers it to an ONNX model, and writes down what is known of both.
 
     Args:
         step: What is exported.
-        found: The captured step; it is consumed.
+        found: The flat graph; it is consumed.
+        random: Its placeholders of random numbers.
         training: Whether it has the backward pass.
         for_kernels: Whether its nodes become programs of PyTorch's operators.
         stage: Called with the name of each stage when it begins.
 
     Raises:
-        ExportError: If the step can't be translated, or the outputs don't match the description.
+        ExportError: If the graph can't be lowered, or the outputs don't match the description.
     """
     canonical = canonical_names(step.model)
     description = step.description
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
     outputs, shapes = _outputs(step.description, found)
-    draws = Draws(step.fast_random, for_kernels)
-    random = lift_random_numbers(found.module.graph, found.symbols, draws) if training else {}
     random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
-    if for_kernels and asks_for_recomputation(step.recompute, found):
-        raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
-    if not training:
-        described = zip(description.outputs, found.outputs, strict=True)
-        read_sizes_from_needed_inputs(found, [node for entry, node in described if not entry.is_loss])
-    if training and not for_kernels:
-        apply_recompute(step.recompute, found, random, step.model)
     state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}
     # A gradient without elements changes nothing, and has no memory to bind.
@@ -89,13 +78,15 @@ def assemble(
         made = kernel_model(found, inputs, results, batch)
         model, programs, operators = made.model, made.programs, made.operators
     else:
+        from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
+
         model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
         WidenInterfacePass()(model)
         _fit(model, found.outputs[0].meta["val"].device.type)
         if training:
             operators = onnx_operators(model, found.module.graph)
         drop_source(model)
-    set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
+    _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
     guards, frozen = found.symbols.guards()
     return Step(
         stored=model,
@@ -116,6 +107,20 @@ def assemble(
     )
 
 
+def _set_shapes(model: ir.Model, described: Mapping[str, Sequence[int | str]]) -> None:
+    """Gives batch inputs and outputs the dimension names of the model description, and removes the exporter's names.
+
+    ONNX Runtime infers intermediate shapes itself; unknown names there would only cause warnings.
+    """
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.shape is not None and not value.shape.is_static():
+                value.shape = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name is not None and value.name in described:
+            value.shape = ir.Shape(described[value.name])
+
+
 def _fit(model: ir.Model, device: str) -> None:
     """Puts casts around nodes for whose types the engine has no kernel."""
     missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
@@ -127,7 +132,7 @@ def _fit(model: ir.Model, device: str) -> None:
 
 
 def _outputs(
-    description: ModelDescription, found: Capture
+    description: ModelDescription, found: FlatGraph
 ) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[int | str, ...]]]:
     """Returns the specs of the outputs and their described shapes, after checking them against the description."""
     specs, shapes = [], {}

@@ -16,9 +16,8 @@ from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
-from ..cache import export_cache
+from ..cache import Export, export_cache
 from .borrow import BORROWED, borrowed
-from .exported import Export
 from .isolation import can_isolate, run_in_child
 from .progress import showing_progress
 from .step_module import ExportedStep, StepModule

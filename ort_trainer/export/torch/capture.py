@@ -1,300 +1,307 @@
-"""Differentiates a captured step into one flat graph of ATen operators: forward pass, backward pass, buffer updates.
-
-``aot_export_joint_with_descriptors`` is a private function of PyTorch. Only this file calls it, and it is a reason for
-the upper bound on the torch version.
-"""
+"""Captures a step with torch.export: the forward pass, with symbolic sizes. Imports nothing for ONNX, to be fast."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import io
+import itertools
+import operator
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy
+import sympy
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
+from torch._functorch import utils as functorch_utils
 from torch.fx import traceback as fx_traceback
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import checkpoint as checkpointing
 
 from ...core.errors import ExportError
-from ...core.indices import IndexRange
 from ...options import InputDescription
-from .cell_loops import roll_up_loops
-from .composites import replace_composites
-from .decompositions import decomposition_table
-from .explain import explain, unsupported_input
-from .guard.size_one import squeezed_sizes
-from .kernels import rewrite_forward
-from .operators.recurrent import layers_for_onnx
-from .program import Program, capturing, names_in_model
-from .source_lines import source_line
+from .explain import explain
+from .operators.registry import replacements
+from .source_lines import source_line, users_lines_of_conditions
 from .step_module import StepModule
-from .symbols import SymbolTable
+from .value_checks import value_checks_passed
 
-__all__ = ["Capture", "differentiate"]
+__all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions", "names_in_model"]
+
+CHECKPOINT = "ort_trainer_checkpoint"
+"""Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
+
+_OF_OPERATORS = "GeneratedBackwardFor_"
+_TORCH = str(Path(torch.__file__).parent)
+# Model code within torch: batch norm in training, for example, refuses a single value per channel.
+_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "__gt__": operator.gt,
+    "__ge__": operator.ge,
+    "__lt__": operator.lt,
+    "__le__": operator.le,
+    "__eq__": operator.eq,
+    "__ne__": operator.ne,
+}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Capture:
-    """A flat graph, and the meaning of its placeholders and results.
+    """A captured forward pass.
 
     Attributes:
-        module: The graph; placeholders and results are tensors in no particular order.
-        state: Placeholder -> qualified name of the parameter or buffer in the captured module.
-        constants: Placeholder -> value, for tensors that are neither parameter nor buffer.
-        batch: Placeholder -> index of the batch input.
-        tangent: The placeholder of the loss scale; None for evaluation.
-        outputs: Results of the captured module, in order.
-        gradients: Qualified parameter name -> its gradient.
-        buffer_updates: Qualified buffer name -> its new value.
-        symbols: The symbolic sizes.
-        index_ranges: The ranges that operators allow for inputs used as indices.
+        exported: torch.export's program of the step.
+        inputs: The batch as the exporter traced it, with symbolic sizes.
+        special: Symbols whose size 1 the model treats differently.
+        as_it_stands: Whether the module itself must be differentiated, because the model has custom backward passes or
+            hooks, which the exported program lacks.
+        checks: The lines of checks on values that are assumed to pass.
     """
 
-    module: torch.fx.GraphModule
-    state: dict[torch.fx.Node, str]
-    constants: dict[torch.fx.Node, torch.Tensor]
-    batch: dict[torch.fx.Node, int]
-    tangent: torch.fx.Node | None
-    outputs: list[torch.fx.Node]
-    gradients: dict[str, torch.fx.Node]
-    buffer_updates: dict[str, torch.fx.Node]
-    symbols: SymbolTable
-    index_ranges: Sequence[IndexRange] = ()
+    exported: torch.export.ExportedProgram
+    inputs: tuple[torch.Tensor, ...]
+    special: frozenset[sympy.Symbol]
+    as_it_stands: bool
+    checks: tuple[str, ...] = ()
 
-
-def differentiate(
-    program: Program,
-    module: StepModule,
-    inputs: Sequence[InputDescription],
-    autocast: torch.autocast,
-    for_kernels: bool = False,
-) -> Capture:
-    """Differentiates a captured step.
-
-    If any parameter requires grad, the graph has the backward pass; otherwise it has only the forward pass.
-
-    Args:
-        program: The captured step.
-        module: The step's module, in the mode and with the trainable parameters of the capture.
-        inputs: Descriptions of the batch.
-        autocast: The autocast context, enabled or not.
-        for_kernels: Whether operators stay whole, for PyTorch's kernels, instead of being decomposed for ONNX.
-
-    Raises:
-        ExportError: If PyTorch can't differentiate the model.
-    """
-    special = set(program.special)
-    exported = program.exported.module(check_guards=False)
-    assert isinstance(exported, torch.fx.GraphModule)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(capturing(autocast, for_kernels))
-        # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
-        for part in exported.modules():
-            if isinstance(part, torch.fx.GraphModule):
-                _drop_assertions(part)
-                special |= {symbol for size in squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
-                roll_up_loops(part.graph)
-                replace_composites(part, for_onnx=not for_kernels)
-                if for_kernels:
-                    rewrite_forward(part.graph)
-                    part.recompile()
-                if part is not exported:  # interpreted, so that the joint graph has the nodes' modules and lines
-                    part.forward = torch.fx.Interpreter(part).run
-        # An exported program lacks hooks and the backward pass of custom autograd functions: with these, the module
-        # itself is differentiated.
-        core = module if program.as_it_stands else exported
-        if program.as_it_stands:
-            stack.enter_context(_marked_modules(module))
-        if not for_kernels:
-            stack.enter_context(layers_for_onnx())
-        stack.enter_context(program.fake_mode)
-        table = {} if for_kernels else decomposition_table()
-        joint = _differentiate(stack, core, program, module, table)
-        shapes = [fake.shape for fake in program.inputs]
-        symbols = SymbolTable(program.fake_mode.shape_env, inputs, shapes, special)
-    _drop_assertions(joint)
-    tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
-    tensors |= dict(core.named_buffers(remove_duplicate=False))
-    constants = program.exported.constants
-    result = _sort(joint, names_in_model(module), {**tensors, **constants}, symbols)
-    _refuse_captured_parameters(result.constants.values(), module.model)
-    return result
-
-
-def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Raises if a tensor of the model became a constant of the graph, because it would not be trained."""
-    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
-    for value in constants:
-        name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
-        if name is not None or value.requires_grad:
-            what = "a tensor that requires grad" if name is None else f"parameter {name!r}"
-            raise ExportError(
-                f"the model or loss function uses {what} as a Python variable, which would be a constant in the graph: "
-                "access it as an attribute of the model (model.layer.weight), or detach and clone it"
-            )
-
-
-def _differentiate(
-    stack: contextlib.ExitStack, core: nn.Module, program: Program, module: StepModule, table: Mapping[Any, Any]
-) -> torch.fx.GraphModule:
-    try:
-        with tracing(TracingContext(program.fake_mode)):
-            joint = aot_export_joint_with_descriptors(stack, core, program.inputs, decompositions=dict(table))
-        assert isinstance(joint.graph_module, torch.fx.GraphModule)
-        return joint.graph_module
-    except ExportError:
-        raise
-    except Exception as error:
-        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
-
-
-def _drop_assertions(core: torch.fx.GraphModule) -> None:
-    """Removes run-time assertions: guards check the sizes, and ONNX has no assertions."""
-    for node in reversed(list(core.graph.nodes)):
-        name = getattr(node.target, "_opname", "")
-        if (
-            node.op == "call_function"
-            and not node.users
-            and name
-            in (
-                "_assert_tensor_metadata",
-                "_assert_scalar",
-                "_assert_async",
-                "sym_constrain_range_for_size",
-                "sym_constrain_range",
-            )
-        ):
-            core.graph.erase_node(node)
-    core.recompile()
-
-
-def _sort(
-    joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
-) -> Capture:
-    """Sorts placeholders and results by AOTAutograd's descriptors."""
-    result = Capture(joint, {}, {}, {}, None, [], {}, {}, symbols)
-    placeholders: dict[str, torch.fx.Node] = {}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        what = node.meta["desc"]
-        if isinstance(what, (ParamAOTInput, BufferAOTInput)):
-            if what.target in known:
-                # torch.export gives some tied weights a placeholder under each of their names.
-                first = placeholders.setdefault(known[what.target], node)
-                node.replace_all_uses_with(first)
-                result.state[first] = known[what.target]
-            else:
-                result.constants[node] = tensors[what.target]
-        elif isinstance(what, PlainAOTInput):
-            result.batch[node] = what.idx
-        elif isinstance(what, TangentAOTInput):
-            result.tangent = node
-        else:
-            raise ExportError(unsupported_input(what, joint.graph))
-    _lift_attributes(joint, result.constants)
-    (end,) = joint.graph.find_nodes(op="output")
-    for what, node in zip(end.meta["desc"], end.args[0], strict=True):
-        if node is None:
-            continue
-        if not isinstance(node, torch.fx.Node):
-            raise ExportError(f"the model returns the constant {node!r} where a tensor is expected")
-        if isinstance(what, PlainAOTOutput):
-            result.outputs.append(node)
-        elif isinstance(what, GradAOTOutput):
-            if isinstance(what.grad_of, ParamAOTInput):
-                _add_gradient(result, known[what.grad_of.target], node)
-        elif isinstance(what, InputMutationAOTOutput):
-            _sort_mutation(what, node, known, result)
-        else:
-            raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
-    return result
-
-
-def _add_gradient(result: Capture, name: str, node: torch.fx.Node) -> None:
-    """Adds to a parameter's gradient: a tied weight with several placeholders has a gradient from each."""
-    other = result.gradients.get(name)
-    if other is not None:
-        (end,) = result.module.graph.find_nodes(op="output")
-        with result.module.graph.inserting_before(end):
-            total = result.module.graph.call_function(torch.ops.aten.add.Tensor, (other, node))
-        total.meta["val"] = node.meta["val"]
-        end.replace_input_with(node, total)
-        node = total
-    result.gradients[name] = node
-
-
-def _sort_mutation(
-    what: InputMutationAOTOutput, node: torch.fx.Node, known: Mapping[str, str], result: Capture
-) -> None:
-    mutated = what.mutated_input
-    if isinstance(mutated, BufferAOTInput) and mutated.target not in known:
-        raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
-    if isinstance(mutated, BufferAOTInput):
-        result.buffer_updates[known[mutated.target]] = node
-    elif isinstance(mutated, ParamAOTInput):
-        raise ExportError(
-            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
-            "outside forward(), or make it a buffer"
-        )
-    # An in-place change of a batch input is ignored: the tensor is the caller's.
-
-
-def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
-    """Turns the graph's tensor attributes into placeholders."""
-    for node in joint.graph.find_nodes(op="get_attr"):
-        value: Any = joint
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        if not isinstance(value, torch.Tensor):
-            raise ExportError(f"the model has unsupported control flow ({node.target}): {source_line(node)}")
-        first = next(iter(joint.graph.nodes))
-        with joint.graph.inserting_before(first):
-            placeholder = joint.graph.placeholder(f"constant_{len(constants)}")
-        placeholder.meta["val"] = node.meta.get("val", value)
-        node.replace_all_uses_with(placeholder)
-        joint.graph.erase_node(node)
-        constants[placeholder] = value
-
-
-_STACK = "nn_module_stack"
+    @property
+    def fake_mode(self) -> Any:
+        """The fake mode of the inputs; its ``shape_env`` has the symbolic sizes and the conditions on them."""
+        return self.inputs[0].fake_mode  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _marked_modules(step: nn.Module) -> Iterator[None]:
-    """Gives operators the ``nn_module_stack`` that torch.export would give them, while modules of a step run."""
-    names = {id(part): name for name, part in step.named_modules()}
-    around: list[tuple[nn.Module, Any]] = []
+def capturing(autocast: torch.autocast, fused_attention: bool = False) -> Iterator[list[str]]:
+    """The context for capturing a model and for differentiating the captured program.
 
-    def enter(part: nn.Module, _: Any) -> None:
-        name = names.get(id(part))
-        if name is not None:  # else a module of another thread
-            known = fx_traceback.current_meta.get(_STACK)
-            around.append((part, known))
-            kind = f"{type(part).__module__}.{type(part).__qualname__}"
-            fx_traceback.current_meta[_STACK] = {**(known or {}), name: (name, kind)}
+    Yields the lines of checks on values that are assumed to pass.
 
-    def leave(part: nn.Module, *_: Any) -> None:
-        if around and around[-1][0] is part:
-            known = around.pop()[1]
-            if known is None:
-                fx_traceback.current_meta.pop(_STACK, None)
-            else:
-                fx_traceback.current_meta[_STACK] = known
+    Args:
+        autocast: The autocast context, enabled or not.
+        fused_attention: Whether attention may become one of PyTorch's fused kernels. Their backward operators have no
+            ONNX translation; the plain formula's have one.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
+    with sdpa_kernel(backends), exportable_functions(), autocast, value_checks_passed() as checks:
+        yield checks
+
+
+def capture(
+    module: StepModule,
+    inputs: Sequence[InputDescription],
+    sample: Sequence[torch.Tensor],
+    autocast: torch.autocast,
+    held: Collection[str] = (),
+) -> Capture:
+    """Captures a step.
+
+    Args:
+        module: The step, already in the graph's mode and with its trainable parameters.
+        inputs: Descriptions of the batch.
+        sample: A batch; sizes of symbolic dimensions must be at least 2.
+        autocast: The autocast context, enabled or not.
+        held: Symbolic dimensions to capture with the sample's fixed size.
+
+    Raises:
+        ExportError: If PyTorch can't export the model.
+    """
+    _refuse_hooks(module)
+    dims = tuple(
+        {
+            axis: torch.export.Dim.AUTO
+            for axis, size in enumerate(entry.shape)
+            if isinstance(size, str) and size not in held
+        }
+        for entry in inputs
+    )
+    with (
+        capturing(autocast) as checks,
+        _watch_autograd() as custom_backward,
+        _watch_size_one() as special,
+        _marked_checkpoints(),
+        users_lines_of_conditions(),
+        _without_drawing_outside_torch(type(module.model).__name__),
+    ):
+        exported = _export(module, tuple(sample), dims)
+    _refuse_changed_constants(exported)
+    # The program's own fake inputs keep the symbolic sizes; the user's module might look at sizes.
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
+    return Capture(exported, fakes, frozenset(special), bool(custom_backward), tuple(checks))
+
+
+@contextlib.contextmanager
+def exportable_functions() -> Iterator[None]:
+    """Replaces functions of torch that can't be captured by ones that can."""
+    with contextlib.ExitStack() as stack:
+        for (module, name), function in replacements().items():
+            stack.enter_context(mock.patch.object(module, name, function))
+        yield
+
+
+@contextlib.contextmanager
+def _watch_autograd() -> Iterator[list[str]]:
+    """Yields a list that collects the names of the model's custom backward passes: an exported program lacks them.
+
+    ``Function.apply`` itself may have been bound to another name before, so the first function it calls is watched.
+    """
+    found: list[str] = []
+    unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
+
+    def watched_apply(args: Any) -> Any:
+        function = sys._getframe(1).f_locals.get("cls")
+        if function is checkpointing.CheckpointFunction:
+            raise ExportError(
+                "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
+                "captured: pass use_reentrant=False"
+            )
+        name = getattr(function, "__name__", "a custom function")
+        # An operator of torch.library stays whole in an exported program, and keeps its backward pass.
+        if not getattr(function, "made_of_operators", False) and not name.startswith(_OF_OPERATORS):
+            found.append(name)
+        return unwrap(args)  # type: ignore[no-untyped-call]
+
+    def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        found.append("register_hook")
+        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with (
+        mock.patch.object(functorch_utils, "unwrap_dead_wrappers", watched_apply),
+        mock.patch.object(torch.Tensor, "register_hook", watched_hook),
+    ):
+        yield found
+
+
+@contextlib.contextmanager
+def _watch_size_one() -> Iterator[set[sympy.Symbol]]:
+    """Yields a set that collects the symbols for which the model's comparisons distinguish size 1 from size 2.
+
+    The exporter assumes that symbolic sizes are at least 2, so it evaluates a condition such as ``x.shape[0] > 1`` at
+    once, without a trace in the graph or its guards. In the model's code, such a condition compares a ``torch.SymInt``
+    with a number, so the comparison operators are watched.
+    """
+    special: set[sympy.Symbol] = set()
+
+    def watched(name: str) -> Callable[[Any, Any], Any]:
+        original, compare = getattr(torch.SymInt, name), _COMPARISONS[name]
+
+        def method(self: Any, other: Any) -> Any:
+            file = sys._getframe(1).f_code.co_filename
+            if isinstance(other, int) and (not file.startswith(_TORCH) or file.startswith(_TORCH_MODELS)):
+                expression = self.node.expr
+                symbols = expression.free_symbols
+                if len(symbols) == 1:
+                    (symbol,) = symbols
+                    one, two = (bool(compare(int(expression.subs(symbol, size)), other)) for size in (1, 2))
+                    if one != two:
+                        special.add(symbol)
+            return original(self, other)
+
+        return method
 
     with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        # Called after errors too; otherwise the next operators would be in the wrong module.
-        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(fx_traceback.preserve_node_meta())
+        for name in _COMPARISONS:
+            stack.enter_context(mock.patch.object(torch.SymInt, name, watched(name)))
+        yield special
+
+
+@contextlib.contextmanager
+def _marked_checkpoints() -> Iterator[None]:
+    """Marks operators inside ``torch.utils.checkpoint``, which leaves no other trace: a capture saves no tensors."""
+    enclosed = checkpointing._checkpoint_without_reentrant_generator
+    numbers = itertools.count()
+
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
+            yield from enclosed(*args, **kwargs)
+
+    with (
+        fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
+        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def _without_drawing_outside_torch(model: str) -> Iterator[None]:
+    """Refuses random numbers of Python and NumPy: a graph would have those of its capture in every step.
+
+    Raises:
+        ExportError: If their global generators were used.
+    """
+    before, of_numpy = random.getstate(), numpy.random.get_state()
+    yield
+    used = [] if random.getstate() == before else ["random"]
+    if any(not numpy.array_equal(now, then) for now, then in zip(numpy.random.get_state(), of_numpy, strict=True)):
+        used.append("numpy.random")
+    if used:
+        raise ExportError(
+            f"forward() of {model} or the loss draws numbers from {' and '.join(used)}, which would be the same in "
+            "every step of a graph: draw them with torch (torch.rand), or before the step and pass them as inputs. In "
+            "models for speech it is SpecAugment, which config.apply_spec_augment=False turns off"
+        )
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+
+
+def names_in_model(module: StepModule) -> dict[str, str]:
+    """Maps the names of the step's tensors that belong to the model to their canonical names.
+
+    Other tensors of a loss function are not part of the model: they are constants.
+    """
+    model, step = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (module.model, module)
+    )
+    own: dict[int, str] = {}
+    for name, tensor in model:
+        own.setdefault(id(tensor), f"model.{name}")
+    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
+
+
+def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
+    """Raises if the model changes a tensor in place that is neither parameter nor buffer: the change would be lost."""
+    kept = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            base = value
+            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
+                base = base.args[0] if base.target.is_view else None
+            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+                name = str(kept[base.name])
+                name = name.removeprefix("model.")
+                what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"
+                raise ExportError(
+                    f"forward() changes {what} in place, a plain tensor, so the change would be lost: make it a "
+                    f"buffer, self.register_buffer(...)\n  {source_line(node)}"
+                )
+
+
+def _export(
+    module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
+) -> torch.export.ExportedProgram:
+    try:
+        # Before raising, it prints the partial graph.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error

@@ -1,4 +1,12 @@
-"""Exports a step, or finds it in the cache: capture, look-up, differentiation, translation.
+"""Exports a step, or finds it in the cache. The stations, in order, are files:
+
+    capture        the forward pass as PyTorch's operators, with symbolic sizes: torch.export
+    fingerprint    the look-up in the cache of exports, which ends the way if the step is known
+    index_ranges   which inputs are indices, and into what
+    differentiate  one flat graph of forward and backward pass: AOTAutograd
+    random_inputs  random operators become inputs
+    recompute      forward values that the backward pass computes again
+    assemble       names, and the graph as an ONNX model: by translate, or for PyTorch's kernels by kernels
 
 Imports that only a cache miss needs are lazy.
 """
@@ -15,18 +23,17 @@ import torch
 
 from ...core.errors import ExportError
 from ...step import Step
-from ..cache import ExportCache
+from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
+from .capture import Capture, capture
 from .explain import may_be_sizes
-from .exported import Export, violated
 from .fingerprint import NoFingerprint, fingerprint
 from .index_ranges import find_index_ranges
-from .program import Program, capture_program
 from .source_lines import forward_line
 from .step_module import ExportedStep, StepModule
 
 if TYPE_CHECKING:
-    from .capture import Capture
+    from .differentiate import FlatGraph
 
 __all__ = ["export"]
 
@@ -96,30 +103,45 @@ class _Exporter:
         return self._run()
 
     def _run(self) -> Export:
-        step = self._step
-        trainable = {f"model.{name}" for name in step.trainable} if self._training else set()
-        with borrowed(self._module, trainable, self._training, step.modes if self._training else None):
-            found = self._capture()
+        step, training, for_kernels = self._step, self._training, self._for_kernels
+        trainable = {f"model.{name}" for name in step.trainable} if training else set()
+        with borrowed(self._module, trainable, training, step.modes if training else None):
+            graph = self._flat_graph()
             with step.autocast_for(self._sample):
                 refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
-        if isinstance(found, Export):
-            return dataclasses.replace(found, modes_read=self._read)
-        if self._training and not found.gradients:
+        if isinstance(graph, Export):
+            return dataclasses.replace(graph, modes_read=self._read)
+        if training and not graph.gradients:
             raise ExportError(
                 "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
             )
-        return self._kept(self._assembled(found))
+        from .assemble import assemble  # these take seconds and 100 MB; a cached graph does not need them
+        from .random_inputs import Draws, lift_random_numbers
+        from .recompute import apply_recompute, asks_for_recomputation
 
-    def _capture(self) -> Export | Capture:
-        """Captures the step, with another size for symbolic dimensions of size 1 in the sample.
+        draws = Draws(step.fast_random, for_kernels)
+        random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
+        if for_kernels and asks_for_recomputation(step.recompute, graph):
+            raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
+        if not training:
+            described = zip(step.description.outputs, graph.outputs, strict=True)
+            graph.read_sizes_from_needed_inputs([node for entry, node in described if not entry.is_loss])
+        elif not for_kernels:
+            apply_recompute(step.recompute, graph, random, step.model)
+        made = assemble(step, graph, random, training, for_kernels, self._stage)
+        reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
+        return self._kept(Export(made.to_bytes(), made.guards, dict(made.fixed), reasons, self._read))
+
+    def _flat_graph(self) -> Export | FlatGraph:
+        """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
 
         The exporter treats a size of 1 as a constant. If the model itself depends on such a size, the capture is
         repeated with the sample's own size. If a derived description has more symbolic dimensions than can be captured,
         the capture is repeated with only the first dimensions of inputs symbolic.
 
         Returns:
-            The cached graph if there is one; otherwise the differentiated step.
+            The flat graph, or the export that the cache has.
         """
         enlarged = {symbol for symbol, size in self._sizes.items() if size == 1}
         failure: ExportError | None = None
@@ -130,12 +152,18 @@ class _Exporter:
             self._stage("capture")
             try:
                 with modes_read() as read:
-                    program = capture_program(self._module, self._inputs, stand_in, autocast, self._held)
+                    captured = capture(self._module, self._inputs, stand_in, autocast, self._held)
                 self._read = tuple(name for name, part in self._module.named_modules() if id(part) in read)
-                known = self._known(program)
+                known = self._known(captured)
                 if known is not None:
                     return known
-                found = self._differentiate(program)
+                self._stage("differentiate")
+                from .differentiate import differentiate  # takes seconds; a cached graph does not need it
+
+                ranges = find_index_ranges(captured, self._step.description)  # before operators are replaced
+                autocast = self._step.autocast_for(self._sample)
+                found = differentiate(captured, self._module, self._inputs, autocast, self._for_kernels)
+                found = dataclasses.replace(found, index_ranges=ranges)
             except ExportError as error:
                 if not enlarged:
                     if failure is not None:
@@ -159,18 +187,18 @@ class _Exporter:
             return set()
         return set(self._sizes) - {entry.shape[0] for entry in self._inputs if entry.shape}
 
-    def _known(self, program: Program) -> Export | None:
+    def _known(self, captured: Capture) -> Export | None:
         """Returns the cached graph of a captured step that accepts the sample's sizes; None if there is none.
 
         A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
         The second key does: it holds a graph that was exported because the first one rejected these sizes.
         """
         self._keys = []
-        self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in program.checks]
+        self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in captured.checks]
         if self._cache is None:
             return None
         try:
-            key = fingerprint(program, self._module, self._step, self._training)
+            key = fingerprint(captured, self._module, self._step, self._training)
         except NoFingerprint as reason:
             self._remarks.append(f"this export can't be cached: {reason}")
             return None
@@ -196,22 +224,6 @@ class _Exporter:
                 return dataclasses.replace(known, kept=path, found=True, remarks=tuple(self._remarks))
         self._keys = self._keys[-1:]
         return None
-
-    def _differentiate(self, program: Program) -> Capture:
-        self._stage("differentiate")
-        from .capture import differentiate  # takes seconds; a cached graph does not need it
-
-        ranges = find_index_ranges(program, self._step.description)  # before operators are replaced
-        autocast = self._step.autocast_for(self._sample)
-        found = differentiate(program, self._module, self._inputs, autocast, self._for_kernels)
-        return dataclasses.replace(found, index_ranges=ranges)
-
-    def _assembled(self, found: Capture) -> Export:
-        from .assemble import assemble  # takes seconds and 100 MB; a cached graph does not need it
-
-        graph = assemble(self._step, found, self._training, self._for_kernels, self._stage)
-        reasons = {symbol: self._held.get(symbol) or found.symbols.reason(symbol) for symbol in graph.fixed}
-        return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), reasons, self._read)
 
     def _kept(self, made: Export) -> Export:
         if self._cache is None or not self._keys:

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...engine.ort import engine_identity
 from ...engine.programs.halves import slow_halves
 from ..cache import SOURCES_AT_IMPORT, hash_of_sources
+from .capture import Capture, names_in_model
 from .operators.registry import is_extended
-from .program import Program, names_in_model
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
 from .symbols import is_choice_of_library
 
@@ -51,11 +51,11 @@ class NoFingerprint(Exception):
     """The program has a part that can't be serialized completely."""
 
 
-def fingerprint(program: Program, module: StepModule, step: ExportedStep, training: bool) -> str:
+def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, training: bool) -> str:
     """Returns the key of a graph: 64 hexadecimal digits.
 
     Args:
-        program: The captured program.
+        captured: The captured step.
         module: The captured module, unchanged since the capture.
         step: What is exported.
         training: Whether the graph has the backward pass.
@@ -65,19 +65,19 @@ def fingerprint(program: Program, module: StepModule, step: ExportedStep, traini
     """
     if is_extended():
         raise NoFingerprint("operators have been registered, and their code is not in the captured graph")
-    if program.as_it_stands:
+    if captured.as_it_stands:
         raise NoFingerprint(
             "the model has custom autograd functions or hooks, and their code is not in the captured graph"
         )
     digest = hashlib.sha256()
     for line in (
         *_environment(),
-        *_step(step, training, program.inputs[0].device),
-        *_tensors(program, module),
-        *_sizes(program),
-        *_graph_module(program.exported.graph_module),
-        f"signature {_value(program.exported.graph_signature)}",
-        f"special {sorted(map(str, program.special))}",
+        *_step(step, training, captured.inputs[0].device),
+        *_tensors(captured, module),
+        *_sizes(captured),
+        *_graph_module(captured.exported.graph_module),
+        f"signature {_value(captured.exported.graph_signature)}",
+        f"special {sorted(map(str, captured.special))}",
     ):
         digest.update(line.encode())
         digest.update(b"\n")
@@ -125,12 +125,12 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
         yield f"module {name!r} {_class(type(part))} {kinds} {part.training}"
 
 
-def _tensors(program: Program, module: StepModule) -> Iterator[str]:
+def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:
     """Yields the properties of parameters, buffers and constants; for constants, also the values."""
     of_model = names_in_model(module)
     yield f"names {sorted(of_model.items())}"
     storages: dict[int, int] = {}
-    for name, tensor in [*program.exported.state_dict.items(), *program.exported.constants.items()]:
+    for name, tensor in [*captured.exported.state_dict.items(), *captured.exported.constants.items()]:
         if not isinstance(tensor, torch.Tensor):
             raise NoFingerprint(f"{name!r} is a {type(tensor).__name__}")
         known = name in of_model
@@ -151,9 +151,9 @@ def _tensor(tensor: torch.Tensor, value: bool) -> str:
     return text
 
 
-def _sizes(program: Program) -> Iterator[str]:
+def _sizes(captured: Capture) -> Iterator[str]:
     """Yields the symbolic sizes, their sources, and the conditions on them, but not the sample's sizes."""
-    known = program.fake_mode.shape_env
+    known = captured.fake_mode.shape_env
     for symbol, sources in sorted(known.var_to_sources.items(), key=lambda item: str(item[0])):
         yield f"symbol {symbol} {[source.name for source in sources]}"
     for name in ("var_to_range", "replacements", "deferred_runtime_asserts"):
@@ -163,7 +163,7 @@ def _sizes(program: Program) -> Iterator[str]:
     yield f"settings {known.settings}"
     for guard in known.guards:
         yield f"guard {sympy.srepr(guard.expr)} {guard.size_oblivious} {is_choice_of_library(guard)}"
-    ranges = program.exported.range_constraints
+    ranges = captured.exported.range_constraints
     yield f"ranges {sorted((str(key), str(value)) for key, value in ranges.items())}"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...core.indices import STEPS, IndexRange
 from ...options import ModelDescription
-from .program import Program
+from .capture import Capture
 from .source_lines import source_line
 from .symbols import SymbolTable
 
@@ -43,18 +43,18 @@ class _Operand:
     parts: int = 0
 
 
-def find_index_ranges(program: Program, description: ModelDescription) -> tuple[IndexRange, ...]:
+def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple[IndexRange, ...]:
     """Returns the ranges that the operators of a captured step allow for integer batch inputs used as indices.
 
     An input is followed through views, slices, constant padding and casts, but not through computations.
 
     Args:
-        program: The captured step.
+        captured: The captured step.
         description: The description, for the names of inputs and outputs.
     """
-    exported, inputs, outputs = program.exported, description.input_names, description.output_names
-    shapes = [fake.shape for fake in program.inputs]
-    symbols = SymbolTable(program.fake_mode.shape_env, description.inputs, shapes, program.special)
+    exported, inputs, outputs = captured.exported, description.input_names, description.output_names
+    shapes = [fake.shape for fake in captured.inputs]
+    symbols = SymbolTable(captured.fake_mode.shape_env, description.inputs, shapes, captured.special)
     signature = exported.graph_signature
     names = dict(zip(signature.user_inputs, inputs, strict=True))
     operands = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...step.origins import LOSS, Origins, Place
-from .capture import Capture
+from .differentiate import FlatGraph
 from .source_lines import operator_of
 
 __all__ = ["onnx_operators", "origins_of"]
@@ -17,7 +17,7 @@ __all__ = ["onnx_operators", "origins_of"]
 Node = torch.fx.Node
 
 
-def origins_of(found: Capture, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
+def origins_of(found: FlatGraph, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
     """Returns where the nodes of a graph come from.
 
     PyTorch records with every operator the module that called it, and with a backward operator the module of the
@@ -37,7 +37,7 @@ def origins_of(found: Capture, model: nn.Module, nodes: Mapping[str, Sequence[No
     return Origins.of(wanted, list(kinds.items()))
 
 
-def _places(found: Capture) -> dict[Node, Place]:
+def _places(found: FlatGraph) -> dict[Node, Place]:
     operators = [node for node in found.module.graph.nodes if node.op == "call_function"]
     first = next((index for index, node in enumerate(operators) if _starts_backward(node, found)), len(operators))
     # By their order: PyTorch's metadata may put the replacement of a backward operator in the forward pass.
@@ -55,7 +55,7 @@ def _places(found: Capture) -> dict[Node, Place]:
     return places
 
 
-def _starts_backward(node: Node, found: Capture) -> bool:
+def _starts_backward(node: Node, found: FlatGraph) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward" or found.tangent in node.all_input_nodes
 
 

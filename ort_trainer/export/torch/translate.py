@@ -1,4 +1,4 @@
-"""torch.onnx's translator from ATen operators to ONNX: only this file imports it.
+"""Translates a flat graph to ONNX with torch.onnx's translator: only this file imports it.
 
 The public ``torch.onnx.export`` decomposes the whole program a second time before translating it, which takes longer
 than the rest of an export. The graphs here are decomposed already, so they are passed directly to its translation
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import torch
 from onnxscript.values import TracedOnnxFunction
+from torch._decomp import core_aten_decompositions
+from torch._decomp import decomposition_table as all_decompositions
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -25,17 +29,25 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
+from torch.fx.node import map_arg
 from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...core.errors import ExportError
+from ...step.names import Names
+from ...step.simplify import SimplifyPass, convert_opset
 from .borrow import quiet
 from .explain import way_out
-from .operators.registry import Operator, revision, translations
-from .source_lines import source_line
-from .zero_dimensional import lift_zero_dimensional
+from .operators.execution_order import lower_after
+from .operators.registry import Operator, decompositions, revision, translations
+from .source_lines import drop_source, operator_of, source_line
 
-__all__ = ["has_translation", "translate"]
+__all__ = ["decomposition_table", "to_onnx"]
+
+aten = torch.ops.aten
+Named = Sequence[tuple[torch.fx.Node, str]]
+# In these, dim has another meaning.
+_VIEWS = {aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
 
 
 @functools.cache
@@ -56,14 +68,85 @@ def _registry(revision: int) -> _registration.ONNXRegistry:
     return registry
 
 
-def has_translation(operator: Operator) -> bool:
+def _has_translation(operator: Operator) -> bool:
     """Returns whether an operator has a translation."""
     if translations().get(operator, operator) is None:
         return False
     return bool(_registry(revision()).is_registered(operator))
 
 
-def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
+def decomposition_table() -> dict[Operator, Callable[..., Any]]:
+    """Returns operator -> decomposition.
+
+    The table is PyTorch's core table plus all operators that torch.onnx does not know. (torch.onnx itself decomposes
+    only the latter. It keeps composite operators and translates some of them incorrectly, for example an
+    ``_unsafe_index_put`` that accumulates.) Entries of the package's own operator table take precedence.
+    """
+    return _decomposition_table(revision())
+
+
+@functools.lru_cache(maxsize=1)
+def _decomposition_table(revision: int) -> dict[Operator, Callable[..., Any]]:
+    table: dict[Operator, Callable[..., Any]] = dict(core_aten_decompositions())
+    for operator, decomposition in all_decompositions.items():
+        if operator not in table and hasattr(operator, "_schema") and not _has_translation(operator):
+            table[operator] = decomposition
+    for operator, own in decompositions().items():
+        if own is not None:
+            table[operator] = own
+        else:
+            table.pop(operator, None)
+    return table
+
+
+def to_onnx(
+    module: torch.fx.GraphModule,
+    inputs: Named,
+    results: Named,
+    constants: Mapping[torch.fx.Node, torch.Tensor],
+    opset: int,
+    thoroughly: bool = True,
+    stage: Callable[[str], None] = lambda _: None,
+) -> ir.Model:
+    """Translates a captured graph.
+
+    Args:
+        module: The graph; it is consumed.
+        inputs: Placeholders with the names of the model's inputs, in order. A placeholder in neither ``inputs`` nor
+            ``constants`` must have no users.
+        results: Nodes with the names of the model's outputs, in order.
+        constants: Placeholders that become constants of the model.
+        opset: ONNX operator set.
+        thoroughly: Whether to simplify the model.
+        stage: Called with the name of each stage when it begins.
+
+    Returns:
+        The model; its nodes still have metadata on their operators and lines of the user's code.
+    """
+    stage("translate")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    model = _translate(module, [node for node, _ in results])
+    operators = {node.name: str(node.meta.get("original_aten", node.target)) for node in module.graph.nodes}
+    values = dict(zip(placeholders, model.graph.inputs, strict=True))
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(values[node] for node, _ in inputs)
+    for node, tensor in constants.items():
+        if values[node].uses() or values[node].is_graph_output():
+            values[node].const_value = ir.tensor(tensor.detach().cpu().contiguous(), name=values[node].name)
+            model.graph.register_initializer(values[node])
+    # One value can be two results, or an input and a result, but ONNX requires separate values.
+    common_passes.OutputFixPass()(model)
+    stage("simplify")
+    SimplifyPass(thoroughly)(model)
+    lower_after(model)
+    convert_opset(model, opset)
+    _name_nodes(model, operators)
+    _rename(model, [name for _, name in inputs], [name for _, name in results])
+    drop_source(model, keep_lines=True)
+    return model
+
+
+def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
     """Translates a flat graph of ATen operators into an ONNX model.
 
     Args:
@@ -83,7 +166,7 @@ def translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) ->
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
-    lift_zero_dimensional(graph)
+    _lift_zero_dimensional(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
         try:
@@ -140,7 +223,7 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
 def _refuse_unknown_operators(graph: torch.fx.Graph) -> None:
     unknown: dict[str, torch.fx.Node] = {}
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OperatorBase) and not has_translation(node.target):
+        if isinstance(node.target, torch._ops.OperatorBase) and not _has_translation(node.target):
             unknown.setdefault(str(node.target), node)
     if unknown:
         lines = [f"{operator} has no ONNX translation: {source_line(node)}" for operator, node in unknown.items()]
@@ -162,3 +245,92 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
                 tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
             node.update_arg(0, tensor)
+
+
+def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:
+    """Passes one-element vectors to operators with a dim on zero-dimensional tensors, which ONNX rejects.
+
+    PyTorch treats these tensors as one-element vectors. The dimension is removed from the results.
+    """
+    for node in list(graph.nodes):
+        if _has_dimension(node) and _is_number(node.args[0]):
+            _lift(graph, node)
+
+
+def _has_dimension(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.target in _VIEWS:
+        return False
+    # No dims mean all dimensions: no need to lift.
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            given = (
+                node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            )
+            return given is not None and given != []
+    return False
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, torch.fx.Node)
+        and isinstance(value.meta.get("val"), torch.Tensor)
+        and value.meta["val"].dim() == 0
+    )
+
+
+def _lift(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    with graph.inserting_before(node):
+        for place, argument in enumerate(node.args):
+            if _is_number(argument):
+                assert isinstance(argument, torch.fx.Node)
+                lifted = graph.call_function(aten.unsqueeze.default, (argument, 0))
+                lifted.meta["val"] = argument.meta["val"].unsqueeze(0)
+                node.update_arg(place, lifted)
+    shown = node.target(*map_arg(node.args, _fake), **map_arg(node.kwargs, _fake))  # type: ignore[operator]
+    if isinstance(shown, torch.Tensor):
+        _drop_dimension(graph, node, shown)
+        return
+    node.meta["val"] = type(node.meta["val"])(shown)
+    for user in list(node.users):
+        _drop_dimension(graph, user, shown[user.args[1]])
+
+
+def _fake(node: torch.fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _drop_dimension(graph: torch.fx.Graph, result: torch.fx.Node, shown: torch.Tensor) -> None:
+    """Removes the dimension from a result, unless the operator has removed it."""
+    if result.meta["val"].dim() == shown.dim():
+        return
+    users = list(result.users)
+    with graph.inserting_after(result):
+        dropped = graph.call_function(aten.squeeze.dim, (result, 0))
+    dropped.meta.update(result.meta)
+    result.meta["val"] = shown
+    for user in users:
+        user.replace_input_with(result, dropped)
+
+
+def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
+    """Names every node after its operator: ONNX Runtime's errors show only the node's name."""
+    for number, node in enumerate(model.graph.all_nodes()):
+        operator = operators.get(operator_of(node) or "")
+        node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
+
+
+def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    graph = model.graph
+    named = {id(value): name for value, name in zip(graph.inputs, inputs, strict=True)}
+    named |= {id(value): name for value, name in zip(graph.outputs, outputs, strict=True)}
+    names = Names([*inputs, *outputs])
+    others = [value for node in graph.all_nodes() for value in node.outputs if id(value) not in named]
+    others += [value for value in graph.initializers.values() if id(value) not in named]
+    others += [value for body in graph.subgraphs() for value in body.inputs]
+    for value in others:
+        value.name = names.unique(value.name or "value")
+    # First temporary names: values of a graph must never share a name, not even temporarily.
+    for value in (*graph.inputs, *graph.outputs):
+        value.name = names.unique("interface")
+    for value in (*graph.inputs, *graph.outputs):
+        value.name = named[id(value)]

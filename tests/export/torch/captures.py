@@ -10,8 +10,8 @@ from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
 from ort_trainer.export.torch.borrow import borrowed
-from ort_trainer.export.torch.capture import Capture, differentiate
-from ort_trainer.export.torch.program import capture_program
+from ort_trainer.export.torch.capture import capture
+from ort_trainer.export.torch.differentiate import FlatGraph, differentiate
 from ort_trainer.export.torch.step_module import StepModule
 from ort_trainer.options import ModelDescription
 
@@ -22,7 +22,7 @@ def captured(
     *sample: torch.Tensor,
     training: bool = True,
     loss_fn: Callable[..., Any] | None = None,
-) -> Capture:
+) -> FlatGraph:
     """Captures a model whose first output is the loss."""
     desc = {"inputs": [(name, list(shape)) for name, shape in shapes.items()], "outputs": [("loss", [], True)]}
     trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -30,5 +30,5 @@ def captured(
     module = StepModule(step)
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
         inputs = step.description.inputs
-        program = capture_program(module, inputs, sample, step.autocast_for(sample))
+        program = capture(module, inputs, sample, step.autocast_for(sample))
         return differentiate(program, module, inputs, step.autocast_for(sample))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.torch.capture import Capture
+from ort_trainer.export.torch.differentiate import FlatGraph
 
 from .captures import captured
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def run(
-    found: Capture, tensors: dict[str, torch.Tensor], *batch: torch.Tensor, scale: float = 1.0
+    found: FlatGraph, tensors: dict[str, torch.Tensor], *batch: torch.Tensor, scale: float = 1.0
 ) -> dict[str, object]:
     """Runs the graph, whose placeholders and results are in no particular order."""
     given = {node: tensors[name] for node, name in found.state.items()} | found.constants

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ort_trainer.export.torch.composites import exportable_functions
+from ort_trainer.export.torch.capture import exportable_functions
 from ort_trainer.export.torch.operators.registry import composites, decompositions, replacements
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from torch import nn
 
 from ort_trainer.export.torch import ExportedStep, RecomputeOptions, fingerprint
 from ort_trainer.export.torch.borrow import borrowed, quiet
+from ort_trainer.export.torch.capture import capture
 from ort_trainer.export.torch.fingerprint import NoFingerprint
-from ort_trainer.export.torch.program import capture_program
 from ort_trainer.export.torch.step_module import StepModule
 from ort_trainer.options import ModelDescription
 from tests import processes
@@ -79,7 +79,7 @@ def key(
     sample = [torch.randn(size, 4, dtype=dtype), torch.randint(0, 4, (size,))]
     module = StepModule(step)
     with quiet(), borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training):
-        program = capture_program(module, description.inputs, sample, step.autocast_for(sample))
+        program = capture(module, description.inputs, sample, step.autocast_for(sample))
         return fingerprint.fingerprint(program, module, step, training)
 
 

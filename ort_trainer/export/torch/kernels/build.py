@@ -13,7 +13,7 @@ from ....engine.programs.bridge import DOMAIN, OPERATOR
 from ....engine.programs.program import Order
 from ....options import InputDescription
 from ....step.names import Names
-from ..capture import Capture
+from ..differentiate import FlatGraph
 from .encode import Encoder
 from .partition import partition, used_by
 from .rewrites import rewrite
@@ -41,7 +41,7 @@ class KernelModel:
 
 
 def kernel_model(
-    found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+    found: FlatGraph, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
 ) -> KernelModel:
     """Returns a model that computes a captured graph with PyTorch's kernels.
 
@@ -93,7 +93,7 @@ def _widened(result: Node, end: Node) -> Node:
 
 class _Builder:
     def __init__(
-        self, found: Capture, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+        self, found: FlatGraph, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, found.constants
         self._symbols = found.symbols

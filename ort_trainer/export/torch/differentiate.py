@@ -1,0 +1,395 @@
+"""Differentiates a captured step into one flat graph of ATen operators: forward pass, backward pass, buffer updates.
+
+``aot_export_joint_with_descriptors`` is a private function of PyTorch. Only this file calls it, and it is a reason for
+the upper bound on the torch version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ...core.errors import ExportError
+from ...core.indices import IndexRange
+from ...options import InputDescription
+from .capture import Capture, capturing, names_in_model
+from .cell_loops import roll_up_loops
+from .explain import explain, unsupported_input
+from .kernels import rewrite_forward
+from .operators.recurrent import layers_for_onnx
+from .operators.registry import Operator, composites
+from .source_lines import source_line
+from .step_module import StepModule
+from .symbols import SymbolTable
+
+__all__ = ["FlatGraph", "differentiate"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class FlatGraph:
+    """A flat graph, and the meaning of its placeholders and results.
+
+    Attributes:
+        module: The graph; placeholders and results are tensors in no particular order.
+        state: Placeholder -> qualified name of the parameter or buffer in the captured module.
+        constants: Placeholder -> value, for tensors that are neither parameter nor buffer.
+        batch: Placeholder -> index of the batch input.
+        tangent: The placeholder of the loss scale; None for evaluation.
+        outputs: Results of the captured module, in order.
+        gradients: Qualified parameter name -> its gradient.
+        buffer_updates: Qualified buffer name -> its new value.
+        symbols: The symbolic sizes.
+        index_ranges: The ranges that operators allow for inputs used as indices.
+    """
+
+    module: torch.fx.GraphModule
+    state: dict[torch.fx.Node, str]
+    constants: dict[torch.fx.Node, torch.Tensor]
+    batch: dict[torch.fx.Node, int]
+    tangent: torch.fx.Node | None
+    outputs: list[torch.fx.Node]
+    gradients: dict[str, torch.fx.Node]
+    buffer_updates: dict[str, torch.fx.Node]
+    symbols: SymbolTable
+    index_ranges: Sequence[IndexRange] = ()
+
+    def read_sizes_from_batch(self) -> None:
+        """Makes the graph read symbolic sizes from batch inputs: reading from an activation would keep it alive."""
+        places: dict[sympy.Expr, tuple[torch.fx.Node, int]] = {}
+        for size, node, axis in _sizes_of(self.batch):
+            places.setdefault(size, (node, axis))
+        for size, node in self._reads():
+            node.args = places.get(size, node.args)
+
+    def read_sizes_from_needed_inputs(self, outputs: Iterable[torch.fx.Node]) -> None:
+        """Makes the graph read a size that several inputs have from one whose values are needed wherever the size is.
+
+        PyTorch may read it from any of them, such as the label, which inference would have to feed only for its size.
+
+        Args:
+            outputs: The outputs that may be fetched without the others.
+        """
+        needed = [_with_values_in(output) for output in outputs]
+        places: dict[sympy.Expr, list[tuple[torch.fx.Node, int]]] = {}
+        for size, node, axis in _sizes_of(self.batch):
+            places.setdefault(size, []).append((node, axis))
+        for size, node in self._reads():
+            readers = [nodes for nodes in needed if node in nodes]
+            if node.args[0] not in self.batch or all(node.args[0] in nodes for nodes in readers):
+                continue
+            better = [place for place in places.get(size, ()) if all(place[0] in nodes for nodes in readers)]
+            if better:
+                node.args = better[0]
+
+    def _reads(self) -> Iterator[tuple[sympy.Expr, torch.fx.Node]]:
+        for node in self.module.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+            size = node.meta["val"]
+            if isinstance(size, torch.SymInt):
+                yield size.node.expr, node
+
+
+def differentiate(
+    captured: Capture,
+    module: StepModule,
+    inputs: Sequence[InputDescription],
+    autocast: torch.autocast,
+    for_kernels: bool = False,
+) -> FlatGraph:
+    """Differentiates a captured step.
+
+    If any parameter requires grad, the graph has the backward pass; otherwise it has only the forward pass.
+
+    Args:
+        captured: The captured step.
+        module: The step's module, in the mode and with the trainable parameters of the capture.
+        inputs: Descriptions of the batch.
+        autocast: The autocast context, enabled or not.
+        for_kernels: Whether operators stay whole, for PyTorch's kernels, instead of being decomposed for ONNX.
+
+    Raises:
+        ExportError: If PyTorch can't differentiate the model.
+    """
+    special = set(captured.special)
+    exported = captured.exported.module(check_guards=False)
+    assert isinstance(exported, torch.fx.GraphModule)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capturing(autocast, for_kernels))
+        # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
+        for part in exported.modules():
+            if isinstance(part, torch.fx.GraphModule):
+                _drop_assertions(part)
+                special |= {symbol for size in _squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                roll_up_loops(part.graph)
+                _replace_composites(part, for_onnx=not for_kernels)
+                if for_kernels:
+                    rewrite_forward(part.graph)
+                    part.recompile()
+                if part is not exported:  # interpreted, so that the joint graph has the nodes' modules and lines
+                    part.forward = torch.fx.Interpreter(part).run
+        # An exported program lacks hooks and the backward pass of custom autograd functions: with these, the module
+        # itself is differentiated.
+        core = module if captured.as_it_stands else exported
+        if captured.as_it_stands:
+            stack.enter_context(_marked_modules(module))
+        table: Mapping[Operator, Any] = {}
+        if not for_kernels:
+            from .translate import decomposition_table  # takes a second
+
+            table = decomposition_table()
+            stack.enter_context(layers_for_onnx())
+        stack.enter_context(captured.fake_mode)
+        joint = _differentiate(stack, core, captured, module, table)
+        shapes = [fake.shape for fake in captured.inputs]
+        symbols = SymbolTable(captured.fake_mode.shape_env, inputs, shapes, special)
+    _drop_assertions(joint)
+    tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
+    tensors |= dict(core.named_buffers(remove_duplicate=False))
+    constants = captured.exported.constants
+    result = _sort(joint, names_in_model(module), {**tensors, **constants}, symbols)
+    _refuse_captured_parameters(result.constants.values(), module.model)
+    return result
+
+
+def _replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> None:
+    """Replaces operators by compositions of simpler ones, in a graph that is not differentiated yet.
+
+    Args:
+        module: The graph.
+        for_onnx: Whether to include composites that only make up for gaps in ONNX.
+    """
+    known = composites(for_onnx)
+    for node in module.graph.nodes:
+        composite = (known.get(node.target) or known.get(str(node.target))) if node.op == "call_function" else None
+        if composite is not None:
+            node.target = _named(composite, node.target)
+    module.recompile()
+
+
+def _named(composite: Callable[..., Any], operator: Operator) -> Callable[..., Any]:
+    """Wraps a composite in a named function: the graph's code needs a name, but a composite may be any callable."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return composite(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = str(operator).replace(".", "_")
+    return function
+
+
+def _squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:
+    """Returns the symbolic sizes of dimensions that a graph squeezes: it is valid only if they are not 1."""
+    sizes = []
+    for node in graph.find_nodes(op="call_function", target=aten.squeeze.default):
+        sizes += list(node.args[0].meta["val"].shape)
+    for target in (aten.squeeze.dim, aten.squeeze.dims):
+        for node in graph.find_nodes(op="call_function", target=target):
+            dims = node.args[1] if target is aten.squeeze.dims else [node.args[1]]
+            shape = node.args[0].meta["val"].shape
+            sizes += [shape[dim] for dim in dims if len(shape)]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """Raises if a tensor of the model became a constant of the graph, because it would not be trained."""
+    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+    for value in constants:
+        name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
+        if name is not None or value.requires_grad:
+            what = "a tensor that requires grad" if name is None else f"parameter {name!r}"
+            raise ExportError(
+                f"the model or loss function uses {what} as a Python variable, which would be a constant in the graph: "
+                "access it as an attribute of the model (model.layer.weight), or detach and clone it"
+            )
+
+
+def _differentiate(
+    stack: contextlib.ExitStack, core: nn.Module, captured: Capture, module: StepModule, table: Mapping[Any, Any]
+) -> torch.fx.GraphModule:
+    try:
+        with tracing(TracingContext(captured.fake_mode)):
+            joint = aot_export_joint_with_descriptors(stack, core, captured.inputs, decompositions=dict(table))
+        assert isinstance(joint.graph_module, torch.fx.GraphModule)
+        return joint.graph_module
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
+
+
+def _drop_assertions(core: torch.fx.GraphModule) -> None:
+    """Removes run-time assertions: guards check the sizes, and ONNX has no assertions."""
+    for node in reversed(list(core.graph.nodes)):
+        name = getattr(node.target, "_opname", "")
+        if (
+            node.op == "call_function"
+            and not node.users
+            and name
+            in (
+                "_assert_tensor_metadata",
+                "_assert_scalar",
+                "_assert_async",
+                "sym_constrain_range_for_size",
+                "sym_constrain_range",
+            )
+        ):
+            core.graph.erase_node(node)
+    core.recompile()
+
+
+def _sort(
+    joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
+) -> FlatGraph:
+    """Sorts placeholders and results by AOTAutograd's descriptors."""
+    result = FlatGraph(joint, {}, {}, {}, None, [], {}, {}, symbols)
+    placeholders: dict[str, torch.fx.Node] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        what = node.meta["desc"]
+        if isinstance(what, (ParamAOTInput, BufferAOTInput)):
+            if what.target in known:
+                # torch.export gives some tied weights a placeholder under each of their names.
+                first = placeholders.setdefault(known[what.target], node)
+                node.replace_all_uses_with(first)
+                result.state[first] = known[what.target]
+            else:
+                result.constants[node] = tensors[what.target]
+        elif isinstance(what, PlainAOTInput):
+            result.batch[node] = what.idx
+        elif isinstance(what, TangentAOTInput):
+            result.tangent = node
+        else:
+            raise ExportError(unsupported_input(what, joint.graph))
+    _lift_attributes(joint, result.constants)
+    (end,) = joint.graph.find_nodes(op="output")
+    for what, node in zip(end.meta["desc"], end.args[0], strict=True):
+        if node is None:
+            continue
+        if not isinstance(node, torch.fx.Node):
+            raise ExportError(f"the model returns the constant {node!r} where a tensor is expected")
+        if isinstance(what, PlainAOTOutput):
+            result.outputs.append(node)
+        elif isinstance(what, GradAOTOutput):
+            if isinstance(what.grad_of, ParamAOTInput):
+                _add_gradient(result, known[what.grad_of.target], node)
+        elif isinstance(what, InputMutationAOTOutput):
+            _sort_mutation(what, node, known, result)
+        else:
+            raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
+    return result
+
+
+def _add_gradient(result: FlatGraph, name: str, node: torch.fx.Node) -> None:
+    """Adds to a parameter's gradient: a tied weight with several placeholders has a gradient from each."""
+    other = result.gradients.get(name)
+    if other is not None:
+        (end,) = result.module.graph.find_nodes(op="output")
+        with result.module.graph.inserting_before(end):
+            total = result.module.graph.call_function(torch.ops.aten.add.Tensor, (other, node))
+        total.meta["val"] = node.meta["val"]
+        end.replace_input_with(node, total)
+        node = total
+    result.gradients[name] = node
+
+
+def _sort_mutation(
+    what: InputMutationAOTOutput, node: torch.fx.Node, known: Mapping[str, str], result: FlatGraph
+) -> None:
+    mutated = what.mutated_input
+    if isinstance(mutated, BufferAOTInput) and mutated.target not in known:
+        raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
+    if isinstance(mutated, BufferAOTInput):
+        result.buffer_updates[known[mutated.target]] = node
+    elif isinstance(mutated, ParamAOTInput):
+        raise ExportError(
+            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
+            "outside forward(), or make it a buffer"
+        )
+    # An in-place change of a batch input is ignored: the tensor is the caller's.
+
+
+def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
+    """Turns the graph's tensor attributes into placeholders."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value: Any = joint
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            raise ExportError(f"the model has unsupported control flow ({node.target}): {source_line(node)}")
+        first = next(iter(joint.graph.nodes))
+        with joint.graph.inserting_before(first):
+            placeholder = joint.graph.placeholder(f"constant_{len(constants)}")
+        placeholder.meta["val"] = node.meta.get("val", value)
+        node.replace_all_uses_with(placeholder)
+        joint.graph.erase_node(node)
+        constants[placeholder] = value
+
+
+_STACK = "nn_module_stack"
+
+
+@contextlib.contextmanager
+def _marked_modules(step: nn.Module) -> Iterator[None]:
+    """Gives operators the ``nn_module_stack`` that torch.export would give them, while modules of a step run."""
+    names = {id(part): name for name, part in step.named_modules()}
+    around: list[tuple[nn.Module, Any]] = []
+
+    def enter(part: nn.Module, _: Any) -> None:
+        name = names.get(id(part))
+        if name is not None:  # else a module of another thread
+            known = fx_traceback.current_meta.get(_STACK)
+            around.append((part, known))
+            kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            fx_traceback.current_meta[_STACK] = {**(known or {}), name: (name, kind)}
+
+    def leave(part: nn.Module, *_: Any) -> None:
+        if around and around[-1][0] is part:
+            known = around.pop()[1]
+            if known is None:
+                fx_traceback.current_meta.pop(_STACK, None)
+            else:
+                fx_traceback.current_meta[_STACK] = known
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        # Called after errors too; otherwise the next operators would be in the wrong module.
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        yield
+
+
+def _with_values_in(output: torch.fx.Node) -> set[torch.fx.Node]:
+    """Returns all nodes whose values an output needs, including reads of sizes, but not the tensors read for size."""
+    seen: set[torch.fx.Node] = set()
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(() if node.target == aten.sym_size.int else node.all_input_nodes)
+    return seen
+
+
+def _sizes_of(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[sympy.Expr, torch.fx.Node, int]]:
+    for node in nodes:
+        for axis, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                yield size.node.expr, node, axis
