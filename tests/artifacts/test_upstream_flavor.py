@@ -20,8 +20,7 @@ from torch import nn
 from ort_trainer import ORTTrainer, optim
 from ort_trainer import artifacts as our_artifacts
 from ort_trainer.api import CheckpointState, Module, Optimizer
-from ort_trainer.artifacts.upstream.optimizer_model import optimizer_model
-from ort_trainer.artifacts.upstream.step_models import step_models
+from ort_trainer.artifacts.upstream.write import optimizer_model, step_models
 from ort_trainer.optim.update_writer import ParameterUpdate
 
 from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches
