@@ -15,7 +15,7 @@ from ..state.training_api import from_bytes, read_checkpoint, to_bytes, write_ch
 from .live_state import LiveState
 
 if TYPE_CHECKING:
-    from ..engine.ort import StateTensor
+    from ..engine.numpy_memory import StateTensor
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
 

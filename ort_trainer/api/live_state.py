@@ -12,7 +12,8 @@ import numpy as np
 
 from ..core.errors import CheckpointError
 from ..core.schedules import learning_rate
-from ..engine.ort import CPU, Device, StateTensor
+from ..engine.numpy_memory import StateTensor
+from ..engine.ort import CPU, Device
 from ..state.state import Array, State, Value
 from ..step.contract import OptimizerModel, Slot, Step
 from .random_numbers import RandomNumbers

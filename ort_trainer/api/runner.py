@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..core.dims import evaluate, holds, symbols_of
+from ..core.dims import holds, symbols_of
 from ..core.errors import shown
-from ..core.indices import IndexRange, check_indices
+from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
-from ..engine.ort import CPU, OrtValue, RunOptions
+from ..engine.numpy_memory import NumPyMemory, OrtValueMemory
+from ..engine.ort import OrtValue, RunOptions
+from ..engine.runner import Binding, GraphRunner, Plan
 from ..state.state import Array
-from ..step.contract import RandomInput, Step, TensorSpec
+from ..step import Step, TensorSpec
 from .live_state import LiveState
 from .load import Loaded, check_run_options
 
@@ -23,30 +26,7 @@ Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
 """The type of a step's inputs and outputs."""
 # Number of batch shapes whose plans are cached.
 _PLANS = 1000
-_SIDES = tuple[bool, int, int]
 _ELEMENT_TYPES = {"float": "float32", "double": "float64"}
-
-
-class _Output(NamedTuple):
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...] | None
-
-
-class _Plan(NamedTuple):
-    """A plan for runs with inputs of certain shapes.
-
-    Attributes:
-        outputs: The outputs with their shapes; a shape is None if only ONNX Runtime can determine it.
-        random: The random inputs with their shapes.
-        indices: The valid ranges of inputs used as indices, with their sizes.
-        sizes: The sizes of the named dimensions.
-    """
-
-    outputs: tuple[_Output, ...]
-    random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
-    indices: tuple[tuple[IndexRange, int], ...]
-    sizes: Mapping[str, int]
 
 
 class StepRunner:
@@ -68,10 +48,10 @@ class StepRunner:
         self.outputs = tuple(spec.name for spec in model.outputs)
         self._session = loaded.session
         self._state = state
-        self._training = model.kind == "training"
         self._dtypes = [np.dtype(spec.dtype) for spec in model.inputs]
-        self._plans: dict[tuple[tuple[int, ...], ...], _Plan] = {}
-        self._bindings: dict[_SIDES, Any] = {}
+        self._plans: dict[tuple[bool, tuple[tuple[int, ...], ...]], Plan] = {}
+        # Shared by all plans: a step binds its inputs, random numbers and outputs anew.
+        self._bindings: dict[Any, Binding] = {}
         self._reset = {flag: np.array([flag]) for flag in (False, True)}
 
     def run(self, given: Sequence[Input], options: RunOptions | None = None) -> list[Any]:
@@ -99,34 +79,28 @@ class StepRunner:
 
     def _run(self, values: Sequence[Input], options: RunOptions | None) -> list[Any]:
         state = self._state
+        as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
         shapes = tuple([_shape(value) for value in values])
-        plan = self._plans.get(shapes) or self._plan(shapes)
+        plan = self._plans.get((as_arrays, shapes)) or self._plan(as_arrays, shapes)
         given = dict(zip(self.inputs, values, strict=True))
         if plan.indices:
             check_indices(plan.indices, lambda name: _array(given[name]), lambda: plan.sizes)
-        binding = self._binding()
-        for name, value in given.items():
-            if isinstance(value, np.ndarray):
-                binding.bind_cpu_input(name, value)
-            else:
-                binding.bind_ortvalue_input(name, value)
-        as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
-        results = [self._bind_output(binding, output, as_arrays) for output in plan.outputs]
+        training = self.model.training
+        sides = (state.reset, state.gradient_side, state.buffer_side) if training else (True, 0, state.buffer_side)
+        if sides not in self._bindings:
+            self._bind(plan, sides)
         with uninterrupted():
             try:
-                if plan.random:
-                    for (spec, _), array in zip(plan.random, state.random.draw(plan.random), strict=True):
-                        binding.bind_cpu_input(spec.name, array)
-                self._session.run_with_iobinding(binding, options)
+                results, _ = plan.runner.run(
+                    plan, given, destination_key=sides, generator=state.random, options=options
+                )
             except BaseException:
                 if plan.random:
                     state.random.undo()
                 raise
-            if self._training:
+            if training:
                 state.advance()
-        if any(result is None for result in results):
-            self._collect(binding, results, as_arrays)
-        return results
+        return list(results.values())
 
     def _checked(self, given: Sequence[Input]) -> list[Input]:
         """Returns the inputs as contiguous tensors, after checking their types."""
@@ -153,28 +127,19 @@ class StepRunner:
     def _listed(self) -> str:
         return ", ".join(f"{spec.name} ({spec.dtype} {list(spec.shape or ())})" for spec in self.model.inputs)
 
-    def _plan(self, shapes: tuple[tuple[int, ...], ...]) -> _Plan:
+    def _plan(self, as_arrays: bool, shapes: tuple[tuple[int, ...], ...]) -> Plan:
         """Checks new shapes and caches a plan for them."""
-        sizes = self._sizes(shapes)
-        plan = _Plan(
-            tuple(
-                _Output(spec.name, np.dtype(spec.dtype), _evaluated(spec.shape, sizes)) for spec in self.model.outputs
-            ),
-            tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.model.random),
-            tuple((entry, evaluate(entry.size, sizes)) for entry in self.model.index_ranges),
-            sizes,
-        )
+        self._check_shapes(shapes)
+        memory = NumPyMemory() if as_arrays else OrtValueMemory(self._state.device)
+        runner = GraphRunner(self.model, {}, memory, session=self._session)
+        plan = replace(runner.plan(dict(zip(self.inputs, shapes, strict=True)), self.outputs), bindings=self._bindings)
         if len(self._plans) >= _PLANS:
             self._plans.clear()
-        self._plans[shapes] = plan
+        self._plans[as_arrays, shapes] = plan
         return plan
 
-    def _sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
-        """Returns the sizes of the named dimensions.
-
-        Raises:
-            ValueError: If the model can't take inputs of these shapes.
-        """
+    def _check_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Raises a ValueError if the model can't take inputs of these shapes."""
         sizes: dict[str, int] = {}
         for spec, shape in zip(self.model.inputs, shapes, strict=True):
             _check_shape(spec, shape, sizes)
@@ -190,51 +155,18 @@ class StepRunner:
                     f"{self.name} is valid only if {guard}, but the inputs have {_said(sizes)}: export again with a "
                     "batch of these sizes"
                 )
-        return sizes
 
-    def _binding(self) -> Any:
-        """Returns the binding of the state that the next step reads and writes."""
-        state = self._state
-        sides = (
-            (state.reset, state.gradient_side, state.buffer_side) if self._training else (True, 0, state.buffer_side)
-        )
-        known = self._bindings.get(sides)
-        if known is not None:
-            return known
-        binding = self._session.io_binding()
-        for name, graph_input in self.model.state.items():
-            binding.bind_ortvalue_input(graph_input, state.values[name].value)
-        if self._training:
-            for name, graph_input in self.model.sums.items():
-                binding.bind_ortvalue_input(graph_input, state.gradients[name].value)
-            if self.model.gradients:
-                binding.bind_cpu_input(self.model.reset, self._reset[state.reset])
-            for output, tensor in state.targets(self.model).items():
-                binding.bind_ortvalue_output(output, tensor.value)
-        self._bindings[sides] = binding
-        return binding
-
-    def _bind_output(self, binding: Any, output: _Output, as_array: bool) -> Array | None:
-        """Binds new memory for an output and returns it, or None where ONNX Runtime allocates it."""
-        if output.shape is not None and as_array:
-            array = np.empty(output.shape, output.dtype)
-            address = array.__array_interface__["data"][0]
-            binding.bind_output(output.name, "cpu", 0, output.dtype.type, output.shape, address)
-            return array
-        # An OrtValue must own its memory: views of one over an array could outlive the array.
-        device = CPU if as_array else self._state.device
-        binding.bind_output(output.name, device.type, device.number)
-        return None
-
-    def _collect(self, binding: Any, results: list[Any], as_arrays: bool) -> None:
-        """Replaces each None in the results with the output that ONNX Runtime has allocated."""
-        found = binding.get_outputs_as_ortvaluevector()
-        # Outputs come in the order in which they were first bound, the user's last.
-        first = len(found) - len(results)
-        for index, result in enumerate(results):
-            if result is None:
-                value = found[first + index]
-                results[index] = value.numpy() if as_arrays else OrtValue(value)
+    def _bind(self, plan: Plan, sides: Any) -> None:
+        """Binds the state that a step reads and writes."""
+        state, model = self._state, self.model
+        inputs: dict[str, Input] = {name: state.values[key].value for key, name in model.state.items()}
+        outputs = {}
+        if model.training:
+            inputs |= {name: state.gradients[key].value for key, name in model.sums.items()}
+            if model.gradients:
+                inputs[model.reset] = self._reset[state.reset]
+            outputs = {name: tensor.value for name, tensor in state.targets(model).items()}
+        plan.runner.bind(plan, sides, inputs, outputs)
 
 
 def _shape(value: Input) -> tuple[int, ...]:
@@ -243,10 +175,6 @@ def _shape(value: Input) -> tuple[int, ...]:
 
 def _array(value: Input) -> Array:
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
-
-
-def _evaluated(shape: Sequence[int | str] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    return None if shape is None else tuple(evaluate(size, sizes) for size in shape)
 
 
 def _wrong_dtype(name: str, found: object, expected: np.dtype[Any]) -> str:

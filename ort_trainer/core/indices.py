@@ -28,7 +28,7 @@ class IndexRange(NamedTuple):
         ignored: A value out of range that the operator ignores; None for none.
         operator: Name of the operator.
         source: Its place in the user's code; empty if unknown.
-        outputs: Names of the described outputs that depend on the operator.
+        outputs: Names of the described outputs that depend on the operator; empty for all.
         steps: How to derive the part of the input that the operator uses: operators of :data:`STEPS`, each with its
             arguments after the tensor, in which sizes may be expressions. Empty if it uses all of the input.
     """

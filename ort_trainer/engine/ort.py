@@ -36,7 +36,6 @@ __all__ = [
     "OrtValue",
     "RunOptions",
     "SessionOptions",
-    "StateTensor",
     "available_providers",
     "can_call_pytorch",
     "check_engine",
@@ -501,44 +500,6 @@ def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
     found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
     return found
-
-
-class StateTensor:
-    """A tensor at a fixed address on a device, so it needs to be bound only once.
-
-    Args:
-        array: Its initial values; on the CPU its memory is reused if possible.
-        device: The device of the tensor.
-
-    Attributes:
-        value: The tensor for ONNX Runtime.
-        dtype: The element type.
-        shape: The sizes.
-    """
-
-    def __init__(self, array: np.ndarray[Any, Any], device: Device) -> None:
-        self.dtype: np.dtype[Any] = array.dtype
-        self.shape: tuple[int, ...] = array.shape
-        self._array: np.ndarray[Any, Any] | None = None
-        if device.type == "cpu":
-            self._array = array = np.require(array, requirements=["C", "W", "O"])
-        # Shares the array's memory on the CPU, and copies it to other devices.
-        self.value: OrtValue = engine().OrtValue.ortvalue_from_numpy(array, device.type, device.number)
-
-    def view(self) -> np.ndarray[Any, Any]:
-        """Returns the values: on the CPU the memory itself, elsewhere a copy."""
-        return self.value.numpy() if self._array is None else self._array
-
-    def read(self) -> np.ndarray[Any, Any]:
-        """Returns a copy of the values."""
-        return self.value.numpy() if self._array is None else self._array.copy()
-
-    def write(self, array: np.ndarray[Any, Any]) -> None:
-        """Copies values of the same type and size into the tensor."""
-        if self._array is None:
-            self.value.update_inplace(np.ascontiguousarray(array).reshape(self.shape))
-        else:
-            np.copyto(self._array, array.reshape(self.shape))
 
 
 def to_ort_value(array: np.ndarray[Any, Any], device: Device) -> OrtValue:

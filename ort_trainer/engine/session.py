@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..step import Step
+from ..step import Step, TensorSpec
 from .gradients import Gradients
-from .ort import providers_for, session_options
+from .ort import make_session, providers_for, session_options
 from .programs.runner import KernelRunner, calls_pytorch
-from .runner import Check, GraphRunner, Plan, load
+from .runner import Check, GraphRunner, Plan
+from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
     from .ort import InferenceSession, SessionOptions
@@ -83,6 +84,8 @@ class StepSession:
         self._variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
+        self._memory = TorchMemory(self._device)
+        self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
 
     @functools.cached_property
     def _options(self) -> SessionOptions:
@@ -132,7 +135,7 @@ class StepSession:
         options = session_options(None, self._options.use_deterministic_compute)
         options.graph_optimization_level = self._options.graph_optimization_level
         options.optimized_model_filepath = str(path)
-        load(graph, self._providers, options)
+        make_session(graph.serialized(), options, self._providers)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces tensors of the session.
@@ -285,7 +288,7 @@ class StepSession:
             batch,
             destination_key=key,
             destinations=destinations,
-            loss_scale=None if graph.loss_scale is None else plan.runner.scale(loss_scale),
+            loss_scale=self._scale(graph, loss_scale),
             generator=self.generator,
         )
         if check is not None:
@@ -293,6 +296,17 @@ class StepSession:
         for name, output in graph.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         return list(results.values()), written
+
+    def _scale(self, graph: Step, value: float) -> torch.Tensor | None:
+        """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""
+        spec = graph.loss_scale
+        if spec is None:
+            return None
+        known = self._scales.get(spec)
+        if known is None or known[0] != value:
+            shape, dtype = [int(size) for size in spec.shape or ()], getattr(torch, spec.dtype)
+            known = self._scales[spec] = value, torch.full(shape, value, dtype=dtype, device=self._device)
+        return known[1]
 
     def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
         return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
@@ -312,8 +326,8 @@ class StepSession:
         state = {name: tensors[name] for name in graph.state}
         try:
             if calls_pytorch(graph):
-                return KernelRunner(graph, state, self._providers, self._one_thread, self._device)
-            return GraphRunner(graph, state, self._providers, self._options, self._device)
+                return KernelRunner(graph, state, self._memory, self._one_thread, self._providers)
+            return GraphRunner(graph, state, self._memory, self._options, self._providers)
         except Exception as error:
             kind = "training" if graph.training else "evaluation"
             raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from ..engine.programs.program import GETITEM, Program
 from ..engine.programs.runner import KernelRunner
 from ..engine.runner import GraphRunner, Plan
 from ..step import Step
+
+if TYPE_CHECKING:
+    from ..engine.ort import RunOptions
 
 __all__ = ["Operation", "TimedRun", "Timing"]
 
@@ -187,7 +190,9 @@ class _TimedSession(_TimedRunner):
 
     def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
         super().__init__(runner, timing, folder)
-        with profiling(self._settings[1], str(Path(folder) / f"{id(self)}")):
+        options, _ = self._settings
+        assert options is not None
+        with profiling(options, str(Path(folder) / f"{id(self)}")):
             self.inference_session = self._load()
         self._launches: list[tuple[int, TimedRun | None]] = []
         self._is_new = True
@@ -199,15 +204,15 @@ class _TimedSession(_TimedRunner):
         self._is_new = not plan.bindings
         return super().run(plan, batch, **given)
 
-    def _launch(self, binding: Any) -> None:
+    def _launch(self, binding: Any, options: RunOptions | None) -> None:
         if self._is_new:
             # The first run of a session requests its memory from the system, so it is repeated for the measurement.
             start = perf_counter_ns()
             self._launches.append((start, None))
-            super()._launch(binding)
+            super()._launch(binding, options)
             self._timing.set_up.append((start, perf_counter_ns()))
         self._launches.append((perf_counter_ns(), self._current))
-        super()._launch(binding)
+        super()._launch(binding, options)
 
     def collect(self) -> None:
         """Fills in the operations of the runs from the profiler's file."""

@@ -25,7 +25,7 @@ def check_indices(plan: Plan, batch: Mapping[str, torch.Tensor]) -> None:
     indices.check_indices(
         plan.indices,
         lambda name: batch[name].cpu().numpy(),
-        lambda: plan.runner.graph.sizes({name: tuple(value.shape) for name, value in batch.items()}),
+        lambda: plan.sizes,
         lambda name, ignored: _extremes(batch[name], ignored),
     )
 

@@ -10,7 +10,8 @@ import torch
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
 from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
-from ort_trainer.engine.ort import Device, StateTensor
+from ort_trainer.engine.numpy_memory import StateTensor
+from ort_trainer.engine.ort import Device
 from ort_trainer.engine.programs import dropout
 from ort_trainer.step.contract import RandomInput
 

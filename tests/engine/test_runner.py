@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from ort_trainer.engine.ort import providers_for, session_options
 from ort_trainer.engine.runner import GraphRunner
+from ort_trainer.engine.torch_memory import TorchMemory
 from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
 
 pytestmark = pytest.mark.engine
@@ -49,7 +50,9 @@ def runner(
     )
     weight = torch.tensor([2.0, 3.0])
     cpu = torch.device("cpu")
-    return GraphRunner(graph, {"weight": weight}, providers_for(cpu, {}, 0), session_options(None, False), cpu), weight
+    return GraphRunner(
+        graph, {"weight": weight}, TorchMemory(cpu), session_options(None, False), providers_for(cpu)
+    ), weight
 
 
 def test_state_is_bound_once_and_its_memory_is_the_callers() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from ...step import Step
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Plan, as_taken
+from ..runner import GraphRunner, Plan
+from ..torch_memory import as_taken
 from .bridge import execute, from_torch, prepare
 from .program import Program
 
@@ -50,10 +51,11 @@ class KernelRunner(GraphRunner):
         plan: Plan,
         batch: Mapping[str, torch.Tensor],
         *,
-        destination_key: str = "",
+        destination_key: Any = "",
         destinations: Mapping[str, torch.Tensor] | None = None,
         loss_scale: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
+        options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
         given = {name: as_taken(value) for name, value in batch.items()}

@@ -103,7 +103,7 @@ def assemble(
         fixed={**frozen, **found.symbols.fixed},
         programs=programs,
         origins=origins_of(found, step.model, operators).to_text() if training else "",
-        index_ranges=tuple(found.index_ranges),
+        index_ranges=tuple(entry for entry in found.index_ranges if training or entry.outputs),
     )
 
 

@@ -1,0 +1,141 @@
+"""PyTorch's tensors, which ONNX Runtime reads and writes in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..core.masks import KEYS
+from ..step import RandomInput
+from .programs.dropout import draw_mask, unpacked
+
+if TYPE_CHECKING:
+    from .ort import OrtValue
+    from .runner import Output
+
+__all__ = ["TorchMemory", "as_taken"]
+
+_NUMPY_TYPES: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+class TorchMemory:
+    """PyTorch's tensors on one device.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._place = (device.type, device.index or 0)
+        self._nothing = torch.zeros(1, device=device)
+
+    def dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
+        """Returns the dtypes in which an output is written and returned: bfloat16 is written as fp32."""
+        dtype = getattr(torch, name)
+        return _bound_type(dtype), dtype
+
+    def bind_input(self, binding: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Binds a contiguous tensor, in the dtype of the graph's input, and returns it."""
+        value = as_taken(value)
+        binding.bind_input(name, *self._described(name, value))
+        return value
+
+    def bind_output(self, binding: Any, name: str, value: torch.Tensor) -> None:
+        """Binds a tensor that a run writes."""
+        binding.bind_output(name, *self._described(name, value))
+
+    def bind_new(self, binding: Any, output: Output) -> torch.Tensor | None:
+        """Binds and returns a new tensor; None if only ONNX Runtime knows its shape."""
+        if output.shape is None:
+            binding.bind_output(output.name, *self._place)
+            return None
+        value = torch.empty(output.shape, dtype=output.bound, device=self._device)
+        binding.bind_output(output.name, *self._described(output.name, value))
+        return value
+
+    def received(self, value: OrtValue) -> torch.Tensor:
+        """Returns a tensor that ONNX Runtime has allocated."""
+        return torch.from_numpy(value.numpy()).to(self._device)
+
+    def draw(
+        self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
+    ) -> list[torch.Tensor]:
+        """Returns new random numbers, contiguous and in dtypes that can be bound."""
+        # All masks of a run are drawn from one key, which is drawn before anything else.
+        with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
+        key = torch.randint(KEYS, (), generator=generator, device=self._device).cpu() if with_key else None
+        return [_sample(spec, shape, self._device, generator, key) for spec, shape in wanted]
+
+    def _described(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
+        """Returns device, element type, shape and address of a tensor, for a binding."""
+        kind = _NUMPY_TYPES.get(value.dtype)
+        if kind is None:
+            raise TypeError(
+                f"{name!r} has dtype {value.dtype}, which can't be shared with ONNX Runtime: use one of "
+                f"{[str(dtype) for dtype in _NUMPY_TYPES]}"
+            )
+        # An empty tensor has no address, but ONNX Runtime requires one.
+        address = value.data_ptr() or self._nothing.data_ptr()
+        return (*self._place, kind, value.shape, address)
+
+
+def as_taken(value: torch.Tensor) -> torch.Tensor:
+    """Returns a batch's tensor in the dtype of the graph's input: bfloat16 becomes fp32."""
+    return value.float() if value.dtype is torch.bfloat16 else value
+
+
+def _bound_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def _sample(
+    spec: RandomInput,
+    shape: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator | None,
+    key: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns new random numbers, sampled as in PyTorch except for masks."""
+    if key is not None and spec.kind == "key":
+        return key
+    if key is not None and spec.kind == "mask":
+        kept, number = spec.parameters
+        return unpacked(draw_mask(key, math.prod(shape), int(number), kept), shape).to(device)
+    dtype = getattr(torch, spec.dtype)
+    if spec.kind == "permutation":
+        return torch.randperm(*shape, generator=generator, dtype=dtype, device=device)
+    order = spec.order or tuple(range(len(shape)))
+    value = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    # A view with PyTorch's own strides, on which the order of the drawn numbers depends.
+    value = value.permute([order.index(axis) for axis in range(len(shape))])
+    return _fill(value, spec, generator).contiguous().to(_bound_type(dtype))
+
+
+def _fill(value: torch.Tensor, spec: RandomInput, generator: torch.Generator | None) -> torch.Tensor:
+    if spec.kind == "bernoulli":
+        probability, factor = spec.parameters
+        value.bernoulli_(probability, generator=generator)
+        return value if factor == 1.0 else value.mul_(factor)
+    if spec.kind == "uniform":
+        return value.uniform_(generator=generator)
+    if spec.kind == "normal":
+        return value.normal_(generator=generator)
+    if spec.kind == "exponential":
+        return value.exponential_(*spec.parameters, generator=generator)
+    low, high = (int(bound) for bound in spec.parameters)
+    return value.random_(low, high, generator=generator)
