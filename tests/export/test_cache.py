@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.installed import can_call_pytorch
+from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.export.cache import ExportCache, export_cache
 from tests import processes
 from tests.helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
