@@ -21,7 +21,6 @@ from ...trainer import ORTTrainer
 
 __all__ = [
     "TrainingParameters",
-    "check_initial_state",
     "check_rate_name",
     "feed_of",
     "former_options",
@@ -30,6 +29,7 @@ __all__ = [
     "optimizer_of",
     "options_of",
     "providers_of",
+    "state_to_begin_with",
 ]
 
 
@@ -354,15 +354,16 @@ def check_rate_name(parameters: TrainingParameters, taken: Sequence[str]) -> Non
         )
 
 
-def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> None:
-    """Checks the names in the optimizer's initial state.
+def state_to_begin_with(parameters: TrainingParameters, trainer: ORTTrainer) -> dict[str, Any]:
+    """Returns the state of a new trainer with the optimizer's initial state of the parameters.
 
     Raises:
-        ValueError: If a name is unknown, or there is no optimizer.
+        ValueError: If a name in it is unknown, or there is no optimizer.
     """
     if not parameters.training_optimizer_name:
         raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
-    known = trainer.state_dict()["optimizer"]
+    state = trainer.state_dict()
+    known = state["optimizer"]
     for name, entries in parameters.optimizer_initial_state.items():
         unknown = sorted(set(entries) - set(known.get(name, ())))
         if name not in known or unknown:
@@ -370,6 +371,8 @@ def check_initial_state(parameters: TrainingParameters, trainer: ORTTrainer) -> 
                 f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
                 f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
             )
+        known[name].update(entries)
+    return state
 
 
 def feed_of(given: Any) -> Mapping[str, Any]:

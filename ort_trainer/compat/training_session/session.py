@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,13 +27,13 @@ from .flat_state import flat_state_dict, load_flat_state_dict
 from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
 from .parameters import (
     TrainingParameters,
-    check_initial_state,
     check_rate_name,
     feed_of,
     number_of,
     optimizer_of,
     options_of,
     providers_of,
+    state_to_begin_with,
 )
 
 __all__ = ["NodeArg", "TrainerSession", "TrainingSession"]
@@ -372,14 +371,7 @@ class TrainingSession(TrainerSession):
         trainer = ORTTrainer(self._model, description.to_dict(), optimizer_of(parameters, self._model), options=options)
         trainer.prepare()
         if parameters.optimizer_initial_state:
-            check_initial_state(parameters, trainer)
-            state = {
-                "optimizer": parameters.optimizer_initial_state,
-                "trainer_options": {"optimizer_name": trainer.optim_config.name},
-            }
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Missing key")
-                trainer.load_state_dict(state, strict=False)
+            trainer.load_state_dict(state_to_begin_with(parameters, trainer))
         return trainer
 
     def _run(
