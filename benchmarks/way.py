@@ -20,9 +20,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-# An export in this process, from nothing.
-os.environ.update({"ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_CACHE": "off"})
-
 import torch
 from torch import nn
 
@@ -128,6 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="print the step's calls too")
     arguments = parser.parse_args()
+    # An export in this process, from nothing.
+    os.environ.update({"ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_CACHE": "off"})
     step = steady_step()
     if arguments.calls:
         for code, depth in step.calls:

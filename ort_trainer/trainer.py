@@ -23,7 +23,7 @@ from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
 from .profiling import Profile
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
-from .train import state, tensors
+from .train import state
 from .train.learning_rates import Schedule
 from .train.loop import TrainingLoop
 from .train.onnx_file import inference_names, names_without_loss, save_onnx
@@ -507,7 +507,7 @@ class ORTTrainer:
         Raises:
             ValueError: If the model has no such parameter.
         """
-        return tensors.get_parameter(self._loop, name)
+        return self._loop.get_parameter(name)
 
     @outside_inference_mode
     def set_parameter(self, name: str, value: Any) -> None:
@@ -519,7 +519,7 @@ class ORTTrainer:
             RuntimeError: Before the first step: change the model itself, or call :meth:`prepare` first.
             TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
         """
-        tensors.set_parameter(self._loop, name, value)
+        self._loop.set_parameter(name, value)
 
     @outside_inference_mode
     def get_gradient(self, name: str) -> torch.Tensor | None:
@@ -534,7 +534,7 @@ class ORTTrainer:
         Raises:
             ValueError: If the model has no such parameter.
         """
-        return tensors.get_gradient(self._loop, name)
+        return self._loop.get_gradient(name)
 
     @outside_inference_mode
     def set_gradient(self, name: str, value: Any) -> None:
@@ -546,7 +546,7 @@ class ORTTrainer:
             RuntimeError: If the window has no micro-batch yet: the first one would overwrite the gradient.
             TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
         """
-        tensors.set_gradient(self._loop, name, value)
+        self._loop.set_gradient(name, value)
 
     @outside_inference_mode
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..engine import Check, Plan, StepSession
+from ..engine.ownership import owned_dtype
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
 from ..optim.parts import Named, global_norm
@@ -23,13 +25,12 @@ from ..optim.update import Again, OptimizerUpdate
 from ..options import ORTTrainerOptions
 from ..profiling import Profile, Profiler
 from ..step import Step
-from .batch import Batch
+from .batch import Batch, to_tensor
 from .debug_files import check_graph_paths, save_graphs
-from .finite_losses import FiniteLosses
 from .indices import check_indices
 from .layout import Layout
 from .learning_rates import learning_rates
-from .precision import choose_precision
+from .precision import FiniteLosses, choose_precision
 from .read_state import Restored, apply_to_session
 from .step_graphs import StepGraphs
 from .strategy import Meeting, SingleProcess, Strategy
@@ -510,6 +511,69 @@ class TrainingLoop:
                 waiting.gradients = {}
                 self.pending_dict = {**self.pending_dict, "gradients": {}, "window": self.window.state_dict()}
 
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""
+        canonical = self._canonical(name)
+        if self.session is not None:
+            return self.session.parameters[canonical].cpu().clone()
+        waiting = {} if self.pending is None else self.pending.tensors
+        with BORROWED:
+            value = waiting.get(canonical, self.source.parameters[canonical]).detach()
+            return value.to("cpu", owned_dtype(value.dtype), copy=True)
+
+    def set_parameter(self, name: str, value: Any) -> None:
+        """Replaces the value of a parameter; see ``ORTTrainer.set_parameter``."""
+        canonical = self._canonical(name)
+        current = self._started("set_parameter").parameters[canonical]
+        current.copy_(_fitting(current, name, value))
+        self.source.memory.publish([canonical])
+
+    def get_gradient(self, name: str) -> torch.Tensor | None:
+        """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
+        canonical = self._canonical(name)
+        session = self.session
+        if session is None:
+            return None
+        if self.window.micro_batches:
+            found = session.present_gradients().get(canonical)
+            return None if found is None else found.cpu() / self.window.divisor
+        used = session.used_gradients().get(canonical)
+        return None if used is None else used.cpu().clone()
+
+    def set_gradient(self, name: str, value: Any) -> None:
+        """Replaces a gradient accumulated in the window so far; see ``ORTTrainer.set_gradient``."""
+        canonical = self._canonical(name)
+        if canonical not in self.source.trainable:
+            raise ValueError(f"{name!r} is not trained, so it has no gradient")
+        session = self._started("set_gradient")
+        if not self.window.micro_batches:
+            raise RuntimeError(
+                "there are no gradients now: call set_gradient() inside an accumulation window, after its first "
+                "micro-batch and before the update"
+            )
+        checked = _fitting(session.parameters[canonical], name, value)
+        session.restore_gradients({**session.present_gradients(), canonical: checked * self.window.divisor})
+
+    def _canonical(self, name: str) -> str:
+        """Returns the canonical (first) name of a parameter."""
+        if not isinstance(name, str):
+            raise TypeError(
+                f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given"
+            )
+        canonical, parameters = self.source.canonical, self.source.parameters
+        if canonical.get(name) not in parameters:
+            names = sorted(own for own, first in canonical.items() if first in parameters)
+            raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
+        return canonical[name]
+
+    def _started(self, method: str) -> StepSession:
+        if self.session is None:
+            raise RuntimeError(
+                f"training has not started: call prepare(), train_step() or eval_step() before {method}(), or change "
+                "the model itself"
+            )
+        return self.session
+
     def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> Outputs:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
 
@@ -684,3 +748,15 @@ def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _fitting(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+    """Checks the shape and dtype of a value against a parameter's, and moves it to the parameter's device."""
+    given = to_tensor(name, value)
+    given = given.to(owned_dtype(given.dtype))
+    if given.shape != current.shape or given.dtype != current.dtype:
+        raise ValueError(
+            f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "
+            f"{given.dtype} were given"
+        )
+    return given.to(current.device)
