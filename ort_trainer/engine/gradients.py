@@ -98,6 +98,8 @@ class Gradients:
 
     def present(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset; empty right after one."""
+        if not self._reset and len(self._present) == len(self.tensors):
+            return dict(self.tensors)
         return {} if self._reset else self._found()
 
     def hold(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
@@ -120,6 +122,4 @@ class Gradients:
 
     def _found(self) -> dict[str, torch.Tensor]:
         """Returns the present gradients, in the same order in all processes."""
-        if len(self._present) == len(self.tensors):
-            return dict(self.tensors)
         return {name: tensor for name, tensor in self.tensors.items() if name in self._present}

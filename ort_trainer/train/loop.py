@@ -258,7 +258,7 @@ class TrainingLoop:
         if self.strategy.world_size > 1:
             transaction.commit()  # no process can roll back alone
         if is_due:
-            self._update(self.meet("update", rates), None, again, transaction)
+            self._end_window(rates, again, transaction)
         transaction.commit()
         return outputs
 
@@ -383,7 +383,7 @@ class TrainingLoop:
             self.config.check()
             rates = self.rates.upcoming(self.info, self.info.step)
             meeting = self.strategy.meet("step", Share(float(bool(gradients))), rates, gradients)
-            return self._update(meeting, gradients)
+            return self._update(meeting, gradients, of_window=False)
 
     def end_window(self, rates: Sequence[float] | None = None) -> bool:
         """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
@@ -401,18 +401,30 @@ class TrainingLoop:
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step) if rates is None else rates
-        return self._update(self.meet("update", rates), None)
+        return self._end_window(rates)
 
     def follow_update(self, meeting: Meeting) -> None:
         """Takes part in an update of the other processes, with the rest of a window or nothing."""
         self.rates.upcoming(self.info, self.info.step)  # advances the schedule
-        self._update(meeting, None)
+        self._update(meeting, self.start_session().present_gradients(), of_window=True)
 
-    def meet(self, kind: str, rates: Sequence[float] = ()) -> Meeting:
-        """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes."""
+    def _end_window(
+        self, rates: Sequence[float], again: Again | None = None, transaction: Transaction | None = None
+    ) -> bool:
+        present = (self._session or self.start_session()).present_gradients()
+        return self._update(self.meet("update", rates, present), present, True, again, transaction)
+
+    def meet(self, kind: str, rates: Sequence[float] = (), present: Named | None = None) -> Meeting:
+        """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes.
+
+        Args:
+            kind: As in :class:`Meeting`.
+            rates: The learning rates.
+            present: The gradients of the window so far; None to get them from the session.
+        """
         session, window, info = self._session or self.start_session(), self.window, self.info
         share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
-        present = session.present_gradients()
+        present = session.present_gradients() if present is None else present
         meeting = self.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
         info.step = meeting.step
         return meeting
@@ -420,7 +432,8 @@ class TrainingLoop:
     def _update(
         self,
         meeting: Meeting,
-        gradients: Named | None,
+        gradients: Named,
+        of_window: bool,
         again: Again | None = None,
         transaction: Transaction | None = None,
     ) -> bool:
@@ -428,7 +441,8 @@ class TrainingLoop:
 
         Args:
             meeting: What the processes agreed on.
-            gradients: By parameter name; they are divided and clipped in place. None for those of the window.
+            gradients: This process's gradients by parameter name; they are divided and clipped in place.
+            of_window: Whether they are those of the window, which are reduced first.
             again: Recomputes the loss and gradients.
             transaction: The step's, which is committed when the weights have changed.
 
@@ -441,13 +455,13 @@ class TrainingLoop:
             self.info,
             self.strategy,
         )
-        if not meeting.weight:
+        if strategy.world_size > 1 and not meeting.weight:
             return False
         if self.config.is_live:
             self.config.set_rates(meeting.rates)
         divisor, checks_finite = 1.0, self.precision.checks_finite
-        if gradients is None:
-            own = session.present_gradients()
+        if of_window:
+            own = gradients
             gradients, share = strategy.reduce(meeting, own)
             divisor = self.window.divisor_of(share)
             # With ZeRO no process has the complete sums, so there are no used gradients to show.
@@ -489,7 +503,7 @@ class TrainingLoop:
             info.optimization_step += int(info.all_finite)
             if transaction is not None and info.all_finite:
                 transaction.commit()
-        if info.all_finite:
+        if info.all_finite and self.rates.scheduler is not None:
             self.rates.updated()
         return info.all_finite
 
