@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import shown
-from ..core.masks import KEYS, NEVER, draw_words, threshold, words_for
+from ..core.masks import KEYS, draw_mask, unpacked
 from ..step.contract import RandomInput
 
 if TYPE_CHECKING:
     from ..state.state import Array
 
-__all__ = ["RandomNumbers", "draw_mask", "set_seed"]
+__all__ = ["RandomNumbers", "set_seed"]
 
 _WORDS = 624
 
@@ -120,27 +120,12 @@ class RandomNumbers:
     def _draw(self, spec: RandomInput, shape: tuple[int, ...], key: int) -> Array:
         if spec.kind == "mask":
             kept, number = spec.parameters
-            return draw_mask(key, math.prod(shape), int(number), kept).reshape(shape).astype(spec.dtype, copy=False)
+            count = math.prod(shape)
+            mask = unpacked(draw_mask(key, count, int(number), kept), count)
+            return mask.reshape(shape).astype(spec.dtype, copy=False)
         if spec.kind == "uniform":
             return _uniform(self._generator, shape, np.dtype(spec.dtype))
         return np.asarray(_DRAWS[spec.kind](self._generator, shape, *spec.parameters)).astype(spec.dtype, copy=False)
-
-
-def draw_mask(key: int, count: int, number: int, kept: float) -> Array:
-    """Returns a mask: uint8 [count], 1 where an element is kept.
-
-    Args:
-        key: The key of the step.
-        count: Number of elements.
-        number: Index of the dropout in the model.
-        kept: Probability that an element is kept.
-    """
-    words, lowest = words_for(count), threshold(kept)
-    if lowest >= NEVER:
-        return np.zeros(count, np.uint8)
-    passed = (draw_words(key, number, words).view(np.int16) >= lowest).view(np.uint8)
-    # Each quarter of the tensor uses one of the four numbers in a word; the two halves of the words alternate.
-    return np.ascontiguousarray(passed.reshape(2, words, 2).transpose(2, 0, 1)).reshape(-1)[:count]
 
 
 def _bits(state: Array | None) -> Any:

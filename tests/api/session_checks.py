@@ -20,6 +20,7 @@ from ort_trainer.api import (
     random_numbers,
     set_seed,
 )
+from ort_trainer.core import masks
 from ort_trainer.step.contract import RandomInput
 
 from .exported import NAMES, RATE, TRAINED
@@ -221,7 +222,7 @@ def seeds(world: World) -> None:
         drawn.append(random.draw([(mask, mask.shape)])[0])
         torch.manual_seed(seed)
         key = int(torch.randint(2**62, ()))  # the key of the trainer's masks
-        np.testing.assert_array_equal(drawn[-1], random_numbers.draw_mask(key, 64, 0, 0.5))
+        np.testing.assert_array_equal(drawn[-1], masks.unpacked(masks.draw_mask(key, 64, 0, 0.5), 64))
     monkeypatch.undo()
     assert (drawn[0] == drawn[1]).all() and (drawn[1] != drawn[2]).any()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
-from ort_trainer.api.random_numbers import RandomNumbers, draw_mask
+from ort_trainer.api.random_numbers import RandomNumbers
+from ort_trainer.core import masks
 from ort_trainer.engine.numpy_memory import StateTensor
 from ort_trainer.engine.ort import Device
 from ort_trainer.engine.programs import dropout
@@ -377,7 +378,7 @@ def difference_of(state: CheckpointState, x: np.ndarray, target: np.ndarray) -> 
 @pytest.mark.parametrize("kept", [0.9, 0.25, 0.0, 1.0])
 def test_a_mask_of_any_size(count: int, kept: float) -> None:
     expected = dropout.unpacked(dropout.draw_mask(torch.tensor(2**61 + 7), count, 4, kept), (count,)).numpy()
-    assert np.array_equal(draw_mask(2**61 + 7, count, 4, kept), expected)
+    assert np.array_equal(masks.unpacked(masks.draw_mask(2**61 + 7, count, 4, kept), count), expected)
 
 
 @pytest.mark.parametrize("kinds", [("mask",), ("normal",), ("mask", "uniform")])
@@ -403,7 +404,7 @@ def test_random_numbers_go_on_from_a_state() -> None:
     numbers = RandomNumbers()
     for _ in range(400):  # beyond the end of a block of 624 words
         expected = int(torch.randint(2**62, ()))
-        assert np.array_equal(numbers.draw([spec])[0], draw_mask(expected, 100, 1, 0.5))
+        assert np.array_equal(numbers.draw([spec])[0], masks.unpacked(masks.draw_mask(expected, 100, 1, 0.5), 100))
     restored = RandomNumbers(numbers.get_state())
     assert np.array_equal(restored.draw([spec])[0], numbers.draw([spec])[0])
 

@@ -5,9 +5,6 @@ share a 64-bit number of NumPy's SFC64, and an element is kept if its 16 bits ar
 to a multiple of 1 / 65536, by at most 0.000008). Each block of a mask has its own stream, seeded by the key of the
 step, the number of the dropout in the model, and the block's offset, so the numbers do not depend on who draws which
 block, or in which order. (Drawing on two threads costs more than on one, because PyTorch's threads compute as well.)
-
-A mask is packed: a 32-bit word has one byte for an element in each quarter of the tensor. Unpacking takes shifts and
-products of whole words, which PyTorch vectorizes; its conversions between bytes and floats are five times slower.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...core.masks import NEVER, draw_words, threshold, words_for
+from ...core import masks
 
-__all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked", "words_for"]
+__all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked"]
 
 # Shifts that move the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
@@ -35,13 +32,8 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
         number: Number of the dropout in the model.
         kept: Probability that an element is kept.
     """
-    words, lowest = words_for(count), threshold(kept)
-    if lowest >= NEVER or not words:  # PyTorch can't view an empty NumPy array in a narrower dtype
-        return torch.zeros(words, dtype=torch.int32)
-    # From 64-bit numbers to words: the comparison in place leaves two bytes per element, so shift half of the words.
-    raw = torch.from_numpy(draw_words(int(key), number, words).view(np.int64))
-    halves = raw.view(torch.int16).ge_(lowest).view(torch.int32)
-    return halves[words:].bitwise_left_shift(8).bitwise_or_(halves[:words])
+    drawn = torch.from_numpy(masks.draw_mask(int(key), count, number, kept))
+    return drawn if count else torch.zeros(0, dtype=torch.int32)  # PyTorch can't view an empty NumPy array
 
 
 def unpack_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.masks import words_for
 from . import dropout, linear, losses, recurrent
 
 __all__ = ["LIBRARY", "OWN"]
@@ -30,7 +31,7 @@ def _define(signature: str, function: Callable[..., Any], fake: Callable[..., An
 _define(
     "draw_mask(Tensor key, SymInt count, int number, float kept) -> Tensor",
     dropout.draw_mask,
-    lambda key, count, number, kept: key.new_empty(dropout.words_for(count), dtype=torch.int32),
+    lambda key, count, number, kept: key.new_empty(words_for(count), dtype=torch.int32),
 )
 _define(
     "apply_mask(Tensor value, Tensor mask, float factor) -> Tensor",
