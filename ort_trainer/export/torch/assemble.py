@@ -15,8 +15,8 @@ from ...options import ModelDescription
 from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.names import Names
 from .differentiate import FlatGraph
-from .kernels.build import kernel_model
 from .origins import onnx_operators, origins_of
+from .programs.build import program_model
 from .source_lines import drop_source, onnx_source_line
 from .step_module import ExportedStep, canonical_names
 
@@ -75,7 +75,7 @@ def assemble(
     operators: Mapping[str, Sequence[torch.fx.Node | None]] = {}
     if for_kernels:
         stage("translate")
-        made = kernel_model(found, inputs, results, batch)
+        made = program_model(found, inputs, results, batch)
         model, programs, operators = made.model, made.programs, made.operators
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it

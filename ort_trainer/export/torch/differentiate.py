@@ -34,9 +34,9 @@ from ...options import InputDescription
 from .capture import Capture, capturing, names_in_model
 from .cell_loops import roll_up_loops
 from .explain import explain, unsupported_input
-from .kernels import rewrite_forward
 from .operators.recurrent import layers_for_onnx
 from .operators.registry import Operator, composites
+from .programs.rewrites import rewrite_forward
 from .source_lines import source_line
 from .step_module import StepModule
 from .symbols import SymbolTable

@@ -6,7 +6,7 @@
     differentiate  one flat graph of forward and backward pass: AOTAutograd
     random_inputs  random operators become inputs
     recompute      forward values that the backward pass computes again
-    assemble       names, and the graph as an ONNX model: by translate, or for PyTorch's kernels by kernels
+    assemble       names, and the graph as an ONNX model: by translate, or for PyTorch's kernels by programs
 
 Imports that only a cache miss needs are lazy.
 """

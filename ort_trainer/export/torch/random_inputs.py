@@ -22,7 +22,7 @@ from .operators.registry import random_operators
 from .source_lines import source_line
 from .symbols import SymbolTable, hint
 
-__all__ = ["Draws", "Lifter", "lift_random_numbers", "memory_order"]
+__all__ = ["Draws", "Lifter", "lift_random_numbers", "order_when_empty"]
 
 aten = torch.ops.aten
 # Tagged as random because of a dropout that only other devices have.
@@ -76,7 +76,7 @@ class Lifter:
                 f"{node.target} is not supported here, because the number of random values that it draws depends on "
                 f"the values of the batch: {source_line(node)}"
             )
-        order = () if kind == "mask" else memory_order(like)
+        order = () if kind == "mask" else order_when_empty(like)
         return self._input(kind, like.detach(), shape, parameters, order)
 
     def key(self) -> torch.fx.Node:
@@ -123,7 +123,7 @@ class Lifter:
         return node
 
 
-def memory_order(like: torch.Tensor) -> tuple[int, ...]:
+def order_when_empty(like: torch.Tensor) -> tuple[int, ...]:
     """Returns the dimensions in the order of ``empty_like``'s strides; an empty tuple if they are in order already.
 
     Uses the sample's sizes, because comparing symbolic sizes would add conditions to the graph.

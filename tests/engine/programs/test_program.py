@@ -10,7 +10,7 @@ import torch
 
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.programs import Program
-from ort_trainer.export.torch.kernels.partition import partition
+from ort_trainer.export.torch.programs.partition import partition
 
 
 def program(**changes: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ..random_inputs import memory_order
+from ..random_inputs import order_when_empty
 from .registry import Size, Value, decomposition, op, translation
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def _zeros(size: Sequence[Size], *ignored: Any, **options: Any) -> torch.Tensor:
 @decomposition(aten.empty_like.default)
 def _empty_like(input: torch.Tensor, **settings: Any) -> Any:
     """Keeps the memory order of the dimensions, in which a random operator will fill the tensor."""
-    order = memory_order(input)
+    order = order_when_empty(input)
     if not order or settings.get("memory_format") not in (None, torch.preserve_format):
         return NotImplemented
     dtype = settings.get("dtype") or input.dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ort_trainer.export.torch.kernels.reuse import _ROW_BY_ROW
+from ort_trainer.export.torch.programs.reuse import _ROW_BY_ROW
 
 from .calls import LARGE, Function, needs_pytorch, trained
 

@@ -19,14 +19,14 @@ from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
-__all__ = ["KernelModel", "kernel_model"]
+__all__ = ["ProgramModel", "program_model"]
 
 aten = torch.ops.aten
 Named = Sequence[tuple[Node, str]]
 
 
 @dataclass(frozen=True)
-class KernelModel:
+class ProgramModel:
     """A model that computes a captured graph with PyTorch's kernels.
 
     Attributes:
@@ -40,9 +40,9 @@ class KernelModel:
     operators: Mapping[str, Sequence[Node]]
 
 
-def kernel_model(
+def program_model(
     found: FlatGraph, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
-) -> KernelModel:
+) -> ProgramModel:
     """Returns a model that computes a captured graph with PyTorch's kernels.
 
     Args:
@@ -64,7 +64,7 @@ def kernel_model(
     rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     builder = _Builder(found, inputs, results, batch)
-    return KernelModel(builder.model(), builder.programs, builder.operators)
+    return ProgramModel(builder.model(), builder.programs, builder.operators)
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
-from ort_trainer.export.torch.kernels import rewrites
-from ort_trainer.export.torch.kernels.rewrites import halves
+from ort_trainer.export.torch.programs import rewrites
+from ort_trainer.export.torch.programs.rewrites import halves
 
 from ....helpers import assert_close
 from .calls import LARGE, Function, needs_pytorch, trained
