@@ -12,7 +12,7 @@ import torch
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
 from ..step.contract import OptimizerModel, Slot
-from ..step.names import Names
+from ..step.emitter import Names
 from .step_models import IR_VERSION
 
 __all__ = ["Updated", "optimizer_model"]

@@ -13,7 +13,7 @@ import onnx_ir.passes.common as common_passes
 
 from ..core.indices import IndexRange
 from ..step import Step, TensorSpec
-from ..step.names import Names
+from ..step.emitter import Names
 
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
 

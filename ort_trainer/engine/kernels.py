@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from ..step.emitter import infer_missing
-from ..step.names import Names
+from ..step.emitter import Names, infer_missing
 from .ort import kernel_outputs
 
-__all__ = ["FitResult", "FitToKernelsPass", "cast"]
+__all__ = ["FitResult", "FitToKernelsPass", "WidenInterfacePass", "cast"]
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -233,3 +232,32 @@ def _widened_attribute(attribute: ir.Attr, mapping: Mapping[ir.DataType, ir.Data
         if tensor.dtype in mapping:
             return ir.AttrTensor("value", ir.tensor(tensor.numpy().astype(mapping[tensor.dtype].numpy())))
     return attribute
+
+
+class WidenInterfacePass(ir.passes.InPlacePass):
+    """Makes bfloat16 inputs and outputs of a model fp32, with casts inside the model.
+
+    Bindings name types by NumPy dtypes, and NumPy has no bfloat16. Every bfloat16 number is an fp32 number, so this is
+    exact.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Runs the pass."""
+        graph = model.graph
+        before = len(graph)
+        infer_missing(model)
+        for value in list(graph.inputs):
+            if value.dtype == _BFLOAT16:
+                node = cast(value, _BFLOAT16, f"{value.name}__bfloat16")
+                ir.convenience.replace_all_uses_with(value, node.outputs[0])
+                node.replace_input_with(0, value)
+                graph.insert_before(graph[0], node)
+                value.type = ir.TensorType(_FLOAT)
+        for index, value in enumerate(graph.outputs):
+            if value.dtype == _BFLOAT16:
+                name = value.name
+                value.name = f"{name}__bfloat16"
+                node = cast(value, _FLOAT, str(name))
+                graph.append(node)
+                graph.outputs[index] = node.outputs[0]
+        return ir.passes.PassResult(model, len(graph) > before)

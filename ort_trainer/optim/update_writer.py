@@ -17,8 +17,7 @@ import onnx_ir.passes.common as common_passes
 
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..step import Step
-from ..step.emitter import Emitter
-from ..step.names import Names
+from ..step.emitter import Emitter, Names
 from .rule import ParameterNodes, Rule
 
 __all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "ParameterUpdate", "UpdateWriter", "with_optimizer"]

@@ -1,4 +1,4 @@
-"""Writes nodes of a graph; their results have types and shapes immediately."""
+"""What passes over ONNX models share: unique names, new nodes with inferred types, and running in order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.tape
 
-from .names import Names
+__all__ = ["FINAL", "Emitter", "Names", "infer_missing", "infer_node", "run_passes"]
 
-__all__ = ["FINAL", "Emitter", "infer_missing", "infer_node"]
+
+class Names:
+    """Hands out unused names."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+
+    def unique(self, name: str) -> str:
+        """Returns the name, with a number appended if it is taken."""
+        candidate, number = name, 1
+        while candidate in self._taken:
+            candidate, number = f"{name}_{number}", number + 1
+        self._taken.add(candidate)
+        return candidate
+
 
 FINAL = "ort_trainer.final"
 """Key in the ``meta`` of nodes that no rule may rewrite."""
@@ -129,3 +143,14 @@ class Emitter:
     def slice(self, value: ir.Value, start: int, end: int, axis: int) -> ir.Value:
         """Adds a slice along one axis."""
         return self("Slice", value, self.constant([start]), self.constant([end]), self.constant([axis]))
+
+
+def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
+    """Runs passes over a model in order and returns the result.
+
+    It raises errors of a pass without onnx_ir's wrapper, because callers check their type.
+    """
+    try:
+        return ir.passes.Sequential(*passes)(model).model
+    except ir.passes.PassError as error:
+        raise error.__cause__ or error from None

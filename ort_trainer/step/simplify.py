@@ -11,7 +11,7 @@ import onnxscript.optimizer
 from onnxscript.rewriter import RewritePass, RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
-from .names import Names
+from .emitter import Names
 
 __all__ = ["SimplifyPass", "convert_opset"]
 

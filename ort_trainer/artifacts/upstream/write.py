@@ -21,8 +21,7 @@ import onnx_ir as ir
 from ...core.errors import shown
 from ...state.state import State
 from ...step import Step
-from ...step.emitter import Emitter
-from ...step.names import Names
+from ...step.emitter import Emitter, Names
 from ...step.prune import RemoveUnusedPass
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from ..step_models import ACCUMULATED, BUFFER, IR_VERSION, RESET, check_portable

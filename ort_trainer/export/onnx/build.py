@@ -17,9 +17,9 @@ from ...core.errors import ExportError
 from ...core.indices import IndexRange
 from ...options import ModelDescription
 from ...step import Step, TensorSpec, dtype_name
+from ...step.emitter import run_passes
 from ...step.postprocess import postprocessed
 from ...step.prune import KeepOutputsPass, RemoveUnusedPass
-from ...step.run_passes import run_passes
 from ..torch import LossFunction
 from ..torch.borrow import BORROWED
 from .index_ranges import label_ranges

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ...options import ModelDescription
-from ...step.names import Names
+from ...step.emitter import Names
 from ..torch import LossFunction
 from .load import OnnxModel
 from .nodes import shape_of

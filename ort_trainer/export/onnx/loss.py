@@ -16,7 +16,7 @@ from ...core.errors import ExportError
 from ...core.indices import IndexRange
 from ...engine.ort import InferenceSession, session_options
 from ...options import ModelDescription
-from ...step.run_passes import run_passes
+from ...step.emitter import run_passes
 from ..torch import ExportedStep, GraphBuilder, LossFunction
 from .nodes import SizeNeededError, dtype_of, shape_of, with_sizes
 from .passes.differentiate import DifferentiatePass, serialized

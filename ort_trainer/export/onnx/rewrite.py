@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from ...core.errors import ExportError
-from ...step.emitter import FINAL, Emitter
-from ...step.names import Names
+from ...step.emitter import FINAL, Emitter, Names
 from .gradient import has_user_gradient
 from .nodes import dtype_of
 

@@ -9,11 +9,10 @@ import torch
 
 from ...core.dims import symbols_of
 from ...core.errors import ExportError
-from ...engine.bfloat16 import WidenInterfacePass
-from ...engine.kernels import FitToKernelsPass
+from ...engine.kernels import FitToKernelsPass, WidenInterfacePass
 from ...options import ModelDescription
 from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
-from ...step.names import Names
+from ...step.emitter import Names
 from .differentiate import FlatGraph
 from .origins import onnx_operators, origins_of
 from .programs.build import program_model

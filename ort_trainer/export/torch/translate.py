@@ -34,7 +34,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...core.errors import ExportError
-from ...step.names import Names
+from ...step.emitter import Names
 from ...step.simplify import SimplifyPass, convert_opset
 from .borrow import quiet
 from .explain import way_out

@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from ....step.emitter import infer_node
-from ....step.names import Names
+from ....step.emitter import Names, infer_node
 from ..gradient import differentiable, gradient_path, has_user_gradient
 from ..rewrite import Rule, rewrite
 from ..rewrites import RULES

@@ -18,8 +18,7 @@ import torch
 from ....core.dims import evaluate
 from ....engine.ort import InferenceSession, session_options
 from ....options import ModelDescription
-from ....step.emitter import Emitter
-from ....step.names import Names
+from ....step.emitter import Emitter, Names
 from ..nodes import shape_of
 from .differentiate import serialized
 from .evaluation import ToEvaluationPass

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from ....step.names import Names
+from ....step.emitter import Names
 from .found import Found
 
 __all__ = ["RunningStatisticsPass"]

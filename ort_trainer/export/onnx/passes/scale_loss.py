@@ -5,8 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ....core.errors import ExportError
-from ....step.emitter import Emitter
-from ....step.names import Names
+from ....step.emitter import Emitter, Names
 from ..nodes import dtype_of, shape_of
 from .found import Found
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ....step.emitter import Emitter, infer_node
-from ....step.names import Names
+from ....step.emitter import Emitter, Names, infer_node
 from ..nodes import dtype_of
 from ..rewrite import replace
 from ..rewrites import contrib

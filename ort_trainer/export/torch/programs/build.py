@@ -12,7 +12,7 @@ from ....core.errors import ExportError
 from ....engine.programs.bridge import DOMAIN, OPERATOR
 from ....engine.programs.program import Order
 from ....options import InputDescription
-from ....step.names import Names
+from ....step.emitter import Names
 from ..differentiate import FlatGraph
 from .encode import Encoder
 from .partition import partition, used_by
