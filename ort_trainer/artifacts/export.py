@@ -14,10 +14,9 @@ from ..engine.ownership import shared_groups
 from ..export import BORROWED
 from ..state.state import State
 from ..step import Step
-from ..train.joint_state import Gathered
 from ..train.loop import TrainingLoop
+from ..train.read_state import TrainerState
 from ..train.state import write_by_one
-from ..train.window import AccumulationWindow
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
@@ -66,7 +65,7 @@ def export_artifacts(
         )
     check_exportable(loop)
 
-    def write_all(gathered: Gathered) -> None:
+    def write_all(gathered: TrainerState) -> None:
         folder = target_folder(directory)
         made = _made(loop, gathered, optimizer, outputs)
         if flavor == FLAVORS[0]:
@@ -102,11 +101,9 @@ class _Made:
     buffers: Sequence[str]
 
 
-def _made(loop: TrainingLoop, gathered: Gathered, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
-    session = loop.session
-    assert session is not None
-    window = AccumulationWindow(loop.window.size, loop.window.reduction)
-    window.load_state_dict(gathered.window)
+def _made(loop: TrainingLoop, gathered: TrainerState, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
+    session, window = loop.session, gathered.window
+    assert session is not None and window is not None
     training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
     if not loop.options.debug.check_indices:
         training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))

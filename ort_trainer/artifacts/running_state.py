@@ -12,8 +12,8 @@ from ..core.optimizer_keys import UPDATE_COUNT
 from ..optim import lr_scheduler
 from ..state.state import Array, State
 from ..state.state_dict import random_to_numpy
-from ..train.joint_state import Gathered
 from ..train.loop import TrainingLoop
+from ..train.read_state import TrainerState
 from ..train.state import trainer_options
 from .optimizer_model import Updated
 
@@ -24,7 +24,7 @@ def running_state(
     loop: TrainingLoop,
     updates: Mapping[str, Updated],
     origins: Mapping[str, tuple[str, str | None]],
-    gathered: Gathered,
+    gathered: TrainerState,
     divisor: float,
 ) -> State:
     """Returns the state of a trainer.
@@ -36,8 +36,8 @@ def running_state(
         gathered: State gathered from all processes, including the gradients of the current window.
         divisor: Divisor of these gradients.
     """
-    session, gradients = loop.session, gathered.gradients
-    assert session is not None
+    session, gradients, window = loop.session, gathered.gradients, gathered.window
+    assert session is not None and gradients is not None and window is not None
     parameters = {name: _array(value) for name, value in session.parameters.items()}
     buffers = {name: _array(value) for name, value in session.buffers.items()}
     floats = {name: value for name, value in buffers.items() if np.issubdtype(value.dtype, np.floating)}
@@ -54,13 +54,15 @@ def running_state(
         optimizer=optimizer,
         optimization_step=loop.info.optimization_step,
         gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
-        micro_batches=gathered.window["micro_batches"],
+        micro_batches=window.micro_batches,
         random=_random_state(session.generator),
-        trainer=_trainer(loop, updates, gathered),
+        trainer=_trainer(loop, updates, gathered, window.state_dict()),
     )
 
 
-def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathered) -> dict[str, Any] | None:
+def _trainer(
+    loop: TrainingLoop, updates: Mapping[str, Updated], gathered: TrainerState, window: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Returns what the trainer requires to load the state again; None if it uses a PyTorch optimizer."""
     layout, session = loop.layout, loop.session
     assert session is not None
@@ -75,7 +77,7 @@ def _trainer(loop: TrainingLoop, updates: Mapping[str, Updated], gathered: Gathe
             idle[name] = [*slots, *([UPDATE_COUNT] if counts else [])]
     return {
         "trainer_options": trainer_options(loop),
-        "window": {key: gathered.window[key] for key in ("reduction", "assigned_size")},
+        "window": {key: window[key] for key in ("reduction", "assigned_size")},
         "transient_buffers": [name for name in layout.non_persistent if name in session.buffers],
         "idle": {name: keys for name, keys in idle.items() if keys},
     }

@@ -31,7 +31,7 @@ from .indices import check_indices
 from .layout import Layout
 from .learning_rates import learning_rates
 from .precision import FiniteLosses, choose_precision
-from .read_state import Restored, apply_to_session
+from .read_state import TrainerState, apply_to_session
 from .step_graphs import StepGraphs
 from .strategy import Meeting, SingleProcess, Strategy
 from .transaction import Transaction
@@ -98,7 +98,7 @@ class TrainingLoop:
         self._checks_indices = options.debug.check_indices
         self.profiler: Profiler | None = None
         self.holds_gradients = False
-        self._pending: Restored | None = None
+        self._pending: TrainerState | None = None
         self.pending_dict: Mapping[str, Any] = {}
         if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
@@ -136,11 +136,11 @@ class TrainingLoop:
         return self._session
 
     @property
-    def pending(self) -> Restored | None:
+    def pending(self) -> TrainerState | None:
         """The loaded state that is applied when training begins; None if there is none."""
         return self._pending
 
-    def wait_with(self, restored: Restored, state_dict: Mapping[str, Any]) -> None:
+    def wait_with(self, restored: TrainerState, state_dict: Mapping[str, Any]) -> None:
         """Keeps a state to apply when training begins, merged over one kept earlier.
 
         Args:

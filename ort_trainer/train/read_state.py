@@ -14,12 +14,13 @@ import torch
 from ..core.errors import shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import StepSession
+from ..optim.parts import Named
 from ..optim.update import OptimizerUpdate
 from .differences import Differences, to_tensor
 from .layout import TRAINER_OPTIONS, Layout
 from .window import AccumulationWindow
 
-__all__ = ["Restored", "apply_to_session", "copied", "read"]
+__all__ = ["TrainerState", "apply_to_session", "copied", "read"]
 
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
@@ -32,13 +33,26 @@ _HIGHEST_COUNT = 1 << 62
 
 
 @dataclass
-class Restored:
-    """A state dict that was read and matches the trainer; None for entries that it lacks."""
+class TrainerState:
+    """The state of a trainer, as tensors: read from a state dict that matches it, or gathered from all processes.
+
+    An entry is None if the state dict lacks it.
+
+    Attributes:
+        tensors: Canonical name -> parameter or buffer.
+        slots: Canonical name -> slot -> the optimizer's state tensor, of the complete parameter.
+        counts: Canonical name -> number of updates done.
+        gradients: The gradients of the window.
+        window: One window with the micro-batches of all processes.
+        random, random_states: The state of this process's random generator, and of those of all, by rank.
+        step, optimization_step: The counters of the trainer.
+        loss_scaler, lr_scheduler, torch_optimizer: Their own state dicts.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    slots: dict[str, Named] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] | None = None
+    gradients: Named | None = None
     window: AccumulationWindow | None = None
     random: torch.Tensor | None = None
     random_states: list[torch.Tensor] | None = None
@@ -48,11 +62,11 @@ class Restored:
     lr_scheduler: Mapping[str, Any] | None = None
     torch_optimizer: Mapping[str, Any] | None = None
 
-    def over(self, earlier: Restored | None) -> Restored:
+    def over(self, earlier: TrainerState | None) -> TrainerState:
         """Returns this state, with missing entries taken from a state loaded earlier."""
         if earlier is None:
             return self
-        merged = Restored()
+        merged = TrainerState()
         for entry in dataclasses.fields(self):
             new, old = getattr(self, entry.name), getattr(earlier, entry.name)
             if isinstance(new, dict) and isinstance(old, dict) and entry.name != "gradients":
@@ -61,7 +75,7 @@ class Restored:
         return merged
 
 
-def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool) -> Restored:
+def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool) -> TrainerState:
     """Checks a state dict of either format against a layout; changes nothing.
 
     Args:
@@ -80,7 +94,7 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
-    restored, differences = Restored(), Differences(strict)
+    restored, differences = TrainerState(), Differences(strict)
     if state_dict and not any(isinstance(value, Mapping) for value in state_dict.values()):
         _read_tensors(state_dict, layout.tensors, layout, differences, "state_dict", restored)
         differences.check()
@@ -123,7 +137,7 @@ def copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def apply_to_session(restored: Restored, session: StepSession, optimizer: OptimizerUpdate) -> None:
+def apply_to_session(restored: TrainerState, session: StepSession, optimizer: OptimizerUpdate) -> None:
     """Copies the result of :func:`read` into the tensors of a session and an optimizer."""
     for name, value in restored.tensors.items():
         (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
@@ -173,7 +187,9 @@ def _compare_top(state_dict: Mapping[str, Any], layout: Layout, differences: Dif
                 _warn_missing(key)
 
 
-def _read_weights(state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: Restored) -> None:
+def _read_weights(
+    state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: TrainerState
+) -> None:
     """Reads parameters and buffers."""
     if "model" in state_dict:
         precisions = _mapping(state_dict, "model", "state_dict")
@@ -198,7 +214,7 @@ def _read_tensors(
     layout: Layout,
     differences: Differences,
     where: str,
-    restored: Restored,
+    restored: TrainerState,
 ) -> None:
     # One of a tied tensor's names is enough: legacy wrote it under its first name only.
     tied = {layout.canonical[name] for name in given if name in expected}
@@ -222,7 +238,7 @@ def _read_tensors(
 
 
 def _read_optimizer(
-    state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: Restored
+    state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: TrainerState
 ) -> None:
     where = "state_dict[optimizer]"
     state = dict(_mapping(state_dict, "optimizer", "state_dict"))
@@ -281,7 +297,7 @@ def _read_counters(
     layout: Layout,
     window: AccumulationWindow,
     differences: Differences,
-    restored: Restored,
+    restored: TrainerState,
 ) -> None:
     if "train_step_info" not in state_dict:
         _warn_missing("train_step_info")
@@ -306,7 +322,7 @@ def _read_counters(
 def _read_window(
     state_dict: Mapping[str, Any],
     window: AccumulationWindow,
-    restored: Restored,
+    restored: TrainerState,
     has_gradients: bool,
     differences: Differences,
 ) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy as copying
+import hashlib
+import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..core.errors import warn
+from ..core.errors import DistributedError, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import StepSession
 from ..optim.parts import Named
-from .joint_state import Gathered, gather_state, take_own
 from .layout import Layout
-from .read_state import Restored, apply_to_session, copied, read
-from .strategy import check_done, together
+from .read_state import TrainerState, apply_to_session, copied, read
+from .strategy import Meeting, Strategy, check_done, together
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
@@ -58,7 +60,7 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
         include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
         copy: Whether arrays are copies; if not, they share the trainer's memory.
     """
-    gathered = gather_state(loop, loop.meet("state" if include_optimizer else "model"))
+    gathered = gather(loop, loop.meet("state" if include_optimizer else "model"))
     return _collect(loop, gathered, include_optimizer, copy)
 
 
@@ -77,7 +79,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict
     write_by_one(loop, include_optimizer, lambda gathered: write(_collect(loop, gathered, include_optimizer, copy)))
 
 
-def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[Gathered], None]) -> None:
+def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[TrainerState], None]) -> None:
     """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
     Args:
@@ -90,7 +92,7 @@ def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[G
     """
     meeting = loop.meet("state" if include_optimizer else "model")
     is_writer = meeting.doing == loop.strategy.world_rank
-    gathered = gather_state(loop, meeting, keep=is_writer)
+    gathered = gather(loop, meeting, keep=is_writer)
     together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
 
 
@@ -104,7 +106,7 @@ def follow(loop: TrainingLoop) -> str:
         if meeting.kind == "update":
             loop.follow_update(meeting)
         elif meeting.kind in ("state", "model"):
-            gather_state(loop, meeting, keep=False)
+            gather(loop, meeting, keep=False)
         elif meeting.kind == "save":
             check_done(loop.strategy, meeting)
         elif meeting.kind != "gather":
@@ -116,9 +118,10 @@ def follow(loop: TrainingLoop) -> str:
         return meeting.kind
 
 
-def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, copy: bool) -> StateDict:
+def _collect(loop: TrainingLoop, gathered: TrainerState, include_optimizer: bool, copy: bool) -> StateDict:
     session, layout, strategy = loop.session, loop.layout, loop.strategy
-    assert session is not None
+    window, random_states, gradients = gathered.window, gathered.random_states, gathered.gradients
+    assert session is not None and window is not None and random_states is not None and gradients is not None
 
     def array(value: torch.Tensor) -> Any:
         value = value.detach().cpu()
@@ -130,18 +133,18 @@ def _collect(loop: TrainingLoop, gathered: Gathered, include_optimizer: bool, co
         "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
         "trainer_options": trainer_options(loop),
         "train_step_info": {"optimization_step": loop.info.optimization_step, "step": loop.info.step},
-        "window": gathered.window,
-        "random": array(gathered.random_states[0]),
+        "window": window.state_dict(),
+        "random": array(random_states[0]),
     }
     if strategy.world_size > 1:
-        state["random_states"] = torch.stack(gathered.random_states).numpy()
+        state["random_states"] = torch.stack(random_states).numpy()
     if layout.non_persistent:
         state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
     if include_optimizer:
         state["optimizer"] = _collect_optimizer(loop.optimizer.counts, gathered.slots, layout, array)
         if layout.torch_config is not None:
             state["torch_optimizer"] = layout.torch_config.state_dict(copy)
-        state["gradients"] = {name: array(value) for name, value in gathered.gradients.items()}
+        state["gradients"] = {name: array(value) for name, value in gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
 
@@ -199,7 +202,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         DistributedError: If another process failed to read it, or got a different state.
     """
 
-    def checked() -> tuple[Mapping[str, Any], Restored, StepSession | None]:
+    def checked() -> tuple[Mapping[str, Any], TrainerState, StepSession | None]:
         session = loop.session  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
         own = state_dict if owned and session is not None else copied(state_dict)
@@ -207,7 +210,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
     state_dict, restored, session = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
-        take_own(restored, loop.strategy, loop.layout.device)
+        _take_own(restored, loop.strategy, loop.layout.device)
     precision, rates, info = loop.precision, loop.rates, loop.info
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
@@ -239,3 +242,90 @@ def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[
     if (own is None) != (given is None):
         what = f"Missing key: {key} in" if given is None else f"The trainer has no {key}, so it ignores that of"
         warn(f"{what} state_dict")
+
+
+def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> TrainerState:
+    """Gathers the joint state; all processes call this after a meeting.
+
+    Args:
+        loop: A loop with a session.
+        meeting: A meeting of kind ``state``, or ``model`` for a state without the optimizer.
+        keep: Whether this process needs the result; if not, it takes part without memory for the tensors.
+    """
+    session, strategy, window = loop.session, loop.strategy, copying.copy(loop.window)
+    assert session is not None
+    random_states = [session.generator.get_state()]
+    if strategy.world_size > 1:
+        own = random_states[0].numpy().tobytes()
+        random_states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in strategy.gather(own)]
+        counts = [int(count) for count in strategy.gather(str(loop.window.micro_batches).encode())]
+        if meeting.weight:
+            leading = meeting.shares[meeting.leader]
+            joint = {
+                "weight": meeting.weight,
+                "unit": leading.unit,
+                "scale": leading.scale,
+                "micro_batches": max(counts),
+            }
+            window.load_state_dict({**window.state_dict(), **joint})
+    if meeting.kind == "model":
+        return TrainerState(random_states=random_states, window=window, gradients={})
+    kept = loop.optimizer.slots
+    slots: dict[str, dict[str, torch.Tensor]] = {name: {} for name in kept}
+    for slot in loop.layout.rule.slots:
+        parts = {name: own[slot] for name, own in kept.items() if slot in own}
+        for name, value in strategy.whole(parts, keep).items():
+            slots[name][slot] = value
+    gradients = strategy.total(meeting, session.present_gradients(), keep)
+    return TrainerState(slots={**slots}, gradients=gradients, window=window, random_states=random_states)
+
+
+def _take_own(restored: TrainerState, strategy: Strategy, device: torch.device) -> None:
+    """Reduces a state, in place, to what this process restores.
+
+    Rank 0 continues the window with its gradients; the others start with an empty contribution. If as many processes
+    load the state as saved it, each gets its own random state; otherwise theirs are derived from that of rank 0.
+
+    Args:
+        restored: The state that was read.
+        strategy: How the processes work together.
+        device: Where training runs.
+
+    Raises:
+        DistributedError: In all processes, if their states differ.
+    """
+    own = _checksum(restored)
+    sums = [int(found) for found in strategy.gather(str(own).encode())]
+    different = [rank for rank, found in enumerate(sums) if found != sums[0]]
+    if different:
+        raise DistributedError(
+            f"ranks {different} got a different state to load than rank 0: load the same state in all processes; "
+            "nothing has changed"
+        )
+    rank, states = strategy.world_rank, restored.random_states
+    if states is not None and len(states) == strategy.world_size:
+        restored.random = states[rank]
+    elif restored.random is not None and rank:
+        restored.random = _derived(restored.random, rank, device)
+    if rank and restored.gradients:
+        assert restored.window is not None
+        restored.gradients = {}
+        restored.window.load_state_dict({**restored.window.state_dict(), "weight": 0.0})
+
+
+def _checksum(restored: TrainerState) -> int:
+    """Returns a checksum of the weights, counters and window, and of the names of everything else."""
+    window = None if restored.window is None else restored.window.state_dict()
+    others = [sorted(restored.slots), sorted(restored.gradients or ()), restored.random is None, restored.counts]
+    numbers = [restored.step, restored.optimization_step, window, *others]
+    found = zlib.crc32(json.dumps(numbers, sort_keys=True, default=str).encode())
+    for name in sorted(restored.tensors):
+        value = np.atleast_1d(restored.tensors[name].contiguous().numpy())
+        found = zlib.crc32(value.view(np.uint8).data, zlib.crc32(name.encode(), found))
+    return found
+
+
+def _derived(state: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
+    """Returns the state of a generator seeded with a hash of a state and a rank."""
+    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state()
