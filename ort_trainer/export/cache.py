@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..core.dims import holds, symbols_of
+from ..step import Step
 
 __all__ = ["SOURCES_AT_IMPORT", "Export", "ExportCache", "export_cache", "hash_of_sources", "violated"]
 
@@ -83,13 +84,11 @@ def _users_caches() -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """An exported graph, and remarks about it.
+    """An exported step, and remarks about it.
 
     Attributes:
-        graph: The bytes of a :class:`~ort_trainer.step.Step`.
-        guards: Conditions on the symbolic sizes under which the graph is valid.
-        fixed: Symbol -> the only size for which the graph is valid.
-        reasons: The same symbols with the places where the model fixes them.
+        step: The step.
+        reasons: The symbols that it fixes, with the places where the model fixes them.
         modes_read: Names of the step's modules whose mode the graph depends on. A cached graph may come from a model
             with other names; these are the names in the captured model.
         kept: The path of the graph in the cache; empty if it is not cached.
@@ -97,9 +96,7 @@ class Export:
         remarks: Messages about the cache.
     """
 
-    graph: bytes
-    guards: tuple[str, ...]
-    fixed: Mapping[str, int]
+    step: Step
     reasons: Mapping[str, str]
     modes_read: tuple[str, ...] = ()
     kept: str = ""
@@ -108,15 +105,14 @@ class Export:
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the graph is valid for these sizes of all symbolic dimensions."""
-        return all(sizes.get(symbol) == size for symbol, size in self.fixed.items()) and not violated(
-            self.guards, sizes
-        )
+        fixed = all(sizes.get(symbol) == size for symbol, size in self.step.fixed.items())
+        return fixed and not violated(self.step.guards, sizes)
 
     def to_bytes(self) -> bytes:
         """Serializes the export."""
-        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "graph"}
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "step"}
         text = json.dumps(head).encode()
-        return len(text).to_bytes(8, "little") + text + self.graph
+        return len(text).to_bytes(8, "little") + text + self.step.to_bytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
@@ -129,10 +125,10 @@ class Export:
         try:
             head = json.loads(data[8:end])
             lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
-            found = cls(graph=data[end:], **{**head, **lists})
-            for guard in found.guards:
+            found = cls(step=Step.from_bytes(data[end:]), **{**head, **lists})
+            for guard in found.step.guards:
                 symbols_of(guard)
-            dict(found.fixed), dict(found.reasons)
+            dict(found.step.fixed), dict(found.reasons)
         except (TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"this is not an export: {error!r}") from error
         return found

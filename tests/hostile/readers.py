@@ -98,12 +98,11 @@ def _read_wire(data: bytes, folder: Path) -> Any:
 def _export() -> bytes:
     known = {"state": {"w": "w"}, "guards": ("dim('n') > 2",), "fixed": {"m": 3}, "stored": _model()}
     graph = Step(kind="training", inputs=(), outputs=(), loss="loss", **known)
-    return Export(graph.to_bytes(), graph.guards, dict(graph.fixed), {"m": "here"}).to_bytes()
+    return Export(graph, {"m": "here"}).to_bytes()
 
 
 def _read_export(data: bytes, folder: Path) -> Any:
-    found = Export.from_bytes(data)
-    return found, Step.from_bytes(found.graph)
+    return Export.from_bytes(data)
 
 
 @functools.cache

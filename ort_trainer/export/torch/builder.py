@@ -93,7 +93,7 @@ class GraphBuilder:
             draw = progress.draw if progress.shown else None
             answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
-        graph = dataclasses.replace(Step.from_bytes(found.graph), kept=found.kept)
+        graph = dataclasses.replace(found.step, kept=found.kept)
         if training and self.depends_on_modes is not None:
             parts = dict(StepModule(self.step).named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})

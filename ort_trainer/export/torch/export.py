@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.errors import ExportError
-from ...step import Step
 from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
 from .capture import Capture, capture
@@ -131,7 +130,7 @@ class _Exporter:
             apply_recompute(step.recompute, graph, random, step.model)
         made = assemble(step, graph, random, training, for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
-        return self._kept(Export(made.to_bytes(), made.guards, dict(made.fixed), reasons, self._read))
+        return self._kept(Export(dataclasses.replace(made, stored=made.serialized()), reasons, self._read))
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -213,7 +212,6 @@ class _Exporter:
                 return None
             try:
                 known = Export.from_bytes(data)
-                Step.from_bytes(known.graph)
             except ValueError as error:
                 damaged = self._cache.path(key)
                 self._remarks.append(f"the cached export {damaged} is damaged, so the model is exported again: {error}")
