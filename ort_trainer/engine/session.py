@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ __all__ = ["StepSession"]
 
 # A training run may have as many shapes as (batch, length) pairs; each plan holds a few kilobytes of bindings.
 _MAXIMUM_PLANS = 256
+_shape = attrgetter("shape")
 
 
 class StepSession:
@@ -44,6 +46,7 @@ class StepSession:
 
     Attributes:
         parameters, buffers: As given.
+        variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
         generator: Draws the random numbers of training.
         changed_buffers: Names of the buffers that training changes.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
@@ -81,7 +84,7 @@ class StepSession:
         self._updated: dict[str, torch.Tensor] = {}
         self.changed_buffers: Collection[str] = self._updated.keys()
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
-        self._variants: dict[bool, Hashable] = {True: None, False: None}
+        self.variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._memory = TorchMemory(self._device)
@@ -159,15 +162,6 @@ class StepSession:
         """Returns the graphs of a mode for the selected variant."""
         return [runner.graph for runner in self._runners_for(training)]
 
-    def choose_variant(self, training: bool, variant: Hashable) -> None:
-        """Selects the variant of the model whose graphs are added, found and run from now on.
-
-        Args:
-            training: Whether to select it for training or for evaluation graphs.
-            variant: Any key for the variant; initially None.
-        """
-        self._variants[training] = variant
-
     def plan(
         self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
     ) -> Plan | None:
@@ -185,8 +179,8 @@ class StepSession:
         Raises:
             TypeError: If an input that the outputs need is missing.
         """
-        shapes = [value.shape for value in batch.values()]
-        key = (training, backward, self._variants[training], *names, None, *batch, *shapes)
+        shapes = list(map(_shape, batch.values()))
+        key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
         plan = self._plans.get(key)
         if plan is None:
             runner = self._find(training, dict(zip(batch, shapes, strict=True)))
@@ -218,7 +212,8 @@ class StepSession:
         graph = plan.runner.graph
         fresh = self._gradients.begin()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
-        self._gradients.take({name: written[output] for name, output in graph.gradients.items()}, fresh)
+        found = dict(zip(graph.gradients, map(written.__getitem__, graph.gradients.values()), strict=True))
+        self._gradients.take(found, fresh)
         return results
 
     def gradients_of(
@@ -267,7 +262,7 @@ class StepSession:
         return self._gradients.are_fresh
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
-        return self._runners.setdefault((training, self._variants[training]), [])
+        return self._runners.setdefault((training, self.variants[training]), [])
 
     def _run(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None = None

@@ -162,7 +162,7 @@ class _TimedKernels(_TimedRunner, KernelRunner):
 
     def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         calls: list[Call] = []
-        found = execute(self._session, feeds, self.graph.loss, calls)
+        found = execute(self.inference_session._sess, feeds, self.graph.loss, calls)
         self._calls.append((self._current, calls))
         return found
 

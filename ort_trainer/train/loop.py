@@ -25,9 +25,8 @@ from ..optim.update import Again, OptimizerUpdate
 from ..options import ORTTrainerOptions
 from ..profiling import Profile, Profiler
 from ..step import Step
-from .batch import Batch, to_tensor
+from .batch import Batch, check_indices, to_tensor
 from .debug_files import check_graph_paths, save_graphs
-from .indices import check_indices
 from .layout import Layout
 from .learning_rates import learning_rates
 from .precision import FiniteLosses, choose_precision

@@ -269,7 +269,7 @@ class StepGraphs:
     def _guard(self, session: StepSession, batch: Batch, training: bool) -> None:
         """Makes the session use the graphs and tensors of the model as it is now."""
         variant, changed = self._source.check(training)
-        session.choose_variant(training, (variant, batch.layouts, *self._parameters))
+        session.variants[training] = (variant, batch.layouts, *self._parameters)
         if changed:
             self._rebind(session, changed)
 

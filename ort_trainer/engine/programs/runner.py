@@ -10,7 +10,6 @@ import torch
 from ...step import Step
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Plan
-from ..torch_memory import as_taken
 from .bridge import execute, from_torch, prepare
 from .program import Program
 
@@ -35,16 +34,15 @@ class KernelRunner(GraphRunner):
         keep_freed_memory()
         prepare({key: Program.from_text(text) for key, text in self.graph.programs.items()})
         self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
+        names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss
+        self._wanted = self.graph.loss if self.graph.loss in names else names[0]
+        self._scale: torch.Tensor | None = None
+        self._scale_feed: Any = None
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the tensor of a parameter or buffer."""
         super().rebind(name, tensor)
         self._feeds[self.graph.state[name]] = from_torch(tensor.detach())
-
-    @property
-    def _session(self) -> Any:
-        """The C++ session below ONNX Runtime's Python class, whose methods wrap every result."""
-        return self.inference_session._sess
 
     def run(
         self,
@@ -58,22 +56,29 @@ class KernelRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
-        given = {name: as_taken(value) for name, value in batch.items()}
+        feeds = dict(self._feeds)
+        for name, value in batch.items():
+            feeds[name] = from_torch(value.float() if value.dtype is torch.bfloat16 else value)
         if self.graph.loss_scale is not None and loss_scale is not None:
-            given[self.graph.loss_scale.name] = loss_scale
-        given |= zip((spec.name for spec, _ in plan.random), self._draw(plan, generator), strict=True)
-        feeds = {**self._feeds, **{name: from_torch(value) for name, value in given.items()}}
+            if loss_scale is not self._scale:
+                self._scale, self._scale_feed = loss_scale, from_torch(loss_scale)
+            feeds[self.graph.loss_scale.name] = self._scale_feed
+        if plan.random:
+            for (spec, _), value in zip(plan.random, self._draw(plan, generator), strict=True):
+                feeds[spec.name] = from_torch(value)
         found = self._execute(feeds)
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
-        results = {output.name: found[output.name] for output in plan.outputs}
+        results = {}
         for output in plan.outputs:
+            value = found[output.name]
             if output.dtype is torch.bool:
-                results[output.name] = results[output.name].view(torch.bool)
+                value = value.view(torch.bool)
             elif output.bound is not output.dtype:
-                results[output.name] = results[output.name].to(output.dtype)
-        return results, {**found, **(destinations or {})}
+                value = value.to(output.dtype)
+            results[output.name] = value
+        return results, {**found, **destinations} if destinations else found
 
     def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss
-        return execute(self._session, feeds, self.graph.loss if self.graph.loss in names else names[0])
+        # The C++ session below ONNX Runtime's Python class, whose methods wrap every result.
+        return execute(self.inference_session._sess, feeds, self._wanted)

@@ -56,7 +56,7 @@ class LossWatch:
         return now
 
     def _now(self) -> tuple[Any, ...]:
-        return tuple(self._seen(read()) for _, read in self._readers)
+        return tuple(self._seen(read()) for _, read in self._readers) if self._readers else ()
 
     def _seen(self, value: Any, depth: int = 0) -> Any:
         """Returns a comparable stand-in for a value; None for what is not watched."""

@@ -152,7 +152,8 @@ class ModelWatch:
             self._refuse([f"a module has lost its attribute {error}"])
             raise
         # Also in-place changes of tensors, and hooks, identified by their ids.
-        settings.append(tuple(getattr(values.get(key), "_version", None) for values, key in self._tensors))
+        tensors = self._tensors
+        settings.append(tuple(getattr(values.get(key), "_version", None) for values, key in tensors) if tensors else ())
         for values in self._dicts:
             if values["_forward_hooks"] or values["_forward_pre_hooks"]:
                 settings.append((*values["_forward_hooks"], *values["_forward_pre_hooks"]))
