@@ -2,7 +2,7 @@
 
 From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
 ort_trainer/options/sections.py; from examples/cookbook/ and examples/recipes/ the differences in docs/cookbook.md and
-docs/recipes.md.
+docs/recipes.md; from the imports the picture in docs/code_map.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from cookbook_diffs import with_diffs
 from option_types import option_types
+from room_picture import with_picture
 
 from ort_trainer.options.checks import SPELLINGS
 from ort_trainer.options.schema import leaves, listed_options, load_schema
@@ -74,6 +75,7 @@ def main() -> None:
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
         names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
+        HERE / "code_map.md": with_picture((HERE / "code_map.md").read_text()),
         **{
             page: with_diffs(page.read_text(), ROOT / "examples" / page.stem)
             for page in (HERE / "cookbook.md", HERE / "recipes.md")
