@@ -107,7 +107,7 @@ def ort_rank(row: str, kind: Kind) -> Rank:
 
     def describe() -> dict[str, float]:
         moments = [value for slots in loop.optimizer.slots.values() for value in slots.values()]
-        gradients = [value for name, value in loop.session.parameters.items() if name in loop.optimizer.slots]
+        gradients = [value for name, value in loop.executor.parameters.items() if name in loop.optimizer.slots]
         return {"gradients": _nbytes(gradients), "moments": _nbytes(moments)}
 
     return Rank(training.step, training.trainer, strategy=loop.strategy, describe=describe)

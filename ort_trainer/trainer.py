@@ -188,7 +188,7 @@ class ORTTrainer:
     @property
     def session(self) -> TwoStepSession | None:
         """Access to single passes and updates, graphs and tensors; None before the first step of a PyTorch model."""
-        return None if self._loop.session is None else TwoStepSession(self._loop)
+        return None if self._loop.executor is None else TwoStepSession(self._loop)
 
     @outside_inference_mode
     def prepare(self, sample_batch: Any = None) -> None:
@@ -565,7 +565,7 @@ class ORTTrainer:
             first step, or an empty dict. With several processes, all must call it, and each gets the complete state,
             even with ZeRO; ``random_states`` has the random states of all.
         """
-        if self._loop.session is None:
+        if self._loop.executor is None:
             warn(state.NOT_INITIALIZED)
             return self._loop.pending_dict  # type: ignore[return-value]
         return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)

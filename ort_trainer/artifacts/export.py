@@ -102,9 +102,9 @@ class _Made:
 
 
 def _made(loop: TrainingLoop, gathered: TrainerState, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
-    session, window = loop.session, gathered.window
-    assert session is not None and window is not None
-    training, evaluation = (_with_outputs(loop.graphs.portable(session, mode), outputs) for mode in (True, False))
+    executor, window = loop.executor, gathered.window
+    assert executor is not None and window is not None
+    training, evaluation = (_with_outputs(loop.graphs.portable(executor, mode), outputs) for mode in (True, False))
     if not loop.options.debug.check_indices:
         training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))
     # Each micro-batch adds its share of the mean, so the sum over a full window is the mean.
@@ -117,7 +117,7 @@ def _made(loop: TrainingLoop, gathered: TrainerState, optimizer: bool, outputs: 
     checkpoint = running_state(loop, updates, origins, gathered, divisor)
     if not optimizer:
         checkpoint.optimizer = None
-    buffers = [name for name in checkpoint.parameters if name in session.buffers]
+    buffers = [name for name in checkpoint.parameters if name in executor.buffers]
     described = (model, said) if optimizer else None
     return _Made(training, evaluation, 1.0 / count, updates, described, checkpoint, buffers)
 

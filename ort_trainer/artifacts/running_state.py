@@ -36,10 +36,10 @@ def running_state(
         gathered: State gathered from all processes, including the gradients of the current window.
         divisor: Divisor of these gradients.
     """
-    session, gradients, window = loop.session, gathered.gradients, gathered.window
-    assert session is not None and gradients is not None and window is not None
-    parameters = {name: _array(value) for name, value in session.parameters.items()}
-    buffers = {name: _array(value) for name, value in session.buffers.items()}
+    executor, gradients, window = loop.executor, gathered.gradients, gathered.window
+    assert executor is not None and gradients is not None and window is not None
+    parameters = {name: _array(value) for name, value in executor.parameters.items()}
+    buffers = {name: _array(value) for name, value in executor.buffers.items()}
     floats = {name: value for name, value in buffers.items() if np.issubdtype(value.dtype, np.floating)}
     optimizer = {}
     for key, (name, slot) in origins.items():
@@ -55,7 +55,7 @@ def running_state(
         optimization_step=loop.info.optimization_step,
         gradients={name: _array(gradients[name] / divisor) for name in updates if name in gradients},
         micro_batches=window.micro_batches,
-        random=_random_state(session.generator),
+        random=_random_state(executor.generator),
         trainer=_trainer(loop, updates, gathered, window.state_dict()),
     )
 
@@ -64,8 +64,8 @@ def _trainer(
     loop: TrainingLoop, updates: Mapping[str, Updated], gathered: TrainerState, window: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Returns what the trainer requires to load the state again; None if it uses a PyTorch optimizer."""
-    layout, session = loop.layout, loop.session
-    assert session is not None
+    layout, executor = loop.layout, loop.executor
+    assert executor is not None
     if layout.torch_config is not None:
         return None
     idle = {}
@@ -78,7 +78,7 @@ def _trainer(
     return {
         "trainer_options": trainer_options(loop),
         "window": {key: window[key] for key in ("reduction", "assigned_size")},
-        "transient_buffers": [name for name in layout.non_persistent if name in session.buffers],
+        "transient_buffers": [name for name in layout.non_persistent if name in executor.buffers],
         "idle": {name: keys for name, keys in idle.items() if keys},
     }
 

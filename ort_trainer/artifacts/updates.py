@@ -54,8 +54,8 @@ def found_updates(
     Raises:
         ValueError: If no rule matches the optimizer.
     """
-    session, config = loop.session, loop.config
-    assert session is not None
+    executor, config = loop.executor, loop.config
+    assert executor is not None
     optimizer = loop.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
     wanted, found = set(names), {}
@@ -67,7 +67,7 @@ def found_updates(
             hyper = config.hyper_parameters(index)
         update = ParameterUpdate(rule, index, hyper, limit, max_value)
         for name in wanted.intersection(own):
-            weight = session.parameters[name]
+            weight = executor.parameters[name]
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:

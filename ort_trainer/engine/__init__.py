@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from ..core.lazy import lazily
 
 if TYPE_CHECKING:
+    from .executor import Executor
     from .runner import Check, Plan
-    from .session import StepSession
 
-__all__ = ["Check", "Plan", "StepSession"]
+__all__ = ["Check", "Executor", "Plan"]
 
 # Lazy, so that the installed engine can be identified without torch.
-__getattr__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "StepSession": "session"})
+__getattr__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "Executor": "executor"})

@@ -158,7 +158,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
 
 def _share_generator(trainer: ORTTrainer, device: torch.device) -> None:
     """Makes dropout draw from PyTorch's own generator, which Trainer seeds, saves and restores."""
-    session = trainer.loop.session
+    session = trainer.loop.executor
     assert session is not None
     on_cpu = device.type == "cpu"
     session.generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]

@@ -100,7 +100,7 @@ class Timing:
         """Returns a plan for the same run that records its times here.
 
         Args:
-            plan: From ``StepSession.plan``.
+            plan: From ``Executor.plan``.
             since: When the caller began to look for the plan. For a plan that is measured for the first time,
                 everything since then is set-up, because the plan may be new.
         """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.atomic import atomic_path, check_target
-from ..engine import StepSession
+from ..engine import Executor
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
 from ..options import ORTTrainerOptions
@@ -41,7 +41,7 @@ def check_graph_paths(paths: Mapping[str, str]) -> None:
 def save_graphs(
     options: ORTTrainerOptions,
     graph: Step,
-    session: StepSession,
+    executor: Executor,
     optimizer: OptimizerUpdate,
     config: OptimizerConfig,
     accumulate: bool,
@@ -52,7 +52,7 @@ def save_graphs(
     Args:
         options: All settings.
         graph: The first training graph.
-        session: The session; it knows ONNX Runtime's settings.
+        executor: The executor; it knows ONNX Runtime's settings.
         optimizer: The optimizer; it knows the trained parameters.
         config: The update rule.
         accumulate: Whether an update uses the gradients of several micro-batches.
@@ -85,7 +85,7 @@ def save_graphs(
             ),
             to,
         ),
-        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(session, graph, to),
+        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(executor, graph, to),
     }
     for key, path in paths.items():
         if path:
@@ -100,9 +100,9 @@ def _write(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.to_proto(model).SerializeToString())
 
 
-def _write_optimized(session: StepSession, graph: Step, path: Path) -> None:
+def _write_optimized(executor: Executor, graph: Step, path: Path) -> None:
     try:
-        session.save_optimized(graph, path)
+        executor.save_optimized(graph, path)
     except Exception as error:  # ONNX Runtime has no exception class for a file that it can't write
         raise OSError(
             f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "

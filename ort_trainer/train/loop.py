@@ -14,7 +14,7 @@ import torch
 
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
-from ..engine import Check, Plan, StepSession
+from ..engine import Check, Executor, Plan
 from ..engine.ownership import owned_dtype
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
@@ -30,7 +30,7 @@ from .debug_files import check_graph_paths, save_graphs
 from .layout import Layout
 from .learning_rates import learning_rates
 from .precision import FiniteLosses, choose_precision
-from .read_state import TrainerState, apply_to_session
+from .read_state import TrainerState, apply_to_executor
 from .step_graphs import StepGraphs
 from .strategy import Meeting, SingleProcess, Strategy
 from .transaction import Transaction
@@ -70,7 +70,7 @@ class TrainingLoop:
         profiler: Measures steps while a profile is running; else None.
         layout: The contents of the state.
         holds_gradients: Whether ``p.grad`` holds gradients for an update.
-        optimizer: Updates the weights; it exists as long as the session.
+        optimizer: Updates the weights; it exists as long as the executor.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class TrainingLoop:
         with BORROWED:
             tensors = {**source.parameters, **source.buffers}
             self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
-        # A PyTorch model may change until the first step; an ONNX model is fixed, so its session is created at once.
-        self._session = self._make_session() if source.fixed else None
+        # A PyTorch model may change until the first step; an ONNX model is fixed, so its executor is created at once.
+        self._executor = self._make_executor() if source.fixed else None
         # Last, so that a constructor that fails claims nothing.
         for thing, option in (
             (self.precision.scaler, "mixed_precision.loss_scaler"),
@@ -124,15 +124,15 @@ class TrainingLoop:
                 claim(thing, self, option, options.refuse)
 
     @property
-    def session(self) -> StepSession | None:
-        """The session with all tensors; None before the first step of a PyTorch model.
+    def executor(self) -> Executor | None:
+        """The executor with all tensors; None before the first step of a PyTorch model.
 
         Raises:
-            RuntimeError: If a tensor of the model was replaced by one that the session can't use.
+            RuntimeError: If a tensor of the model was replaced by one that the executor can't use.
         """
-        if self._session is not None:
-            self.graphs.refresh(self._session)
-        return self._session
+        if self._executor is not None:
+            self.graphs.refresh(self._executor)
+        return self._executor
 
     @property
     def pending(self) -> TrainerState | None:
@@ -151,7 +151,7 @@ class TrainingLoop:
         self._pending, self.pending_dict = restored, state_dict
 
     def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Returns the plan that runs a step for a batch; makes the session and the graph if needed.
+        """Returns the plan that runs a step for a batch; makes the executor and the graph if needed.
 
         Args:
             batch: A checked batch, from ``graphs.bind``.
@@ -163,9 +163,9 @@ class TrainingLoop:
             ExportError: If the model can't be exported. The loop is unchanged then.
             TypeError: If a required input is missing.
         """
-        if self._session is None or not self.graphs.has_started:
+        if self._executor is None or not self.graphs.has_started:
             return self._start(batch, training, names, backward)
-        return self.graphs.plan(self._session, batch, training, names, backward)
+        return self.graphs.plan(self._executor, batch, training, names, backward)
 
     def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Calls :meth:`prepare` for a batch that is about to run, and checks its values.
@@ -174,10 +174,10 @@ class TrainingLoop:
             IndexError: If an index is out of range.
             ValueError: If losses are to be checked, but the loss is not fetched.
         """
-        if self._session is None or not self.graphs.has_started:
+        if self._executor is None or not self.graphs.has_started:
             plan = self._start(batch, training, names, backward)
         else:
-            plan = self.graphs.plan(self._session, batch, training, names, backward)
+            plan = self.graphs.plan(self._executor, batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.graph.loss)
         if plan.indices and self._checks_indices:
@@ -248,7 +248,7 @@ class TrainingLoop:
                     "optimizer.step(closure)"
                 )
             again = functools.partial(self._again, batch)
-        transaction.begin(self._session, plan.runner.graph)
+        transaction.begin(self._executor, plan.runner.graph)
         # Before the run, because both may raise.
         if self.config.is_live:
             self.config.check()
@@ -273,20 +273,20 @@ class TrainingLoop:
             The outputs that the plan fetches.
         """
         with Transaction(self, joint=False) as transaction:
-            transaction.begin(self._session, plan.runner.graph)
+            transaction.begin(self._executor, plan.runner.graph)
             outputs, _ = self._run(plan, batch, weight)
             transaction.commit()
             return outputs
 
     def _run(self, plan: Plan, batch: Batch, weight: float) -> tuple[Outputs, bool]:
         """Runs the forward and backward pass; returns the outputs, and whether the weights are due for an update."""
-        session, window = self._session, self.window
+        executor, window = self._executor, self.window
         scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
-        assert session is not None
+        assert executor is not None
         if self.optimizer.shows_gradients:
-            self._release_shown(session)
+            self._release_shown(executor)
         check = None if self.losses is None else self.losses.check
-        outputs = session.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
+        outputs = executor.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
         if plan.runner.graph.buffer_updates:
             self.source.memory.publish(plan.runner.graph.buffer_updates)
         is_due = window.add(weight, scale)
@@ -306,11 +306,11 @@ class TrainingLoop:
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
         """
-        assert self._session is not None
+        assert self._executor is not None
         scale = self.precision.loss_scale
         if self.optimizer.shows_gradients:
-            self._release_shown(self._session)
-        outputs, gradients = self._session.gradients_of(plan, batch, loss_scale=scale, check=check)
+            self._release_shown(self._executor)
+        outputs, gradients = self._executor.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
         self.source.memory.publish(plan.runner.graph.buffer_updates)
@@ -321,9 +321,9 @@ class TrainingLoop:
         with Transaction(self, joint=False) as transaction:
             batch = self.graphs.bind(args, kwargs)
             plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches), backward=False)
-            assert self._session is not None
-            transaction.begin(self._session, plan.runner.graph)
-            outputs = self._session.forward(plan, batch)
+            assert self._executor is not None
+            transaction.begin(self._executor, plan.runner.graph)
+            outputs = self._executor.forward(plan, batch)
             self.source.memory.publish(plan.runner.graph.buffer_updates)
             transaction.commit()
             return outputs
@@ -341,15 +341,15 @@ class TrainingLoop:
             self.source.memory.add_gradients({})  # raises early if the model can't hold gradients
             batch = self.graphs.bind(args, kwargs)
             plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
-            session, strategy = self.start_session(), self.strategy
-            transaction.begin(session, plan.runner.graph)
+            executor, strategy = self.start_executor(), self.strategy
+            transaction.begin(executor, plan.runner.graph)
             outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
             transaction.commit()
             if strategy.world_size > 1:
-                meeting = strategy.meet("pass", Share(1.0), (), gradients, session.changed_buffers)
+                meeting = strategy.meet("pass", Share(1.0), (), gradients, executor.changed_buffers)
                 gradients = strategy.average(meeting, gradients)
-                strategy.spread(meeting, {}, session.buffers)
-                self.source.memory.publish(session.buffers)
+                strategy.spread(meeting, {}, executor.buffers)
+                self.source.memory.publish(executor.buffers)
             self.source.memory.add_gradients(gradients)
             self.holds_gradients = True
             return outputs
@@ -361,7 +361,7 @@ class TrainingLoop:
             in_window = bool(self.window.micro_batches) or not (alone or self.holds_gradients)
             if not in_window and not self.holds_gradients:
                 return False
-            if self.session is None and self.pending is not None and alone:
+            if self.executor is None and self.pending is not None and alone:
                 raise RuntimeError(
                     "the loaded accumulation window is applied when training begins: call prepare() before "
                     "optimizer_step()"
@@ -396,7 +396,7 @@ class TrainingLoop:
         Raises:
             RuntimeError: If the window has no micro-batch. (With several processes, some may have none.)
         """
-        if self.strategy.world_size == 1 and (self._session is None or not self.window.micro_batches):
+        if self.strategy.world_size == 1 and (self._executor is None or not self.window.micro_batches):
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step) if rates is None else rates
@@ -405,12 +405,12 @@ class TrainingLoop:
     def follow_update(self, meeting: Meeting) -> None:
         """Takes part in an update of the other processes, with the rest of a window or nothing."""
         self.rates.upcoming(self.info, self.info.step)  # advances the schedule
-        self._update(meeting, self.start_session().present_gradients(), of_window=True)
+        self._update(meeting, self.start_executor().present_gradients(), of_window=True)
 
     def _end_window(
         self, rates: Sequence[float], again: Again | None = None, transaction: Transaction | None = None
     ) -> bool:
-        present = (self._session or self.start_session()).present_gradients()
+        present = (self._executor or self.start_executor()).present_gradients()
         return self._update(self.meet("update", rates, present), present, True, again, transaction)
 
     def meet(self, kind: str, rates: Sequence[float] = (), present: Named | None = None) -> Meeting:
@@ -419,12 +419,12 @@ class TrainingLoop:
         Args:
             kind: As in :class:`Meeting`.
             rates: The learning rates.
-            present: The gradients of the window so far; None to get them from the session.
+            present: The gradients of the window so far; None to get them from the executor.
         """
-        session, window, info = self._session or self.start_session(), self.window, self.info
+        executor, window, info = self._executor or self.start_executor(), self.window, self.info
         share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
-        present = session.present_gradients() if present is None else present
-        meeting = self.strategy.meet(kind, share, rates, present, session.changed_buffers, info.step)
+        present = executor.present_gradients() if present is None else present
+        meeting = self.strategy.meet(kind, share, rates, present, executor.changed_buffers, info.step)
         info.step = meeting.step
         return meeting
 
@@ -448,8 +448,8 @@ class TrainingLoop:
         Returns:
             As :meth:`end_window`.
         """
-        session, optimizer, info, strategy = (
-            self._session or self.start_session(),
+        executor, optimizer, info, strategy = (
+            self._executor or self.start_executor(),
             self.optimizer,
             self.info,
             self.strategy,
@@ -464,7 +464,7 @@ class TrainingLoop:
             gradients, share = strategy.reduce(meeting, own)
             divisor = self.window.divisor_of(share)
             # With ZeRO no process has the complete sums, so there are no used gradients to show.
-            session.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
+            executor.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
             keeps = not strategy.zero_stage
         else:
             gradients, keeps = optimizer.parts.of(gradients), False
@@ -483,18 +483,18 @@ class TrainingLoop:
             )
         finally:  # the gradients were divided in place, even if the update failed
             self.window.reset()
-            session.lazy_reset_grad()
+            executor.lazy_reset_grad()
         if strategy.world_size > 1:
-            updated = {name: session.parameters[name] for name in gradients} if info.all_finite else {}
-            strategy.spread(meeting, updated, session.buffers)
-            self.source.memory.publish(session.buffers)
+            updated = {name: executor.parameters[name] for name in gradients} if info.all_finite else {}
+            strategy.spread(meeting, updated, executor.buffers)
+            self.source.memory.publish(executor.buffers)
         norm = optimizer.norm if norm is None else norm
         if self.layout.torch_config is None:
-            self.source.memory.publish(session.parameters)
+            self.source.memory.publish(executor.parameters)
         else:  # the PyTorch optimizer changed the model itself
-            self.graphs.refresh(session)
+            self.graphs.refresh(executor)
         self.holds_gradients = False
-        info.note_update(meeting.rates, functools.partial(_norm_of_used, session) if norm is None else norm)
+        info.note_update(meeting.rates, functools.partial(_norm_of_used, executor) if norm is None else norm)
         try:
             if self.precision.scaler is not None:
                 self.precision.update(info)
@@ -509,8 +509,8 @@ class TrainingLoop:
     def discard_gradients(self) -> None:
         """Ends the window without an update."""
         self.window.reset()
-        if self._session is not None:
-            self._session.lazy_reset_grad()
+        if self._executor is not None:
+            self._executor.lazy_reset_grad()
 
     def lazy_reset_grad(self) -> None:
         """Drops all gradients that an update would use; see ``ORTTrainer.lazy_reset_grad``."""
@@ -527,8 +527,8 @@ class TrainingLoop:
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""
         canonical = self._canonical(name)
-        if self.session is not None:
-            return self.session.parameters[canonical].cpu().clone()
+        if self.executor is not None:
+            return self.executor.parameters[canonical].cpu().clone()
         waiting = {} if self.pending is None else self.pending.tensors
         with BORROWED:
             value = waiting.get(canonical, self.source.parameters[canonical]).detach()
@@ -544,13 +544,13 @@ class TrainingLoop:
     def get_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
         canonical = self._canonical(name)
-        session = self.session
-        if session is None:
+        executor = self.executor
+        if executor is None:
             return None
         if self.window.micro_batches:
-            found = session.present_gradients().get(canonical)
+            found = executor.present_gradients().get(canonical)
             return None if found is None else found.cpu() / self.window.divisor
-        used = session.used_gradients().get(canonical)
+        used = executor.used_gradients().get(canonical)
         return None if used is None else used.cpu().clone()
 
     def set_gradient(self, name: str, value: Any) -> None:
@@ -558,14 +558,14 @@ class TrainingLoop:
         canonical = self._canonical(name)
         if canonical not in self.source.trainable:
             raise ValueError(f"{name!r} is not trained, so it has no gradient")
-        session = self._started("set_gradient")
+        executor = self._started("set_gradient")
         if not self.window.micro_batches:
             raise RuntimeError(
                 "there are no gradients now: call set_gradient() inside an accumulation window, after its first "
                 "micro-batch and before the update"
             )
-        checked = _fitting(session.parameters[canonical], name, value)
-        session.restore_gradients({**session.present_gradients(), canonical: checked * self.window.divisor})
+        checked = _fitting(executor.parameters[canonical], name, value)
+        executor.restore_gradients({**executor.present_gradients(), canonical: checked * self.window.divisor})
 
     def _canonical(self, name: str) -> str:
         """Returns the canonical (first) name of a parameter."""
@@ -579,13 +579,13 @@ class TrainingLoop:
             raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
         return canonical[name]
 
-    def _started(self, method: str) -> StepSession:
-        if self.session is None:
+    def _started(self, method: str) -> Executor:
+        if self.executor is None:
             raise RuntimeError(
                 f"training has not started: call prepare(), train_step() or eval_step() before {method}(), or change "
                 "the model itself"
             )
-        return self.session
+        return self.executor
 
     def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> Outputs:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
@@ -601,8 +601,8 @@ class TrainingLoop:
         with Transaction(self, joint=False):
             batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
             plan = self.plan(batch, False, self.graphs.fetches(fetches))
-            assert self._session is not None
-            return self._session.evaluate(plan, batch)
+            assert self._executor is not None
+            return self._executor.evaluate(plan, batch)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
@@ -640,14 +640,14 @@ class TrainingLoop:
                 "out trainer.join()"
             )
 
-    def _make_session(self) -> StepSession:
-        """Returns a session, which owns or shares the model's tensors; sets the optimizer that updates them."""
+    def _make_executor(self) -> Executor:
+        """Returns an executor, which owns or shares the model's tensors; sets the optimizer that updates them."""
         source, config, options = self.source, self.config, self.options
         parameters, buffers = source.parameters, source.buffers
         tensors = source.memory.adopt(self.device)
         trainable = {name: tensors[name] for name in source.trainable}
         memory, parts = self.strategy.lay_out(trainable)
-        session = StepSession(
+        executor = Executor(
             {name: tensors[name] for name in parameters},
             {name: tensors[name] for name in buffers},
             device=self.device,
@@ -668,58 +668,58 @@ class TrainingLoop:
             max_value=options.utils.max_grad_value,
             parts=parts,
         )
-        return session
+        return executor
 
     def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss and gradients of a batch with the current weights."""
-        assert self._session is not None
-        plan = self.graphs.plan(self._session, batch, True, [self.graphs.description.loss.name])
+        assert self._executor is not None
+        plan = self.graphs.plan(self._executor, batch, True, [self.graphs.description.loss.name])
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
 
     def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
-        """Makes the session and the first graph; stores them last, so that a failure leaves the loop unchanged."""
+        """Makes the executor and the first graph; stores them last, so that a failure leaves the loop unchanged."""
         missing = [name for name in self.graphs.description.input_names if name not in batch]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs to export the model")
-        session = self._session or self._make_session()
+        executor = self._executor or self._make_executor()
         if self.options.debug.check_model_export and not self.source.fixed:
-            self.graphs.check_export(session, batch)
-        plan = self.graphs.plan(session, batch, training, names, backward)
+            self.graphs.check_export(executor, batch)
+        plan = self.graphs.plan(executor, batch, training, names, backward)
         with uninterrupted():
-            self._take_session(session)
+            self._take_executor(executor)
             self.graphs.started(batch)
             self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
         return plan
 
-    def start_session(self) -> StepSession:
-        """Returns the session; makes it if there is none yet."""
-        if self._session is None:
-            self._take_session(self._make_session())
-        assert self._session is not None
-        return self._session
+    def start_executor(self) -> Executor:
+        """Returns the executor; makes it if there is none yet."""
+        if self._executor is None:
+            self._take_executor(self._make_executor())
+        assert self._executor is not None
+        return self._executor
 
-    def _take_session(self, session: StepSession) -> None:
+    def _take_executor(self, executor: Executor) -> None:
         if self._pending is not None:
-            apply_to_session(self._pending, session, self.optimizer)
-            self.source.memory.publish({*session.parameters, *session.buffers})
+            apply_to_executor(self._pending, executor, self.optimizer)
+            self.source.memory.publish({*executor.parameters, *executor.buffers})
             self._pending, self.pending_dict = None, {}
-        self._session = session
+        self._executor = executor
 
-    def _release_shown(self, session: StepSession) -> None:
+    def _release_shown(self, executor: Executor) -> None:
         """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""
-        if session.starts_over:
-            self.optimizer.forget(session.used_gradients())
+        if executor.starts_over:
+            self.optimizer.forget(executor.used_gradients())
 
     def _rebound(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.optimizer.rebind(tensors)
 
-    def _graph_built(self, session: StepSession, graph: Step) -> None:
+    def _graph_built(self, executor: Executor, graph: Step) -> None:
         """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
         self.precision.name_input(graph)
-        if graph.training and len(session.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
+        if graph.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
-            save_graphs(self.options, graph, session, self.optimizer, self.config, accumulate, check_finite)
+            save_graphs(self.options, graph, executor, self.optimizer, self.config, accumulate, check_finite)
 
     def _traits(self) -> dict[str, Any]:
         """Returns the settings that must be equal in all processes, as JSON values by their names in messages."""
@@ -746,9 +746,9 @@ class TrainingLoop:
         }
 
 
-def _norm_of_used(session: StepSession) -> torch.Tensor | None:
+def _norm_of_used(executor: Executor) -> torch.Tensor | None:
     """Returns the global norm of the gradients that the last update used; None if they are gone."""
-    used = session.used_gradients()
+    used = executor.used_gradients()
     return global_norm(used.values()) if used else None
 
 

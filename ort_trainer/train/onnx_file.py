@@ -22,7 +22,7 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
     """Writes the evaluation graph with the current weights; see ``ORTTrainer.save_as_onnx``.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         path: Where to write.
         names: The described outputs to include.
 
@@ -36,25 +36,25 @@ def save_onnx(loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[
         raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
     if not os.fspath(path):
         raise ValueError("path must not be empty")
-    session = loop.session
-    assert session is not None
-    save_model(_graph(loop, names), session.parameters, session.buffers, loop.source.trainable, Path(path))
+    executor = loop.executor
+    assert executor is not None
+    save_model(_graph(loop, names), executor.parameters, executor.buffers, loop.source.trainable, Path(path))
 
 
 def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
     """Returns the model that :func:`save_onnx` writes.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         names: The described outputs to include.
     """
     import onnx_ir as ir
 
     from ..step.onnx_file import with_weights
 
-    session = loop.session
-    assert session is not None
-    return ir.to_proto(with_weights(_graph(loop, names), session.parameters, session.buffers, loop.source.trainable))
+    executor = loop.executor
+    assert executor is not None
+    return ir.to_proto(with_weights(_graph(loop, names), executor.parameters, executor.buffers, loop.source.trainable))
 
 
 def _graph(loop: TrainingLoop, names: Sequence[str]) -> Step:

@@ -13,14 +13,14 @@ import torch
 
 from ..core.errors import shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
-from ..engine import StepSession
+from ..engine import Executor
 from ..optim.parts import Named
 from ..optim.update import OptimizerUpdate
 from .differences import Differences, to_tensor
 from .layout import TRAINER_OPTIONS, Layout
 from .window import AccumulationWindow
 
-__all__ = ["TrainerState", "apply_to_session", "copied", "read"]
+__all__ = ["TrainerState", "apply_to_executor", "copied", "read"]
 
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
@@ -137,19 +137,19 @@ def copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def apply_to_session(restored: TrainerState, session: StepSession, optimizer: OptimizerUpdate) -> None:
-    """Copies the result of :func:`read` into the tensors of a session and an optimizer."""
+def apply_to_executor(restored: TrainerState, executor: Executor, optimizer: OptimizerUpdate) -> None:
+    """Copies the result of :func:`read` into the tensors of an executor and an optimizer."""
     for name, value in restored.tensors.items():
-        (session.parameters if name in session.parameters else session.buffers)[name].copy_(value)
+        (executor.parameters if name in executor.parameters else executor.buffers)[name].copy_(value)
     for name, slots in restored.slots.items():
         for slot, value in slots.items():
             optimizer.slots[name][slot].copy_(optimizer.parts.of({name: value})[name])
     for name, count in restored.counts.items():
         optimizer.counts[name].fill_(count)
     if restored.gradients is not None:
-        session.restore_gradients(restored.gradients)
+        executor.restore_gradients(restored.gradients)
     if restored.random is not None:
-        session.generator.set_state(restored.random)
+        executor.generator.set_state(restored.random)
 
 
 def _warn_missing(key: str) -> None:

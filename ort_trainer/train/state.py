@@ -15,10 +15,10 @@ import torch
 from ..core.errors import DistributedError, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
-from ..engine import StepSession
+from ..engine import Executor
 from ..optim.parts import Named
 from .layout import Layout
-from .read_state import TrainerState, apply_to_session, copied, read
+from .read_state import TrainerState, apply_to_executor, copied, read
 from .strategy import Meeting, Strategy, check_done, together
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ NOT_INITIALIZED = (
 
 def check_started(loop: TrainingLoop, method: str) -> None:
     """Raises a RuntimeError before the first step, when there is nothing to save."""
-    if loop.session is None:
+    if loop.executor is None:
         loaded = "" if loop.pending is None else " but the loaded state, which has not changed"
         raise RuntimeError(
             f"there is nothing to save yet{loaded}: call prepare(), train_step() or eval_step() before {method}()"
@@ -56,7 +56,7 @@ def collect(loop: TrainingLoop, include_optimizer: bool = True, copy: bool = Tru
     """Returns the complete state in the legacy layout, with additional keys for what legacy omitted.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
         copy: Whether arrays are copies; if not, they share the trainer's memory.
     """
@@ -68,7 +68,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[StateDict
     """Passes the complete state to a function that writes it, in one process; the others wait until it is done.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         include_optimizer: As for :func:`collect`.
         write: Writes the state.
         copy: As for :func:`collect`; True for a function that writes later.
@@ -83,7 +83,7 @@ def write_by_one(loop: TrainingLoop, include_optimizer: bool, write: Callable[[T
     """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         include_optimizer: As for :func:`collect`.
         write: Called in the writing process only.
 
@@ -119,15 +119,15 @@ def follow(loop: TrainingLoop) -> str:
 
 
 def _collect(loop: TrainingLoop, gathered: TrainerState, include_optimizer: bool, copy: bool) -> StateDict:
-    session, layout, strategy = loop.session, loop.layout, loop.strategy
+    executor, layout, strategy = loop.executor, loop.layout, loop.strategy
     window, random_states, gradients = gathered.window, gathered.random_states, gathered.gradients
-    assert session is not None and window is not None and random_states is not None and gradients is not None
+    assert executor is not None and window is not None and random_states is not None and gradients is not None
 
     def array(value: torch.Tensor) -> Any:
         value = value.detach().cpu()
         return (value.clone() if copy else value).numpy()
 
-    tensors = {**session.parameters, **session.buffers}
+    tensors = {**executor.parameters, **executor.buffers}
     arrays = {name: array(value) for name, value in tensors.items()}
     state: StateDict = {
         "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
@@ -178,9 +178,9 @@ def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layou
 
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
-    session, layout = loop.session, loop.layout
-    assert session is not None
-    tensors = {**session.parameters, **session.buffers}
+    executor, layout = loop.executor, loop.layout
+    assert executor is not None
+    tensors = {**executor.parameters, **executor.buffers}
     return {
         name: tensors[layout.canonical[name]].detach().to("cpu", like.dtype, copy=True)
         for name, like in layout.tensors.items()
@@ -202,13 +202,13 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         DistributedError: If another process failed to read it, or got a different state.
     """
 
-    def checked() -> tuple[Mapping[str, Any], TrainerState, StepSession | None]:
-        session = loop.session  # raises if the user replaced tensors of the model by unusable ones
+    def checked() -> tuple[Mapping[str, Any], TrainerState, Executor | None]:
+        executor = loop.executor  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
-        own = state_dict if owned and session is not None else copied(state_dict)
-        return state_dict, read(own, loop.layout, loop.window, strict), session
+        own = state_dict if owned and executor is not None else copied(state_dict)
+        return state_dict, read(own, loop.layout, loop.window, strict), executor
 
-    state_dict, restored, session = together(loop.strategy, "load", checked)
+    state_dict, restored, executor = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
         _take_own(restored, loop.strategy, loop.layout.device)
     precision, rates, info = loop.precision, loop.rates, loop.info
@@ -226,9 +226,9 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
             raise
-        if session is not None:
-            apply_to_session(restored, session, loop.optimizer)
-            loop.source.memory.publish({*session.parameters, *session.buffers})
+        if executor is not None:
+            apply_to_executor(restored, executor, loop.optimizer)
+            loop.source.memory.publish({*executor.parameters, *executor.buffers})
         else:
             loop.wait_with(restored, state_dict)
         loop.window = restored.window or loop.window
@@ -248,13 +248,13 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> TrainerSt
     """Gathers the joint state; all processes call this after a meeting.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
         meeting: A meeting of kind ``state``, or ``model`` for a state without the optimizer.
         keep: Whether this process needs the result; if not, it takes part without memory for the tensors.
     """
-    session, strategy, window = loop.session, loop.strategy, copying.copy(loop.window)
-    assert session is not None
-    random_states = [session.generator.get_state()]
+    executor, strategy, window = loop.executor, loop.strategy, copying.copy(loop.window)
+    assert executor is not None
+    random_states = [executor.generator.get_state()]
     if strategy.world_size > 1:
         own = random_states[0].numpy().tobytes()
         random_states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in strategy.gather(own)]
@@ -276,7 +276,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> TrainerSt
         parts = {name: own[slot] for name, own in kept.items() if slot in own}
         for name, value in strategy.whole(parts, keep).items():
             slots[name][slot] = value
-    gradients = strategy.total(meeting, session.present_gradients(), keep)
+    gradients = strategy.total(meeting, executor.present_gradients(), keep)
     return TrainerState(slots={**slots}, gradients=gradients, window=window, random_states=random_states)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import shown
-from ..engine import Plan, StepSession
+from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
 from ..options import ModelDescription
@@ -37,8 +37,8 @@ class StepGraphs:
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
         tolerates: Called with a message if fixed sizes or ranks contradict a batch; True corrects them.
-        built: Called with every new graph, after it was added to the session.
-        rebound: Called with the tensors that replaced others in the session, by name.
+        built: Called with every new graph, after it was added to the executor.
+        rebound: Called with the tensors that replaced others in the executor, by name.
 
     Attributes:
         has_started: Whether training or evaluation has begun.
@@ -54,7 +54,7 @@ class StepGraphs:
         model_desc: Mapping[str, Any] | str,
         device: torch.device,
         tolerates: Callable[[str], bool],
-        built: Callable[[StepSession, Step], None],
+        built: Callable[[Executor, Step], None],
         rebound: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
         self._source = source
@@ -174,23 +174,23 @@ class StepGraphs:
             )
         return names
 
-    def refresh(self, session: StepSession) -> None:
-        """Makes the session use tensors that the user replaced in the model.
+    def refresh(self, executor: Executor) -> None:
+        """Makes the executor use tensors that the user replaced in the model.
 
         Raises:
-            RuntimeError: If the session can't use one of them.
+            RuntimeError: If the executor can't use one of them.
         """
         changed = self._source.memory.take_changes()
         if changed:
-            self._rebind(session, changed)
+            self._rebind(executor, changed)
 
     def plan(
-        self, session: StepSession, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
+        self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
     ) -> Plan:
-        """Returns the session's plan for a batch; builds a graph if none accepts the batch's sizes.
+        """Returns the executor's plan for a batch; builds a graph if none accepts the batch's sizes.
 
         Args:
-            session: Has the graphs.
+            executor: Has the graphs.
             batch: The batch.
             training: Whether in training mode.
             names: Outputs to return.
@@ -201,19 +201,19 @@ class StepGraphs:
             ExportError: If the model can't be exported.
             TypeError: If an input that the outputs need was left out.
         """
-        self._guard(session, batch, training)
-        plan = session.plan(training, batch, names, backward)
+        self._guard(executor, batch, training)
+        plan = executor.plan(training, batch, names, backward)
         if plan is None:
-            self._add_graph(session, batch, training)
-            plan = session.plan(training, batch, names, backward)
+            self._add_graph(executor, batch, training)
+            plan = executor.plan(training, batch, names, backward)
             assert plan is not None
         return plan
 
-    def portable(self, session: StepSession, training: bool) -> Step:
-        """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the session uses.
+    def portable(self, executor: Executor, training: bool) -> Step:
+        """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the executor uses.
 
         Args:
-            session: Has the graphs; a suitable one is reused.
+            executor: Has the graphs; a suitable one is reused.
             training: Whether in training mode.
 
         Raises:
@@ -221,20 +221,20 @@ class StepGraphs:
             ExportError: If the model can't be exported.
         """
         batch = self.blank_batch()
-        self._guard(session, batch, training)
-        known = session.plan(training, batch, self._output_names)
+        self._guard(executor, batch, training)
+        known = executor.plan(training, batch, self._output_names)
         if known is not None and known.runner.graph.is_standard:
             return known.runner.graph
         return self._build(batch, training, portable=True)
 
-    def check_export(self, session: StepSession, batch: Batch) -> None:
+    def check_export(self, executor: Executor, batch: Batch) -> None:
         """Compares the exported graph with the model: the option ``debug.check_model_export``.
 
         Raises:
             RuntimeError: If their outputs differ.
         """
-        plan = self.plan(session, batch, False, self._output_names)
-        found = session.evaluate(plan, batch)
+        plan = self.plan(executor, batch, False, self._output_names)
+        found = executor.evaluate(plan, batch)
         reference = self._builder(batch).reference(batch)
         for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
@@ -266,15 +266,15 @@ class StepGraphs:
         self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
         _log.info("derived from the first batch: %s", self._description)
 
-    def _guard(self, session: StepSession, batch: Batch, training: bool) -> None:
-        """Makes the session use the graphs and tensors of the model as it is now."""
+    def _guard(self, executor: Executor, batch: Batch, training: bool) -> None:
+        """Makes the executor use the graphs and tensors of the model as it is now."""
         variant, changed = self._source.check(training)
-        session.variants[training] = (variant, batch.layouts, *self._parameters)
+        executor.variants[training] = (variant, batch.layouts, *self._parameters)
         if changed:
-            self._rebind(session, changed)
+            self._rebind(executor, changed)
 
-    def _rebind(self, session: StepSession, changed: Mapping[str, torch.Tensor]) -> None:
-        session.rebind(changed)
+    def _rebind(self, executor: Executor, changed: Mapping[str, torch.Tensor]) -> None:
+        executor.rebind(changed)
         self._rebound(changed)
 
     def _builder(self, batch: Batch, portable: bool = False) -> Builder:
@@ -337,11 +337,11 @@ class StepGraphs:
         if narrower is not None:
             self._set_description(narrower)
 
-    def _add_graph(self, session: StepSession, batch: Batch, training: bool) -> None:
+    def _add_graph(self, executor: Executor, batch: Batch, training: bool) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
-        graphs = session.graphs(training)
+        graphs = executor.graphs(training)
         if graphs:
-            _log.info("exporting again: %s", self._why_again(session, batch, training))
+            _log.info("exporting again: %s", self._why_again(executor, batch, training))
         if len(graphs) >= _MAXIMUM_GRAPHS:
             fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
             raise RuntimeError(
@@ -365,18 +365,18 @@ class StepGraphs:
                     batch = batch.with_tensors({**batch, entry.name: blank})
         graph = self._build(batch, training)
         try:
-            session.add_graph(graph)
+            executor.add_graph(graph)
         except RuntimeError:
             if graph.kept:  # a later process must not find a cached graph that fails to load
                 Path(graph.kept).unlink(missing_ok=True)
             raise
         return_freed_memory()
-        self._built(session, graph)
+        self._built(executor, graph)
 
-    def _why_again(self, session: StepSession, batch: Batch, training: bool) -> str:
+    def _why_again(self, executor: Executor, batch: Batch, training: bool) -> str:
         """Returns why no graph can be used for a batch."""
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        graphs = session.graphs_of_variant(training)
+        graphs = executor.graphs_of_variant(training)
         if graphs:
             return next(graphs[-1].objections(shapes))
         constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}

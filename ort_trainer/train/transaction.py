@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.interrupts import uninterrupted
-from ..engine import StepSession
+from ..engine import Executor
 from ..export import ModelSource
 from ..optim.step_info import TrainStepInfo
 from ..step import Step
@@ -52,20 +52,20 @@ class Transaction(uninterrupted):
             self._outside.__enter__()
         return self
 
-    def begin(self, session: StepSession | None = None, graph: Step | None = None) -> None:
+    def begin(self, executor: Executor | None = None, graph: Step | None = None) -> None:
         """Holds signals, and remembers what a run of a graph changes.
 
         Args:
-            session: Has the buffers and the random state.
+            executor: Has the buffers and the random state.
             graph: The graph; None if none runs.
         """
         self.hold()
-        if session is not None and graph is not None:
+        if executor is not None and graph is not None:
             info = self._loop.info
-            state = session.generator.get_state() if graph.random else None
+            state = executor.generator.get_state() if graph.random else None
             updates = graph.buffer_updates
-            buffers = {name: session.buffers[name].clone() for name in updates} if updates else {}
-            self._before = session, info.step, info.all_finite, state, buffers
+            buffers = {name: executor.buffers[name].clone() for name in updates} if updates else {}
+            self._before = executor, info.step, info.all_finite, state, buffers
 
     def commit(self) -> None:
         """Records that the step is complete: a later error comes after it."""
@@ -86,13 +86,13 @@ class Transaction(uninterrupted):
                 self._outside.__exit__(kind, value, tb)
 
     def _put_back(
-        self, session: StepSession, step: int, all_finite: bool, state: Any, buffers: dict[str, torch.Tensor]
+        self, executor: Executor, step: int, all_finite: bool, state: Any, buffers: dict[str, torch.Tensor]
     ) -> None:
         self._loop.info.step, self._loop.info.all_finite = step, all_finite
         if state is not None:
-            session.generator.set_state(state)
+            executor.generator.set_state(state)
         for name, buffer in buffers.items():
-            session.buffers[name].copy_(buffer)
+            executor.buffers[name].copy_(buffer)
         self._loop.source.memory.publish(buffers)
 
 

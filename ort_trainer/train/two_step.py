@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import shown
-from ..engine import StepSession
+from ..engine import Executor
 from ..step import Step
 from .batch import Batch
 from .loop import GRADIENT_WEIGHT, TrainingLoop
@@ -28,7 +28,7 @@ class TwoStepSession:
     the window: the next ``train_step`` starts from zero.
 
     Args:
-        loop: A loop with a session.
+        loop: A loop with an executor.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -124,41 +124,41 @@ class TwoStepSession:
         Raises:
             RuntimeError: If there is no training graph yet.
         """
-        return self._session.inference_session
+        return self._executor.inference_session
 
     def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, oldest first."""
-        return self._session.graphs(training)
+        return self._executor.graphs(training)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """All parameters by name, trained or not: the live tensors, not copies."""
-        return self._session.parameters
+        return self._executor.parameters
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """All buffers by name: the live tensors, not copies."""
-        return self._session.buffers
+        return self._executor.buffers
 
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The memory of the gradients by parameter name; :meth:`present_gradients` returns the valid ones."""
-        return self._session.gradients
+        return self._executor.gradients
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradient sums of the window so far, times the loss scale; empty right after an update."""
-        return self._session.present_gradients()
+        return self._executor.present_gradients()
 
     @property
     def generator(self) -> torch.Generator:
         """The generator of training's random numbers (dropout)."""
-        return self._session.generator
+        return self._executor.generator
 
     @property
-    def _session(self) -> StepSession:
-        session = self._loop.session
-        assert session is not None
-        return session
+    def _executor(self) -> Executor:
+        executor = self._loop.executor
+        assert executor is not None
+        return executor
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
         own = self.input_names()

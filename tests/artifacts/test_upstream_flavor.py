@@ -229,7 +229,7 @@ def test_a_trainer_on_pytorch_kernels(tmp_path: Path) -> None:
     trainer = make_trainer(ADAM(lr=0.01), utils={"kernels": "pytorch"})
     batches = mlp_batches(3)
     write(trainer, tmp_path, batches[0])
-    session = trainer.loop.session
+    session = trainer.loop.executor
     assert session is not None
     (graph,) = session.graphs(True)
     with pytest.raises(ValueError, match="calls PyTorch's kernels"):

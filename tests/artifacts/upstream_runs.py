@@ -28,7 +28,7 @@ def make_trainer(config: Any, model: nn.Module | None = None, desc: Any = None, 
 
 
 def write(trainer: ORTTrainer, directory: Path, batch: Batch, **arguments: Any) -> None:
-    if trainer.loop.session is None:
+    if trainer.loop.executor is None:
         trainer.prepare(batch)
     trainer.export_artifacts(directory, flavor=FLAVOR, **arguments)
 

@@ -470,7 +470,7 @@ def test_a_graph_that_does_not_load_is_not_kept(folder: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         for runner in ("GraphRunner", "KernelRunner"):
-            patch.setattr(f"ort_trainer.engine.session.{runner}", refuses)
+            patch.setattr(f"ort_trainer.engine.executor.{runner}", refuses)
         with pytest.raises(RuntimeError, match="can't load the training graph: a node that the engine refuses"):
             trained(MLP())
     assert entries(folder) == []

@@ -101,14 +101,14 @@ def test_a_run_that_fails_has_changed_nothing(accumulation: int, kernels: str) -
                 continue
             with pytest.raises((IndexError, RuntimeError), match="[Oo]ut of|indices element out of data bounds"):
                 step(x, label + 3)
-        runner = type(trainer._loop.session._runners_for(True)[0])
+        runner = type(trainer._loop.executor._runners_for(True)[0])
         with replaced(runner, "run", failing_after), pytest.raises(MemoryError):
             trainer.train_step(x, label)
         assert_same_state(trainer.state_dict(), before)
 
     one, other = (trained(lambda: make(kernels, accumulation), given) for given in (disturb, None))
     assert_same_state(one.state_dict(), other.state_dict())
-    assert issubclass(type(one._loop.session._runners_for(True)[0]), GraphRunner)
+    assert issubclass(type(one._loop.executor._runners_for(True)[0]), GraphRunner)
 
 
 def test_a_schedule_that_fails_has_stopped_the_step_before_it_began() -> None:

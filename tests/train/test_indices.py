@@ -198,7 +198,7 @@ def test_the_check_can_be_switched_off() -> None:
     trainer = mlp_trainer({"debug": {"check_indices": False}, "utils": {"kernels": "onnxruntime"}})
     ((x, label),) = mlp_batches(1)
     trainer.train_step(x, label)
-    graph = trainer._loop.session.graphs(True)[0]
+    graph = trainer._loop.executor.graphs(True)[0]
     assert [(entry.input, entry.size) for entry in graph.index_ranges] == [("label", 3)]
     assert Step.from_bytes(graph.to_bytes()).index_ranges == graph.index_ranges
     counted_from_the_end = torch.where(label == 2, -1, label)

@@ -151,7 +151,7 @@ class TrainerSession:
 
     @property
     def _session(self) -> Any:
-        session = self._trainer.loop.session
+        session = self._trainer.loop.executor
         assert session is not None
         return session
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import ExportError
-from ort_trainer.engine import StepSession
+from ort_trainer.engine import Executor
 from ort_trainer.export.onnx import OnnxGraphBuilder, OnnxStep, gradient, load_onnx_model
 from ort_trainer.options.model_desc import ModelDescription
 
@@ -417,7 +417,7 @@ def check(body: str, function: Function, opset: int) -> None:
     step = OnnxStep(loaded, description, None, ("w",))
     for portable in (False, True):
         graph = OnnxGraphBuilder(step, portable=portable).build({"x": X}, training=True)
-        session = StepSession(loaded.parameters, loaded.buffers)
+        session = Executor(loaded.parameters, loaded.buffers)
         session.add_graph(graph)
         plan = session.plan(True, {"x": X}, ["loss"])
         assert plan is not None

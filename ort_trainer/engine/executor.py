@@ -1,4 +1,4 @@
-"""``StepSession``: runs of training and evaluation, with graphs looked up by the shapes of a batch."""
+"""``Executor``: runs of training and evaluation, with graphs looked up by the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .torch_memory import TorchMemory
 if TYPE_CHECKING:
     from .ort import InferenceSession, SessionOptions
 
-__all__ = ["StepSession"]
+__all__ = ["Executor"]
 
 # A training run may have as many shapes as (batch, length) pairs; each plan holds a few kilobytes of bindings.
 _MAXIMUM_PLANS = 256
 _shape = attrgetter("shape")
 
 
-class StepSession:
+class Executor:
     """Owns parameters, gradients and buffers, and runs training and evaluation on them.
 
     The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. :meth:`train` adds to the gradients,
     :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
 
     Args:
-        parameters: All parameters by name, trained or not. The session uses these tensors directly and changes them.
+        parameters: All parameters by name, trained or not. The executor uses these tensors directly and changes them.
         buffers: All buffers by name, used in the same way.
         device: The device of all tensors.
         given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
@@ -141,7 +141,7 @@ class StepSession:
         make_session(graph.serialized(), options, self._providers)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replaces tensors of the session.
+        """Replaces tensors of the executor.
 
         Args:
             tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
@@ -202,7 +202,7 @@ class StepSession:
 
         Args:
             plan: From :meth:`plan`, for the shapes of the batch.
-            batch: Inputs by name, contiguous and on the session's device.
+            batch: Inputs by name, contiguous and on the executor's device.
             loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
             check: Checks the outputs before the run takes effect, and raises to discard it.
 
@@ -219,7 +219,7 @@ class StepSession:
     def gradients_of(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Does what :meth:`train` does, but returns the gradients instead of adding them to the session's.
+        """Does what :meth:`train` does, but returns the gradients instead of adding them to the executor's.
 
         Returns:
             The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
@@ -235,7 +235,7 @@ class StepSession:
 
         Args:
             plan: From :meth:`plan`, without a backward pass.
-            batch: Inputs by name, contiguous and on the session's device.
+            batch: Inputs by name, contiguous and on the executor's device.
         """
         needed = {spec.name: batch[spec.name] for spec in plan.runner.graph.inputs}
         return self._run(plan, needed, True, 1.0)[0]
@@ -245,7 +245,7 @@ class StepSession:
 
         Args:
             plan: From :meth:`plan`, for evaluation.
-            batch: Inputs by name, contiguous and on the session's device.
+            batch: Inputs by name, contiguous and on the executor's device.
 
         Returns:
             The outputs that the plan fetches, as new tensors.
