@@ -126,6 +126,6 @@ def start(config: pytest.Config) -> None:
     from ort_trainer.train.loop import TrainingLoop
 
     recorder.measure(GraphBuilder, "_build", "exports")
-    recorder.measure(TrainingLoop, "step", "steps")
+    recorder.measure(TrainingLoop, "_step", "steps")
     recorder.measure(processes, "run", "forks")
     config.pluginmanager.register(recorder)
