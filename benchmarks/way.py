@@ -29,7 +29,7 @@ from ort_trainer import ORTTrainer, optim
 PACKAGE = Path(ort_trainer.__file__).parent
 # What the loop is made of; other rooms should call its methods.
 _INSIDE = re.compile(
-    r"\b_?loop\.(_\w+|config|device|graphs|holds_gradients|info|layout|losses|pending\w*|precision|profiler|rates"
+    r"\b_?loop\.(_\w+|config|contents|device|graphs|holds_gradients|info|losses|pending\w*|precision|profiler|rates"
     r"|session|source|strategy|window)\b"
 )
 

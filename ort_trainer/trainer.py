@@ -485,7 +485,7 @@ class ORTTrainer:
 
         return fit(
             self,
-            self._loop.layout.device,
+            self._loop.device,
             train_loader,
             eval_loader,
             epochs,

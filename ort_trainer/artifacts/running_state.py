@@ -64,13 +64,13 @@ def _trainer(
     loop: TrainingLoop, updates: Mapping[str, Updated], gathered: TrainerState, window: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Returns what the trainer requires to load the state again; None if it uses a PyTorch optimizer."""
-    layout, executor = loop.layout, loop.executor
+    contents, executor = loop.contents, loop.executor
     assert executor is not None
-    if layout.torch_config is not None:
+    if contents.torch_config is not None:
         return None
     idle = {}
-    for name, slots in layout.slots.items():
-        counts = name in layout.counted and not layout.rule.shares_count
+    for name, slots in contents.slots.items():
+        counts = name in contents.counted and not contents.rule.shares_count
         done = counts and int(loop.optimizer.counts[name])
         # The models have no state for parameters that are no longer updated, so a state other than the initial is lost.
         if name not in updates and not done and not any(value.any() for value in gathered.slots.get(name, {}).values()):
@@ -78,7 +78,7 @@ def _trainer(
     return {
         "trainer_options": trainer_options(loop),
         "window": {key: window[key] for key in ("reduction", "assigned_size")},
-        "transient_buffers": [name for name in layout.non_persistent if name in executor.buffers],
+        "transient_buffers": [name for name in contents.non_persistent if name in executor.buffers],
         "idle": {name: keys for name, keys in idle.items() if keys},
     }
 

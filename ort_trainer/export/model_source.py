@@ -11,8 +11,8 @@ import torch
 from ..engine.ownership import own_copies
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
-from ..options.nested import Layout
 from ..step import Step
+from .nested import Layout
 
 __all__ = [
     "Builder",

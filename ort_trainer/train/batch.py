@@ -12,8 +12,8 @@ import torch
 from ..core import indices
 from ..core.errors import shown
 from ..engine import Plan
+from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
-from ..options.nested import Layout, argument_of, default_layout, flatten
 
 __all__ = ["Batch", "check_batch", "check_indices", "read_batch", "to_tensor", "unpack"]
 

@@ -27,10 +27,9 @@ from ..profiling import Profile, Profiler
 from ..step import Step
 from .batch import Batch, check_indices, to_tensor
 from .debug_files import check_graph_paths, save_graphs
-from .layout import Layout
 from .learning_rates import learning_rates
 from .precision import FiniteLosses, choose_precision
-from .read_state import TrainerState, apply_to_executor
+from .read_state import Contents, TrainerState, apply_to_executor
 from .step_graphs import StepGraphs
 from .strategy import Meeting, SingleProcess, Strategy
 from .transaction import Transaction
@@ -68,7 +67,7 @@ class TrainingLoop:
         info: The counters.
         losses: Checks that losses are finite; None for no check.
         profiler: Measures steps while a profile is running; else None.
-        layout: The contents of the state.
+        contents: What its state consists of.
         holds_gradients: Whether ``p.grad`` holds gradients for an update.
         optimizer: Updates the weights; it exists as long as the executor.
     """
@@ -91,7 +90,7 @@ class TrainingLoop:
         self.rates = learning_rates(config, options.lr_scheduler)
         self.strategy = SingleProcess() if strategy is None else strategy
         self.info = TrainStepInfo(config)
-        self.layout = Layout.of(source, config, device)
+        self.contents = Contents.of(source, config, device)
         limit = options.debug.max_nonfinite_losses
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
@@ -489,7 +488,7 @@ class TrainingLoop:
             strategy.spread(meeting, updated, executor.buffers)
             self.source.memory.publish(executor.buffers)
         norm = optimizer.norm if norm is None else norm
-        if self.layout.torch_config is None:
+        if self.contents.torch_config is None:
             self.source.memory.publish(executor.parameters)
         else:  # the PyTorch optimizer changed the model itself
             self.graphs.refresh(executor)

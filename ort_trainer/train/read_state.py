@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,16 @@ import torch
 from ..core.errors import shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import Executor
+from ..export import ModelSource
+from ..optim import OptimizerConfig
 from ..optim.parts import Named
+from ..optim.rule import Rule
+from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..optim.update import OptimizerUpdate
 from .differences import Differences, to_tensor
-from .layout import TRAINER_OPTIONS, Layout
 from .window import AccumulationWindow
 
-__all__ = ["TrainerState", "apply_to_executor", "copied", "read"]
+__all__ = ["Contents", "TrainerState", "apply_to_executor", "copied", "read"]
 
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
@@ -30,6 +33,61 @@ _NEW_KEYS = (
 )
 # Limit for the counts of steps and updates.
 _HIGHEST_COUNT = 1 << 62
+_TRAINER_OPTIONS = (
+    "mixed_precision",
+    "zero_stage",
+    "world_rank",
+    "world_size",
+    "optimizer_name",
+    "data_parallel_size",
+    "horizontal_parallel_size",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a trainer's state; known from the model and optimizer, before any export.
+
+    Attributes:
+        tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
+        non_persistent: Name -> buffer that ``model.state_dict()`` leaves out.
+        canonical: Name -> the first name of the same tensor.
+        trainable: Canonical names of the parameters that are trained.
+        rule: The optimizer's.
+        slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
+        counted: Canonical names of the parameters whose updates are counted.
+        device: Where training runs.
+        torch_config: The config of the PyTorch optimizer that does the updates; None for our own rules.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    non_persistent: Mapping[str, torch.Tensor]
+    canonical: Mapping[str, str]
+    trainable: Sequence[str]
+    rule: Rule
+    slots: Mapping[str, Sequence[str]]
+    counted: Collection[str]
+    device: torch.device
+    torch_config: TorchOptimizerConfig | None = None
+
+    @classmethod
+    def of(cls, source: ModelSource, config: OptimizerConfig, device: torch.device) -> Contents:
+        """Returns the contents for a model and an optimizer."""
+        rule = config.rule
+        aliases = source.names_of_trainable()
+        hyper = {name: config.hyper_parameters(config.group_of(*names)) for name, names in aliases.items()}
+        return cls(
+            tensors=source.saved,
+            non_persistent=source.non_persistent,
+            canonical=source.canonical,
+            trainable=source.trainable,
+            rule=rule,
+            slots={name: rule.slots_for(values) for name, values in hyper.items()},
+            counted={name for name, values in hyper.items() if rule.keeps_count(values)},
+            device=device,
+            torch_config=config if isinstance(config, TorchOptimizerConfig) else None,
+        )
 
 
 @dataclass
@@ -75,12 +133,12 @@ class TrainerState:
         return merged
 
 
-def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWindow, strict: bool) -> TrainerState:
-    """Checks a state dict of either format against a layout; changes nothing.
+def read(state_dict: Mapping[str, Any], contents: Contents, window: AccumulationWindow, strict: bool) -> TrainerState:
+    """Checks a state dict of either format against the trainer's contents; changes nothing.
 
     Args:
         state_dict: The result of ``ORTTrainer.state_dict``, in either format, or a PyTorch model's state dict.
-        layout: The trainer's layout.
+        contents: The contents of the trainer's state.
         window: The trainer's accumulation window; it is not changed.
         strict: Whether names must match exactly; if not, only names that both have are restored.
 
@@ -96,31 +154,31 @@ def read(state_dict: Mapping[str, Any], layout: Layout, window: AccumulationWind
         raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
     restored, differences = TrainerState(), Differences(strict)
     if state_dict and not any(isinstance(value, Mapping) for value in state_dict.values()):
-        _read_tensors(state_dict, layout.tensors, layout, differences, "state_dict", restored)
+        _read_tensors(state_dict, contents.tensors, contents, differences, "state_dict", restored)
         differences.check()
         return restored
-    _compare_top(state_dict, layout, differences)
+    _compare_top(state_dict, contents, differences)
     _refuse_nothing(state_dict, (*_LEGACY_KEYS, *_NEW_KEYS), "state_dict")
-    _read_weights(state_dict, layout, differences, restored)
+    _read_weights(state_dict, contents, differences, restored)
     if "optimizer" in state_dict:
-        _read_optimizer(state_dict, layout, differences, restored)
+        _read_optimizer(state_dict, contents, differences, restored)
     else:
         _warn_missing("optimizer")
     for key in ("loss_scaler", "lr_scheduler", "torch_optimizer"):
         if key in state_dict:
             setattr(restored, key, dict(_mapping(state_dict, key, "state_dict")))
-    if layout.torch_config is not None and "optimizer" in state_dict and "torch_optimizer" not in state_dict:
-        kind = type(layout.torch_config.optimizer).__name__
+    if contents.torch_config is not None and "optimizer" in state_dict and "torch_optimizer" not in state_dict:
+        kind = type(contents.torch_config.optimizer).__name__
         warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")
-    _read_counters(state_dict, layout, window, differences, restored)
+    _read_counters(state_dict, contents, window, differences, restored)
     if "random" in state_dict:
         restored.random = to_tensor(state_dict["random"], "state_dict[random]").to(torch.uint8, copy=True)
-        _check_random_state(restored.random, layout.device)
+        _check_random_state(restored.random, contents.device)
         if "random_states" in state_dict:
             states = to_tensor(state_dict["random_states"], "state_dict[random_states]").to(torch.uint8)
             restored.random_states = [state.clone() for state in states]
             for state in restored.random_states:
-                _check_random_state(state, layout.device, "random_states")
+                _check_random_state(state, contents.device, "random_states")
     differences.check()
     return restored
 
@@ -173,22 +231,22 @@ def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str) -
         )
 
 
-def _compare_top(state_dict: Mapping[str, Any], layout: Layout, differences: Differences) -> None:
+def _compare_top(state_dict: Mapping[str, Any], contents: Contents, differences: Differences) -> None:
     """Reports unknown keys, and missing keys that no other message reports."""
     unknown = [key for key in state_dict if key not in (*_LEGACY_KEYS, *_NEW_KEYS)]
     differences.compare_keys((), unknown, "state_dict")
     if isinstance(state_dict.get("trainer_options"), Mapping):
         options = list(state_dict["trainer_options"])
-        expected = TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in TRAINER_OPTIONS]
+        expected = _TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in _TRAINER_OPTIONS]
         differences.compare_keys(expected, options, "state_dict[trainer_options]")
     if any(key in state_dict for key in ("window", "random")):
-        for key in ("window", "random", *(["transient_buffers"] if layout.non_persistent else [])):
+        for key in ("window", "random", *(["transient_buffers"] if contents.non_persistent else [])):
             if key not in state_dict:
                 _warn_missing(key)
 
 
 def _read_weights(
-    state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: TrainerState
+    state_dict: Mapping[str, Any], contents: Contents, differences: Differences, restored: TrainerState
 ) -> None:
     """Reads parameters and buffers."""
     if "model" in state_dict:
@@ -196,31 +254,33 @@ def _read_weights(
         differences.compare_keys(["full_precision"], list(precisions), "state_dict[model]")
         _refuse_nothing(precisions, ["full_precision"], "state_dict[model]")
         weights = _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
-        _read_tensors(weights, layout.tensors, layout, differences, "state_dict[model][full_precision]", restored)
+        _read_tensors(weights, contents.tensors, contents, differences, "state_dict[model][full_precision]", restored)
         if not differences.strict:  # an export's state dict has all buffers among the weights
             _read_tensors(
-                weights, layout.non_persistent, layout, differences, "state_dict[model][full_precision]", restored
+                weights, contents.non_persistent, contents, differences, "state_dict[model][full_precision]", restored
             )
     else:
         _warn_missing("model")
     if "transient_buffers" in state_dict:
         buffers = _mapping(state_dict, "transient_buffers", "state_dict")
-        _read_tensors(buffers, layout.non_persistent, layout, differences, "state_dict[transient_buffers]", restored)
+        _read_tensors(
+            buffers, contents.non_persistent, contents, differences, "state_dict[transient_buffers]", restored
+        )
 
 
 def _read_tensors(
     given: Mapping[str, Any],
     expected: Mapping[str, torch.Tensor],
-    layout: Layout,
+    contents: Contents,
     differences: Differences,
     where: str,
     restored: TrainerState,
 ) -> None:
     # One of a tied tensor's names is enough: legacy wrote it under its first name only.
-    tied = {layout.canonical[name] for name in given if name in expected}
-    needed = [name for name in expected if name in given or layout.canonical[name] not in tied]
+    tied = {contents.canonical[name] for name in given if name in expected}
+    needed = [name for name in expected if name in given or contents.canonical[name] not in tied]
     differences.compare_keys(needed, given, where)
-    if expected is layout.tensors:
+    if expected is contents.tensors:
         _refuse_nothing(given, expected, where)
     for name, like in expected.items():
         if name not in given:
@@ -228,7 +288,7 @@ def _read_tensors(
         tensor = differences.fitting(given[name], like, f"{where}[{name}]")
         if tensor is None:
             continue
-        canonical = layout.canonical[name]
+        canonical = contents.canonical[name]
         known = restored.tensors.get(canonical)
         if known is not None and not torch.equal(known, tensor):
             raise ValueError(
@@ -238,7 +298,7 @@ def _read_tensors(
 
 
 def _read_optimizer(
-    state_dict: Mapping[str, Any], layout: Layout, differences: Differences, restored: TrainerState
+    state_dict: Mapping[str, Any], contents: Contents, differences: Differences, restored: TrainerState
 ) -> None:
     where = "state_dict[optimizer]"
     state = dict(_mapping(state_dict, "optimizer", "state_dict"))
@@ -250,17 +310,19 @@ def _read_optimizer(
             "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which names the optimizer of "
             "state_dict[optimizer]"
         )
-    if name is not None and name != layout.rule.name:
+    if name is not None and name != contents.rule.name:
         raise ValueError(
-            f"the state is from {name}, but the trainer uses {layout.rule.name}: create the trainer with the same "
+            f"the state is from {name}, but the trainer uses {contents.rule.name}: create the trainer with the same "
             "optimizer config, or remove the key 'optimizer' from the state dict"
         )
-    shares_count = layout.rule.shares_count
+    shares_count = contents.rule.shares_count
     shared = state.pop(SHARED, None) if shares_count else None
     if isinstance(shared, Mapping) and STEP not in shared:  # the legacy documentation has it in lower case
         shared = {STEP if key == STEP.lower() else key: value for key, value in shared.items()}
-    each_counts = () if shares_count else layout.counted
-    expected = {name: [*layout.slots[name], *([UPDATE_COUNT] if name in each_counts else [])] for name in layout.slots}
+    each_counts = () if shares_count else contents.counted
+    expected = {
+        name: [*contents.slots[name], *([UPDATE_COUNT] if name in each_counts else [])] for name in contents.slots
+    }
     differences.compare_keys([name for name, keys in expected.items() if keys], state, where)
     for parameter, wanted in expected.items():
         if parameter not in state or not wanted:
@@ -268,10 +330,10 @@ def _read_optimizer(
         entries = _mapping(state, parameter, where)
         here = f"{where}[{parameter}]"
         differences.compare_keys(wanted, entries, here)
-        like = layout.tensors[parameter]
+        like = contents.tensors[parameter]
         found = {
             slot: differences.fitting(entries[slot], like, f"{here}[{slot}]")
-            for slot in layout.slots[parameter]
+            for slot in contents.slots[parameter]
             if slot in entries
         }
         restored.slots[parameter] = {slot: value for slot, value in found.items() if value is not None}
@@ -282,7 +344,7 @@ def _read_optimizer(
             raise RuntimeError(f"Missing keys: ['{STEP}'] in {where}[{SHARED}]")
         differences.compare_keys([STEP], shared, f"{where}[{SHARED}]")
         count = _update_count(shared[STEP], f"{where}[{SHARED}][{STEP}]")
-        restored.counts.update(dict.fromkeys(layout.counted, count))
+        restored.counts.update(dict.fromkeys(contents.counted, count))
 
 
 def _update_count(value: Any, where: str) -> int:
@@ -294,7 +356,7 @@ def _update_count(value: Any, where: str) -> int:
 
 def _read_counters(
     state_dict: Mapping[str, Any],
-    layout: Layout,
+    contents: Contents,
     window: AccumulationWindow,
     differences: Differences,
     restored: TrainerState,
@@ -309,11 +371,11 @@ def _read_counters(
             setattr(restored, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
     given = dict(_mapping(state_dict, "gradients", "state_dict")) if "gradients" in state_dict else {}
     _read_window(state_dict, window, restored, bool(given), differences)
-    unexpected = [name for name in given if name not in layout.trainable]
+    unexpected = [name for name in given if name not in contents.trainable]
     differences.compare_keys((), unexpected, "state_dict[gradients]")
     found = {
-        name: differences.fitting(given[name], layout.tensors[name], f"state_dict[gradients][{name}]")
-        for name in layout.trainable
+        name: differences.fitting(given[name], contents.tensors[name], f"state_dict[gradients][{name}]")
+        for name in contents.trainable
         if name in given and restored.window is not None and restored.window.micro_batches
     }
     restored.gradients = {name: value for name, value in found.items() if value is not None}

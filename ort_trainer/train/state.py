@@ -17,8 +17,7 @@ from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..engine import Executor
 from ..optim.parts import Named
-from .layout import Layout
-from .read_state import TrainerState, apply_to_executor, copied, read
+from .read_state import Contents, TrainerState, apply_to_executor, copied, read
 from .strategy import Meeting, Strategy, check_done, together
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def follow(loop: TrainingLoop) -> str:
 
 
 def _collect(loop: TrainingLoop, gathered: TrainerState, include_optimizer: bool, copy: bool) -> StateDict:
-    executor, layout, strategy = loop.executor, loop.layout, loop.strategy
+    executor, contents, strategy = loop.executor, loop.contents, loop.strategy
     window, random_states, gradients = gathered.window, gathered.random_states, gathered.gradients
     assert executor is not None and window is not None and random_states is not None and gradients is not None
 
@@ -130,7 +129,7 @@ def _collect(loop: TrainingLoop, gathered: TrainerState, include_optimizer: bool
     tensors = {**executor.parameters, **executor.buffers}
     arrays = {name: array(value) for name, value in tensors.items()}
     state: StateDict = {
-        "model": {"full_precision": {name: arrays[layout.canonical[name]] for name in layout.tensors}},
+        "model": {"full_precision": {name: arrays[contents.canonical[name]] for name in contents.tensors}},
         "trainer_options": trainer_options(loop),
         "train_step_info": {"optimization_step": loop.info.optimization_step, "step": loop.info.step},
         "window": window.state_dict(),
@@ -138,12 +137,12 @@ def _collect(loop: TrainingLoop, gathered: TrainerState, include_optimizer: bool
     }
     if strategy.world_size > 1:
         state["random_states"] = torch.stack(random_states).numpy()
-    if layout.non_persistent:
-        state["transient_buffers"] = {name: arrays[layout.canonical[name]] for name in layout.non_persistent}
+    if contents.non_persistent:
+        state["transient_buffers"] = {name: arrays[contents.canonical[name]] for name in contents.non_persistent}
     if include_optimizer:
-        state["optimizer"] = _collect_optimizer(loop.optimizer.counts, gathered.slots, layout, array)
-        if layout.torch_config is not None:
-            state["torch_optimizer"] = layout.torch_config.state_dict(copy)
+        state["optimizer"] = _collect_optimizer(loop.optimizer.counts, gathered.slots, contents, array)
+        if contents.torch_config is not None:
+            state["torch_optimizer"] = contents.torch_config.state_dict(copy)
         state["gradients"] = {name: array(value) for name, value in gradients.items()}
     kept = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
     return state | {key: copying.deepcopy(value) if copy else value for key, value in kept.items() if value is not None}
@@ -157,18 +156,18 @@ def trainer_options(loop: TrainingLoop) -> StateDict:
         "zero_stage": strategy.zero_stage,
         "world_rank": strategy.world_rank,
         "world_size": strategy.world_size,
-        "optimizer_name": loop.layout.rule.name,
+        "optimizer_name": loop.contents.rule.name,
         "data_parallel_size": strategy.world_size,
         "horizontal_parallel_size": 1,
         "gradient_accumulation_steps": loop.window.size,
     }
 
 
-def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layout, array: Any) -> StateDict:
+def _collect_optimizer(counted: Named, slots: Mapping[str, Named], contents: Contents, array: Any) -> StateDict:
     """Returns state tensors and update counts; legacy counts start at 1, so 1 is added to the completed updates."""
     state: StateDict = {name: {slot: array(value) for slot, value in own.items()} for name, own in slots.items() if own}
     counts = {name: np.array([int(count) + 1], dtype=np.int64) for name, count in counted.items()}
-    if layout.rule.shares_count:
+    if contents.rule.shares_count:
         state[SHARED] = {STEP: max(counts.values(), default=np.array([1], dtype=np.int64))}
     else:
         for name, count in counts.items():
@@ -178,12 +177,12 @@ def _collect_optimizer(counted: Named, slots: Mapping[str, Named], layout: Layou
 
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
-    executor, layout = loop.executor, loop.layout
+    executor, contents = loop.executor, loop.contents
     assert executor is not None
     tensors = {**executor.parameters, **executor.buffers}
     return {
-        name: tensors[layout.canonical[name]].detach().to("cpu", like.dtype, copy=True)
-        for name, like in layout.tensors.items()
+        name: tensors[contents.canonical[name]].detach().to("cpu", like.dtype, copy=True)
+        for name, like in contents.tensors.items()
     }
 
 
@@ -206,11 +205,11 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         executor = loop.executor  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
         own = state_dict if owned and executor is not None else copied(state_dict)
-        return state_dict, read(own, loop.layout, loop.window, strict), executor
+        return state_dict, read(own, loop.contents, loop.window, strict), executor
 
     state_dict, restored, executor = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
-        _take_own(restored, loop.strategy, loop.layout.device)
+        _take_own(restored, loop.strategy, loop.contents.device)
     precision, rates, info = loop.precision, loop.rates, loop.info
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
@@ -220,8 +219,8 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         precision.load_state_dict(restored.loss_scaler, strict)
         try:
             rates.load_state_dict(restored.lr_scheduler, strict)
-            if restored.torch_optimizer is not None and loop.layout.torch_config is not None:
-                loop.layout.torch_config.load_state_dict(restored.torch_optimizer)
+            if restored.torch_optimizer is not None and loop.contents.torch_config is not None:
+                loop.contents.torch_config.load_state_dict(restored.torch_optimizer)
         except BaseException:
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
@@ -272,7 +271,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> TrainerSt
         return TrainerState(random_states=random_states, window=window, gradients={})
     kept = loop.optimizer.slots
     slots: dict[str, dict[str, torch.Tensor]] = {name: {} for name in kept}
-    for slot in loop.layout.rule.slots:
+    for slot in loop.contents.rule.slots:
         parts = {name: own[slot] for name, own in kept.items() if slot in own}
         for name, value in strategy.whole(parts, keep).items():
             slots[name][slot] = value

@@ -15,8 +15,8 @@ from ..core.errors import shown
 from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
+from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..options import ModelDescription
-from ..options.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..step import Step
 from .batch import Batch, check_batch, read_batch, to_tensor, unpack
 

@@ -190,7 +190,7 @@ def written(options: dict[str, Any], folder: Path) -> bool:
 
 def device(options: dict[str, Any], _: Path) -> str:
     try:
-        return str(trainer_after(options, 0).loop.layout.device)
+        return str(trainer_after(options, 0).loop.device)
     except ValueError as error:
         return str(error)
 

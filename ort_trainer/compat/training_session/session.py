@@ -98,8 +98,8 @@ class TrainerSession:
         (Adam) or ``Step`` (LAMB). Frozen weights and buffers are not included.
         """
         state = flat_state_dict(self._trainer, include_optimizer_state=True)
-        layout = self._trainer.loop.layout
-        held = set(layout.tensors) - set(layout.trainable)
+        contents = self._trainer.loop.contents
+        held = set(contents.tensors) - set(contents.trainable)
         return {name: value.numpy() for name, value in state.items() if name not in held}
 
     def load_state(self, dict: Mapping[str, Any], strict: bool = False) -> None:
@@ -115,11 +115,11 @@ class TrainerSession:
         """
         full: Mapping[str, Any] = dict
         if strict and isinstance(dict, Mapping):
-            layout = self._trainer.loop.layout
+            contents = self._trainer.loop.contents
             tensors = {**self._session.parameters, **self._session.buffers}
-            held = {name: own for name, own in layout.canonical.items() if own not in layout.trainable}
+            held = {name: own for name, own in contents.canonical.items() if own not in contents.trainable}
             full = {
-                **{name: tensors[held[name]].detach().cpu().numpy() for name in held if name in layout.tensors},
+                **{name: tensors[held[name]].detach().cpu().numpy() for name in held if name in contents.tensors},
                 **dict,
             }
         load_flat_state_dict(self._trainer, full, strict)
@@ -133,7 +133,7 @@ class TrainerSession:
         Returns:
             ``full_precision`` -> name -> array, and with mixed precision ``mixed_precision`` -> name -> array.
         """
-        trained = self._trainer.loop.layout.trainable
+        trained = self._trainer.loop.contents.trainable
         weights = {name: self._session.parameters[name].detach().cpu().numpy().copy() for name in trained}
         state: dict[str, dict[str, Any]] = {"full_precision": weights}
         if include_mixed_precision_weights and self._trainer.loop.precision.mixed:

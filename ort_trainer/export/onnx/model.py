@@ -13,8 +13,8 @@ import torch
 from ...engine.ort import training_bindings
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
-from ...options.nested import Layout
 from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
+from ..nested import Layout
 from ..torch import LossFunction, takes_label
 from ..torch.borrow import BORROWED
 from .build import OnnxGraphBuilder, OnnxStep

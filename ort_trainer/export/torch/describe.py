@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import ExportError
 from ...options import ModelDescription
-from ...options.nested import Layout, argument_of, rebuild
+from ..nested import Layout, argument_of, rebuild
 from .borrow import borrowed
 from .isolation import can_isolate, run_in_child
 from .source_lines import source_line_of_error

@@ -15,8 +15,8 @@ from ...engine.ownership import shared_groups
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
-from ...options.nested import Layout
 from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
+from ..nested import Layout
 from .borrow import BORROWED
 from .builder import GraphBuilder
 from .describe import describe, name_sample

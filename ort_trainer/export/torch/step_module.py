@@ -13,7 +13,7 @@ from torch import nn
 
 from ...core.errors import ExportError, shown
 from ...options import ModelDescription
-from ...options.nested import Layout, argument_of, rebuild
+from ..nested import Layout, argument_of, rebuild
 from .borrow import LeftAttributes, assignments_as_updates
 from .source_lines import forward_line
 
