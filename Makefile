@@ -21,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants test-python312
-.PHONY: test-browser lint format torture bench fidelity operators recipes docs reference clean
+.PHONY: test-browser dist dist-test lint format torture bench fidelity operators recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -107,6 +107,15 @@ torture: setup
 test-python312:
 	tests/python312.sh
 
+# The wheel is built from the source distribution, so that both are complete.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+# Installs the wheel in a new environment, and runs a tenth of the tests on it.
+dist-test: dist
+	tests/wheel.sh
+
 # Trains in the page, in headless Chromium, and leaves a picture in build/browser.png.
 test-browser: browser-build
 	test -x $(CHROMIUM) || (apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium)
@@ -118,6 +127,7 @@ bench: setup-stock
 	$(BIN)/python benchmarks/rewrites.py --write
 	$(BIN)/python benchmarks/precisions.py --write
 	$(BIN)/python benchmarks/data_parallel.py --write
+	$(BIN)/python docs/generate.py
 
 fidelity: setup
 	$(BIN)/python benchmarks/fidelity.py
@@ -133,10 +143,10 @@ recipes: $(RECIPES)/.installed
 docs: setup
 	$(BIN)/python docs/generate.py
 
-# The pages of build/reference, from the docstrings; a warning is an error. Nothing else needs Sphinx.
-reference: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'sphinx>=8.1'
-	$(BIN)/python -m sphinx -b html -W --keep-going -q docs/reference build/reference
+# The pages of docs/ and the docstrings as a site, in build/site; a warning is an error. Needs Python 3.11 or newer.
+site: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs . build/site
 
 clean:
 	rm -rf $(VENV) $(STOCK) $(LEGACY) $(RECIPES) out dist build $(BROWSER)/build $(BROWSER)/node_modules

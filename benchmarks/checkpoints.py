@@ -53,11 +53,12 @@ def save_before(trainer: Any, path: Path) -> None:
 
     from ort_trainer.core.atomic import atomic_path
     from ort_trainer.state.file import encode
+    from ort_trainer.state.state_dict import to_state_dict
     from ort_trainer.train import state
 
-    def write(found: dict[str, Any]) -> None:
+    def write(found: Any) -> None:
         tensors: dict[str, Any] = {}
-        manifest = json.dumps(encode(found, "state", tensors, {}))
+        manifest = json.dumps(encode(to_state_dict(found), "state", tensors, {}))
         with atomic_path(path) as temporary:
             safetensors.torch.save_file(tensors, temporary, {"manifest": manifest})
 

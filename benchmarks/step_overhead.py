@@ -1,7 +1,7 @@
-"""The cost of a step outside the engine: the Python part of a step whose model is one multiplication.
+"""The cost of a step outside its graph: the Python part of a step whose model is one multiplication.
 
-Each optimizer runs in a separate process, in alternating blocks. The engine's part is measured in the same steps,
-around its one call, and subtracted; the rest is the trainer, including PyTorch's kernels of the weight update.
+Each optimizer runs in a separate process, in alternating blocks. The graph's part is measured in the same steps, around
+its one call, and subtracted; the rest is the trainer, including PyTorch's kernels of the weight update.
 
     python benchmarks/step_overhead.py [--rounds 5]
 """
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,56 +39,42 @@ class Multiply(nn.Module):
 
 
 class Timed:
-    """An ONNX Runtime session that measures its runs.
+    """A function that measures its calls.
 
     Args:
-        session: The session.
+        function: The function.
 
     Attributes:
-        seconds: In runs so far.
+        seconds: In calls so far.
     """
 
-    def __init__(self, session: Any) -> None:
-        self._session = session
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self.seconds = 0.0
 
-    def run_with_iobinding(self, binding: Any) -> None:
-        """Runs a graph of ONNX Runtime's kernels."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function."""
         start = time.perf_counter()
-        self._session.run_with_iobinding(binding)
-        self.seconds += time.perf_counter() - start
-
-    def run_with_ort_values(self, *arguments: Any) -> Any:
-        """Runs a graph that calls PyTorch's kernels."""
-        start = time.perf_counter()
-        found = self._session._sess.run_with_ort_values(*arguments)
+        found = self._function(*arguments)
         self.seconds += time.perf_counter() - start
         return found
 
-    @property
-    def _sess(self) -> Timed:
-        """The object that the trainer uses as the session below the Python class."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
 
 def measure(optimizer: str) -> None:
-    """Prints the microseconds of a step, and of the engine in it."""
+    """Prints the microseconds of a step, and of the graph in it."""
     torch.set_num_threads(1)
     description = {"inputs": [("x", ["batch", 4])], "outputs": [("loss", [], True)]}
     trainer = ORTTrainer(Multiply(), description, getattr(optim, optimizer)(lr=1e-3))
     x = torch.randn(8, 4)
     for _ in range(200):
         trainer.train_step(x)
-    loop = trainer.loop
-    runner = loop.prepare(loop.graphs.bind((x,), {}), True, loop.graphs.fetches(())).runner
-    engine = runner.inference_session = Timed(runner.inference_session)
+    plan, _ = trainer.loop.bind((x,), {})
+    runner = plan.runner
+    graph = runner.run_programs = Timed(runner.run_programs)
     start = time.perf_counter()
     for _ in range(STEPS):
         trainer.train_step(x)
-    print((time.perf_counter() - start) / STEPS * 1e6, engine.seconds / STEPS * 1e6)
+    print((time.perf_counter() - start) / STEPS * 1e6, graph.seconds / STEPS * 1e6)
 
 
 def main() -> None:
@@ -106,12 +93,12 @@ def main() -> None:
             done = subprocess.run(
                 [sys.executable, __file__, "--measure", name], check=True, capture_output=True, text=True
             )
-            step, engine = map(float, done.stdout.split())
-            found[name].append((step, engine))
+            step, graph = map(float, done.stdout.split())
+            found[name].append((step, graph))
     for name, rounds in found.items():
-        step, engine = (statistics.median(values) for values in zip(*rounds, strict=True))
-        own = statistics.median(step - engine for step, engine in rounds)
-        print(f"{name:12} step {step:6.1f} us, engine {engine:6.1f} us, Python part {own:6.1f} us")
+        step, graph = (statistics.median(values) for values in zip(*rounds, strict=True))
+        own = statistics.median(step - graph for step, graph in rounds)
+        print(f"{name:12} step {step:6.1f} us, graph {graph:6.1f} us, Python part {own:6.1f} us")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The way of a batch and of an export through the package: calls, files and changes of file; and the package's size.
 
-Every call of a function whose code is the package's counts; a change of file is a call in another file than the call
-before. An export is measured by its stations, the functions that are called once and at most nine calls deep; its
-hops are the different pairs of files between which it goes.
+In a step every call of a function whose code is the package's counts; a change of file is a call in another file than
+the call before. An export is measured by its stations, the functions with a name that it calls exactly once, however
+deep: what it calls for every node or symbol is a tool of a station. A hop is a different pair of files, that of a
+station and that of the function of the package that called it, so a reader who follows the calls opens another file
+once for each hop. A way that enters every file from one other has a hop fewer than files.
 
     python benchmarks/way.py [--calls]
 """
@@ -34,10 +36,6 @@ _INSIDE = re.compile(
 )
 
 
-# Depth of the calls of an export that are its stations.
-_DEPTH = 9
-
-
 class Way:
     """The package's calls in a run of a function.
 
@@ -45,12 +43,12 @@ class Way:
         run: The function.
 
     Attributes:
-        calls: The code of each call, with its depth among the package's calls.
+        calls: The code of each call, with those that were running, the outermost first.
     """
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self.calls: list[tuple[CodeType, int]] = []
-        self._depth = 0
+        self.calls: list[tuple[CodeType, tuple[CodeType, ...]]] = []
+        self._running: tuple[CodeType, ...] = ()
         sys.setprofile(self._event)
         try:
             run()
@@ -69,18 +67,26 @@ class Way:
         }
 
     @property
-    def stations(self) -> dict[str, int]:
-        """The figures of an export by name."""
+    def stations(self) -> list[tuple[CodeType, tuple[CodeType, ...]]]:
+        """The calls of an export that are its stations."""
         times = Counter(code for code, _ in self.calls)
-        files = [_file(code) for code, depth in self.calls if times[code] == 1 and depth <= _DEPTH]
-        hops = {(one, other) for one, other in itertools.pairwise(files) if one != other}
-        return {"stations": len(files), "hops": len(hops), "files": len(set(files))}
+        return [call for call in self.calls if times[call[0]] == 1 and not call[0].co_name.startswith("<")]
+
+    @property
+    def counts_of_stations(self) -> dict[str, int]:
+        """The figures of an export by name."""
+        stations = self.stations
+        hops = {(_file(running[-1]), _file(code)) for code, running in stations if running}
+        hops = {(one, other) for one, other in hops if one != other}
+        return {"stations": len(stations), "hops": len(hops), "files": len({_file(code) for code, _ in stations})}
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         if event in ("call", "return") and frame.f_code.co_filename.startswith(str(PACKAGE)):
             if event == "call":
-                self.calls.append((frame.f_code, self._depth))
-            self._depth += 1 if event == "call" else -1
+                self.calls.append((frame.f_code, self._running))
+                self._running = (*self._running, frame.f_code)
+            else:
+                self._running = self._running[:-1]
 
 
 def _file(code: CodeType) -> str:
@@ -96,9 +102,10 @@ def steady_step() -> Way:
 
 
 def one_export() -> Way:
-    """Returns the way of an export of the same model, in this process."""
+    """Returns the way of an export of the same model, in this process, after another that imports what it needs."""
     trainer, x, y = _trainer()
     builder = trainer.loop.source.builder(trainer.model_desc)
+    builder.build({"input": x, "y": y}, True)
     return Way(lambda: builder.build({"input": x, "y": y}, True))
 
 
@@ -123,15 +130,18 @@ def reaching_in() -> dict[str, int]:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", action="store_true", help="print the step's calls too")
+    parser.add_argument("--calls", action="store_true", help="print the step's calls and the export's stations too")
     arguments = parser.parse_args()
     # An export in this process, from nothing.
     os.environ.update({"ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_CACHE": "off"})
-    step = steady_step()
-    if arguments.calls:
-        for code, depth in step.calls:
-            print(f"{'  ' * depth}{getattr(code, 'co_qualname', code.co_name)}  {_file(code)}:{code.co_firstlineno}")
-    for what, counts in (("a step", step.counts), ("an export", one_export().stations)):
+    step, export = steady_step(), one_export()
+    for what, counts, calls in (
+        ("a step", step.counts, step.calls),
+        ("an export", export.counts_of_stations, export.stations),
+    ):
+        for code, running in calls if arguments.calls else ():
+            depth = "  " * len(running)
+            print(f"{depth}{getattr(code, 'co_qualname', code.co_name)}  {_file(code)}:{code.co_firstlineno}")
         print(f"{what:12}" + ", ".join(f"{count} {name}" for name, count in counts.items()))
     files = list(PACKAGE.rglob("*.py"))
     print(

@@ -2,7 +2,8 @@
 
 From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
 ort_trainer/options/sections.py; from examples/cookbook/ and examples/recipes/ the differences in docs/cookbook.md and
-docs/recipes.md; from the imports the picture in docs/code_map.md.
+docs/recipes.md; from the imports the picture of docs/code_map.md; from the table in docs/benchmarks.md that of the
+README.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from cookbook_diffs import with_diffs
 from option_types import option_types
-from room_picture import with_picture
+from room_picture import room_picture
+from speed_picture import speed_picture
 
 from ort_trainer.options.checks import SPELLINGS
 from ort_trainer.options.schema import leaves, listed_options, load_schema
@@ -75,7 +77,8 @@ def main() -> None:
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
         names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
-        HERE / "code_map.md": with_picture((HERE / "code_map.md").read_text()),
+        HERE / "images" / "against_eager.svg": speed_picture((HERE / "benchmarks.md").read_text()),
+        HERE / "images" / "rooms.svg": room_picture(),
         **{
             page: with_diffs(page.read_text(), ROOT / "examples" / page.stem)
             for page in (HERE / "cookbook.md", HERE / "recipes.md")
@@ -84,7 +87,7 @@ def main() -> None:
     for target, text in targets.items():
         if "--check" not in sys.argv:
             target.write_text(text)
-        elif target.read_text() != text:
+        elif not target.exists() or target.read_text() != text:
             sys.exit(f"{target.relative_to(ROOT)} is out of date: run make docs")
 
 

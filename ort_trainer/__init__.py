@@ -31,7 +31,7 @@ __all__ = [
     "read_user_dict",
     "register_operator",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> the module that has it. Imports are lazy: ort_trainer.api trains without torch, and the part for ONNX
 # models takes as long to import as everything else.
@@ -50,10 +50,10 @@ _PLACES = {
     "read_user_dict": "state",
     "register_operator": "export.torch",
 }
-_MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine, in a clone:
-  pip install -c constraints.txt '.[cpu]'     onnxruntime-training-cpu: Python up to 3.12
-  pip install -c constraints.txt '.[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
-  pip install -c constraints.txt '.[stock]'   onnxruntime: any Python and platform
+_MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine:
+  pip install 'ort_trainer[cpu]'     onnxruntime-training-cpu: Python up to 3.12
+  pip install 'ort_trainer[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
+  pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform
 Without it, only ort_trainer.api works, which trains from exported artifacts."""
 
 

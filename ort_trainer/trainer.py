@@ -13,23 +13,21 @@ from torch import nn
 
 from .amp import LossScaler
 from .core.errors import CheckpointError, shown, warn
-from .distributed import choose_strategy, find_place
-from .engine.ort import check_engine, resolve_device
-from .export import BORROWED, loss_function, model_source
+from .distributed import launch
+from .export import loss_function
 from .export.torch import LossFunction
-from .optim import OptimizerConfig, rules
+from .optim import OptimizerConfig
 from .optim.step_info import TrainStepInfo
-from .optim.torch_optimizer import TorchOptimizerConfig
 from .options import ModelDescription, ORTTrainerOptions
 from .profiling import Profile
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
+from .state.state_dict import to_state_dict
 from .train import state
 from .train.learning_rates import Schedule
 from .train.loop import TrainingLoop
-from .train.onnx_file import inference_names, names_without_loss, save_onnx
+from .train.strategy import Arrival
 from .train.transaction import outside_inference_mode
 from .train.two_step import TwoStepSession
-from .train.window import Share
 
 if TYPE_CHECKING:
     import onnx
@@ -86,7 +84,6 @@ class ORTTrainer:
         >>> loss, prediction = trainer.train_step(x, y)
     """
 
-    @outside_inference_mode
     def __init__(
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
@@ -95,33 +92,9 @@ class ORTTrainer:
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | None = None,
     ) -> None:
-        check_engine()
-        if isinstance(optim_config, torch.optim.Optimizer):
-            optim_config = TorchOptimizerConfig(optim_config)
-        if not isinstance(optim_config, OptimizerConfig):
-            raise TypeError(
-                f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}) or an "
-                f"optimizer of torch.optim, but {shown(optim_config)} was given"
-            )
-        loss_fn = loss_function(loss_fn)
-        options = ORTTrainerOptions() if options is None else options
-        if not isinstance(options, ORTTrainerOptions):
-            raise TypeError(
-                f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
-            )
-        place = find_place(options)
-        device = resolve_device(options.device.id, options.is_given("device.id"), place.local_rank)
-        strategy = choose_strategy(options, device, place)
-        options = place.shown_in(options)
-        self.options, self.optim_config, self.loss_fn = options, optim_config, loss_fn
-        try:
-            optim_config.bind(model)
-            with BORROWED:
-                source = model_source(model, loss_fn, optim_config, options)
-            self._loop = TrainingLoop(source, model_desc, optim_config, options, device, strategy)
-        except BaseException as error:
-            strategy.failed(error)
-            raise
+        self.loss_fn = loss_function(loss_fn)
+        self._loop = launch(model, model_desc, optim_config, self.loss_fn, options)
+        self.options, self.optim_config = self._loop.options, self._loop.config
 
     @property
     def loop(self) -> TrainingLoop:
@@ -135,7 +108,7 @@ class ORTTrainer:
         Raises:
             RuntimeError: Before the first batch, if the description is derived from it.
         """
-        return self._loop.graphs.description
+        return self._loop.description
 
     @property
     def train_step_info(self) -> TrainStepInfo:
@@ -190,7 +163,6 @@ class ORTTrainer:
         """Access to single passes and updates, graphs and tensors; None before the first step of a PyTorch model."""
         return None if self._loop.executor is None else TwoStepSession(self._loop)
 
-    @outside_inference_mode
     def prepare(self, sample_batch: Any = None) -> None:
         """Exports the model now instead of in the first step; trains nothing.
 
@@ -202,9 +174,7 @@ class ORTTrainer:
             ExportError: If the model can't be exported, or an ONNX model can't be differentiated.
             RuntimeError: If a required batch is missing.
         """
-        loop = self._loop
-        batch = loop.graphs.bind((loop.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
-        loop.prepare(batch, True, loop.graphs.fetches(()))
+        self._loop.export(sample_batch)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the forward and backward pass, and updates the weights at the end of an accumulation window.
@@ -322,8 +292,7 @@ class ORTTrainer:
             TypeError: Before the first step, because the export needs all inputs: call ``prepare`` first.
             ValueError: If the loss is the only described output.
         """
-        loop = self._loop
-        return bare(loop.evaluate(args, kwargs, names_without_loss(loop.graphs.description)))
+        return bare(self._loop.evaluate(args, kwargs, self.model_desc.inference_names()))
 
     def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
         """Measures the next calls of :meth:`train_step`, without any effect on the training.
@@ -375,14 +344,13 @@ class ORTTrainer:
                 name, the loss, or a duplicate.
             RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
-        self._save_onnx(path, "export_for_inference", inference_names(self.model_desc, output_names))
+        self._save_onnx(path, "export_for_inference", self.model_desc.inference_names(output_names))
 
     @outside_inference_mode
     def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
         state.check_started(self._loop, method)
-        save_onnx(self._loop, path, names)
+        self._loop.save_onnx(path, names)
 
-    @outside_inference_mode
     def export_artifacts(
         self,
         directory: str | os.PathLike[str],
@@ -417,11 +385,8 @@ class ORTTrainer:
             ExportError: If the model has no graph of ONNX's own operators.
             TypeError, FileNotFoundError, NotADirectoryError: If the folder is invalid.
         """
-        from .artifacts.export import check_exportable, export_artifacts  # here, because it imports onnx
+        from .artifacts.export import export_artifacts  # here, because it imports onnx
 
-        check_exportable(self._loop)
-        if not self._loop.graphs.has_started:
-            self.prepare()
         export_artifacts(
             self._loop,
             directory,
@@ -617,7 +582,9 @@ class ORTTrainer:
         state.check_started(self._loop, "save_checkpoint")
         user_dict = {} if user_dict is None else user_dict
         state.save(
-            self._loop, include_optimizer_states, lambda found: save_checkpoint_file(path, found, user_dict, overwrite)
+            self._loop,
+            include_optimizer_states,
+            lambda found: save_checkpoint_file(path, to_state_dict(found), user_dict, overwrite),
         )
 
     def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
@@ -685,7 +652,7 @@ class ORTTrainer:
         """
         if self.world_size == 1:
             return [dict(values)]
-        self._loop.strategy.meet("gather", Share(0.0))
+        self._loop.strategy.meet(Arrival("gather"))
         return self._bring(values)
 
     def join(self, answer: Callable[[], Mapping[str, Any]] = dict) -> AbstractContextManager[None]:
@@ -727,6 +694,11 @@ class ORTTrainer:
         own = io.BytesIO()
         save_checkpoint_file(own, {}, values)
         return [load_checkpoint_file(io.BytesIO(found))[1] for found in self._loop.strategy.gather(own.getvalue())]
+
+    def __repr__(self) -> str:
+        """Returns the model's name, the number of steps, and whose kernels compute them, once that is known."""
+        kernels = f", on {self._loop.kernels} kernels" if self._loop.kernels else ""
+        return f"<ORTTrainer of {self._loop.source.name}: {self._loop.info.step} steps{kernels}>"
 
     # copy and pickle both call this.
     def __reduce_ex__(self, protocol: Any) -> Any:

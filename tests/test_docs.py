@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import ORTTrainer, __version__, optim
 
 from .helpers import MLP, assert_close, mlp_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
@@ -35,7 +36,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(without_code(page.read_text())):
         path, _, anchor = link.partition("#")
@@ -44,10 +45,16 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_readme_lists_every_page_once() -> None:
-    rows = re.findall(r"^\| \[(docs/[^\]]+)\]\(([^)]+)\) \|", README.read_text(), re.MULTILINE)
+def test_the_index_lists_every_page_once() -> None:
+    rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert all(text == path for text, path in rows)
-    assert sorted(path for _, path in rows) == sorted(str(page.relative_to(ROOT)) for page in PAGES if page != README)
+    paths = sorted((INDEX.parent / path).resolve() for _, path in rows)
+    assert paths == sorted({*PAGES, ROOT / "CHANGELOG.md", ROOT / "examples" / "browser" / "README.md"} - {INDEX})
+
+
+def test_the_wheel_in_the_pages_has_the_version() -> None:
+    found = [wheel for page in PAGES for wheel in re.findall(r"ort_trainer-[\w.]+-py3-none-any", page.read_text())]
+    assert found and set(found) == {f"ort_trainer-{__version__}-py3-none-any"}
 
 
 def test_commands_exist() -> None:

@@ -243,3 +243,23 @@ def test_every_example_has_a_test() -> None:
     tested = re.findall(r"def test_(\w+)", Path(__file__).read_text())
     # The process of federated.py starts the client.
     assert {path.stem.removesuffix("_client") for path in (ROOT / "examples").glob("*.py")} <= set(tested)
+
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path) -> None:
+    """They have plain Python alone, so it takes no Jupyter; what they claim is in their own assertions."""
+    scope: dict[str, object] = {"__name__": "notebook"}
+    for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), scope)
+
+
+def test_notebooks_are_committed_without_results() -> None:
+    assert len(NOTEBOOKS) == 3
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells), path.name

@@ -1,4 +1,4 @@
-"""The built wheel, in a separate environment."""
+"""The source distribution, and the wheel that is built from it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from ort_trainer import __version__
+from ort_trainer.export.torch.torch_versions import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,22 +34,35 @@ print("trained")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a source distribution, and of the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(folder.glob("*.whl"))
+    return folder
 
 
-def test_contents_of_the_wheel(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    for schema in (ROOT / "schemas").iterdir():
-        assert f"ort_trainer/schemas/{schema.name}" in names
-    assert "ort_trainer/py.typed" in names
-    assert not [name for name in names if name.startswith(("tests/", "examples/"))]
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ort_trainer").rglob("*.py")}
-    assert modules <= set(names)
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    package = {path: path.relative_to(ROOT) for path in (ROOT / "ort_trainer").rglob("*.py")}
+    package |= {path: "ort_trainer" / path.relative_to(ROOT) for path in (ROOT / "schemas").iterdir()}
+    expected = {str(name): path.read_bytes() for path, name in package.items()} | {"ort_trainer/py.typed": b""}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    about = {name.partition("/")[2] for name in found if ".dist-info/" in name}
+    assert about == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert {name: content for name, content in found.items() if ".dist-info/" not in name} == expected
+
+
+def test_the_version_is_that_of_the_package_and_of_the_changelog(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == __version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+) - (?:unreleased|\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)[0] == __version__
 
 
 def test_only_the_extras_of_the_trainer_need_torch(wheel: Path) -> None:
@@ -66,17 +82,14 @@ def test_only_the_extras_of_the_trainer_need_torch(wheel: Path) -> None:
         assert names(extra) == names("") | {engine, "torch", "onnx", "onnxscript", "cerberus", "networkx"}
 
 
-def test_the_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+def test_the_source_distribution_has_what_its_tests_need(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     folders = ("ort_trainer", "schemas", "docs", "tests", "examples", "benchmarks")
     files = {path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()}
     # Files from Python and from the browser example.
     wanted = {str(path) for path in files if {"__pycache__", "build", "node_modules"}.isdisjoint(path.parts)}
-    wanted |= {"README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"}
+    wanted |= {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"}
     assert wanted <= names, wanted - names
 
 
@@ -94,6 +107,13 @@ def test_the_constraints_have_one_version_of_all_that_is_asked_for() -> None:
         assert asked - {"ort-trainer"} <= set(names), python
 
 
+def test_the_tested_versions_of_torch_are_those_of_the_documentation() -> None:
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE)
+    assert set(TESTED) <= set(rows)
+    assert f'"torch>={rows[0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {rows[0]} or newer" in (ROOT / "README.md").read_text()
+
+
 def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -104,7 +124,7 @@ def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> N
     (site / "dependencies.pth").write_text(here + "\n")
     python = tmp_path / "env" / "bin" / "python"
     done = subprocess.run(
-        [python, "-c", SMOKE.format(site=str(site))], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [python, "-I", "-c", SMOKE.format(site=str(site))], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "trained"

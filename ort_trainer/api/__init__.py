@@ -36,8 +36,4 @@ _PLACES = {
     "TrainingSession": "training_session",
     "set_seed": "random_numbers",
 }
-__getattr__ = lazily(__name__, _PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -9,17 +9,11 @@ from typing import Any
 
 from ..core.dims import symbols_of
 from ..core.indices import STEPS, IndexRange
+from ..core.protobuf import ELEMENT_TYPES
+from ..engine.ort import element_type
 from ..step.contract import OptimizerModel, RandomInput, Slot, Step, TensorSpec
 
 __all__ = ["check_described", "check_fits"]
-
-_DTYPES = {
-    "float32": "float",
-    "float64": "double",
-    **{name: name for name in ("float16", "bool", "int8", "int16", "int32", "int64")},
-    **{name: name for name in ("uint8", "uint16", "uint32", "uint64")},
-}
-"""NumPy's name of an element type -> ONNX Runtime's."""
 
 
 def check_described(model: Step | OptimizerModel, name: str) -> None:
@@ -108,7 +102,7 @@ def _is_whole(value: Any) -> bool:
 
 def _tensor(spec: TensorSpec | RandomInput | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:
     _texts(texts, where)
-    _require(isinstance(spec.dtype, str) and spec.dtype in _DTYPES, f"{where}: dtype")
+    _require(isinstance(spec.dtype, str) and spec.dtype in ELEMENT_TYPES.values(), f"{where}: dtype")
     if spec.shape is None and isinstance(spec, TensorSpec):
         return
     for size in _sequence(spec.shape, where):
@@ -175,7 +169,7 @@ def check_fits(model: Step | OptimizerModel, inputs: Sequence[Any], outputs: Seq
             raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {strange}")
         for key, (dtype, shape) in described.items():
             value = known[key]
-            if dtype is not None and value.type != f"tensor({_DTYPES[dtype]})":
+            if dtype is not None and element_type(value.type) != dtype:
                 raise ValueError(f"{name} is damaged: {kind} {key!r} is a {value.type}, but its metadata say {dtype}")
             if shape is not None and not _fits(value.shape, shape):
                 raise ValueError(

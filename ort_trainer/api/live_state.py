@@ -77,12 +77,18 @@ class LiveState:
         self._other_buffers: dict[str, StateTensor] = {}
         self.optimizer: dict[str, StateTensor] | None = None
         self._kept = checkpoint.optimizer
-        self.optimization_step = checkpoint.optimization_step
+        self.optimization_step = checkpoint.optimization_step or 0
         self.learning_rates = list(checkpoint.learning_rates)
         self.schedule = checkpoint.schedule
-        self.random = RandomNumbers(checkpoint.random.get("state"))
+        self.random = RandomNumbers(checkpoint.random)
         self.properties: dict[str, Value] = dict(checkpoint.properties)
-        self._trainer = checkpoint.trainer
+        # What no model uses, for the trainer.
+        self._rest = State(
+            transient=checkpoint.transient,
+            idle=checkpoint.idle,
+            window=checkpoint.window,
+            trainer_options=checkpoint.trainer_options,
+        )
         self._in_use = False
         self.lock = threading.RLock()  # reentrant, because a signal handler may use the state
 
@@ -223,17 +229,16 @@ class LiveState:
         nominal = set(self.parameters) == self.missing and bool(self.missing)
         if not nominal:
             self.require_values()
-        random = self.random.get_state()
-        found = State(
+        found = dataclasses.replace(
+            self._rest,
             export=self.export,
             parameters=_viewed(self.values, self.parameters),
             trainable=list(self.trainable),
             buffers=_viewed(self.values, self._buffers),
             learning_rates=list(self.learning_rates),
             schedule=self.schedule,
-            random={} if random is None else {"state": random},
+            random=self.random.get_state(),
             properties=dict(self.properties),
-            trainer=self._trainer,
             nominal=nominal,
         )
         if not include_optimizer_state:

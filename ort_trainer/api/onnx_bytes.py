@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import shown
-from ..core.protobuf import VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
+from ..core.protobuf import ELEMENT_TYPES, VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
 from ..step.contract import METADATA
 
 __all__ = ["inference_model"]
@@ -31,20 +31,7 @@ _TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW_DATA = 1, 2, 8, 9
 _SPARSE_TENSOR_VALUES = 1
 _ENTRY_KEY = 1
 
-_ELEMENT_TYPES = {
-    "float32": 1,
-    "uint8": 2,
-    "int8": 3,
-    "uint16": 4,
-    "int16": 5,
-    "int32": 6,
-    "int64": 7,
-    "bool": 9,
-    "float16": 10,
-    "float64": 11,
-    "uint32": 12,
-    "uint64": 13,
-}
+_NUMBERS = {name: number for number, name in ELEMENT_TYPES.items()}
 _DAMAGED = "the evaluation model is damaged or not an ONNX model: "
 _LARGEST = 2**31 - 1
 """The largest message that protobuf reads, in bytes."""
@@ -214,9 +201,9 @@ def _read_node(found: Field) -> _Node:
 
 def _tensor(name: str, value: np.ndarray[Any, Any]) -> bytes:
     """Returns a TensorProto."""
-    element = _ELEMENT_TYPES.get(value.dtype.name)
+    element = _NUMBERS.get(value.dtype.name)
     if element is None:
-        raise ValueError(f"{name} has dtype {value.dtype}, but supported are only {', '.join(_ELEMENT_TYPES)}")
+        raise ValueError(f"{name} has dtype {value.dtype}, but supported are only {', '.join(_NUMBERS)}")
     dims = b"".join(tag(_TENSOR_DIMS, VARINT) + varint(size) for size in value.shape)
     data = np.asarray(value, dtype=value.dtype.newbyteorder("<")).tobytes()
     kind = tag(_TENSOR_TYPE, VARINT) + varint(element)

@@ -13,8 +13,8 @@ from ..core.errors import shown
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
 from ..engine.numpy_memory import NumPyMemory, OrtValueMemory
-from ..engine.ort import OrtValue, RunOptions
-from ..engine.runner import Binding, GraphRunner, Plan
+from ..engine.ort import OrtValue, RunOptions, element_type
+from ..engine.runner import Binding, Plan, SessionRunner
 from ..state.state import Array
 from ..step import Step, TensorSpec
 from .live_state import LiveState
@@ -26,7 +26,6 @@ Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
 """The type of a step's inputs and outputs."""
 # Number of batch shapes whose plans are cached.
 _PLANS = 1000
-_ELEMENT_TYPES = {"float": "float32", "double": "float64"}
 
 
 class StepRunner:
@@ -116,8 +115,8 @@ class StepRunner:
                     raise TypeError(_wrong_dtype(name, array.dtype, dtype))
                 values.append(array)
             elif isinstance(value, OrtValue):
-                found = value.data_type().removeprefix("tensor(").removesuffix(")")
-                if _ELEMENT_TYPES.get(found, found) != dtype.name:
+                found = element_type(value.data_type())
+                if found != dtype.name:
                     raise TypeError(_wrong_dtype(name, found, dtype))
                 values.append(value)
             else:
@@ -131,7 +130,7 @@ class StepRunner:
         """Checks new shapes and caches a plan for them."""
         self._check_shapes(shapes)
         memory = NumPyMemory() if as_arrays else OrtValueMemory(self._state.device)
-        runner = GraphRunner(self.model, {}, memory, session=self._session)
+        runner = SessionRunner(self.model, {}, memory, session=self._session)
         plan = replace(runner.plan(dict(zip(self.inputs, shapes, strict=True)), self.outputs), bindings=self._bindings)
         if len(self._plans) >= _PLANS:
             self._plans.clear()
@@ -166,6 +165,7 @@ class StepRunner:
             if model.gradients:
                 inputs[model.reset] = self._reset[state.reset]
             outputs = {name: tensor.value for name, tensor in state.targets(model).items()}
+        assert isinstance(plan.runner, SessionRunner)
         plan.runner.bind(plan, sides, inputs, outputs)
 
 

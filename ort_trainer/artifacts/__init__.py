@@ -19,8 +19,4 @@ _PLACES = {
     "generate_artifacts": "generate",
     "trainer_state_dict": "convert",
 }
-__getattr__ = lazily(__name__, _PLACES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _PLACES)

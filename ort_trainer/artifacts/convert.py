@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import shown, warn
 from ..core.foreign import is_upstream_checkpoint
+from ..state.devices import for_trainer
 from ..state.state import State
 from ..state.state_dict import to_state_dict
 from ..state.training_api import read_checkpoint, write_checkpoint
@@ -105,12 +106,12 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
     state = read_state(source)
     if state.nominal:
         raise ValueError(f"{os.fspath(source)!r} is a nominal checkpoint, which has no parameter values")
-    if state.gradients and state.trainer is None:
+    if state.gradients and state.trainer_options is None:
         warn(
             f"gradients since the last reset in {os.fspath(source)!r} are ignored: the trainer starts a new "
             "accumulation window"
         )
-    return to_state_dict(state)
+    return to_state_dict(for_trainer(state))
 
 
 def _is_upstream(source: PathLike) -> bool:

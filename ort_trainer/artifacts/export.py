@@ -6,29 +6,32 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..core.errors import shown
 from ..engine.ownership import shared_groups
 from ..export import BORROWED
+from ..optim import lr_scheduler
+from ..state.devices import for_device
 from ..state.state import State
 from ..step import Step
 from ..train.loop import TrainingLoop
-from ..train.read_state import TrainerState
-from ..train.state import write_by_one
+from ..train.state import save
+from ..train.transaction import outside_inference_mode
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
-from .running_state import running_state, schedule_of
 from .step_models import evaluation_model, training_model
 from .updates import found_updates, optimizer_name
 
-__all__ = ["check_exportable", "export_artifacts"]
+__all__ = ["export_artifacts"]
 
 _WEIGHTS = (torch.float32, torch.float64)
 
 
+@outside_inference_mode
 def export_artifacts(
     loop: TrainingLoop,
     directory: str | os.PathLike[str],
@@ -39,11 +42,12 @@ def export_artifacts(
     prefix: str = "",
     outputs: Sequence[str] | None = None,
     fixed_learning_rate: bool = False,
+    sample_batch: Any = None,
 ) -> None:
     """Writes artifacts; see ``ORTTrainer.export_artifacts``.
 
     Args:
-        loop: The training loop, prepared.
+        loop: The training loop; if it has not started, its model is exported.
         directory: The folder to write to.
         flavor: One of :data:`FLAVORS`.
         nominal_checkpoint: Whether to also write a checkpoint without values.
@@ -51,6 +55,7 @@ def export_artifacts(
         prefix: Prefix of the file names.
         outputs: Outputs of the models besides the loss; None for all described ones.
         fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
+        sample_batch: A batch for the export of the model, as for ``ORTTrainer.prepare``.
     """
     if flavor not in FLAVORS:
         raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
@@ -63,11 +68,13 @@ def export_artifacts(
             "fixed_learning_rate is for the flavor 'onnxruntime-training' only: ort_trainer.api takes rates and "
             "schedule from the checkpoint, so leave it out"
         )
-    check_exportable(loop)
+    _check_exportable(loop)
+    if not loop.graphs.has_started:
+        loop.export(sample_batch)
 
-    def write_all(gathered: TrainerState) -> None:
+    def write_all(state: State) -> None:
         folder = target_folder(directory)
-        made = _made(loop, gathered, optimizer, outputs)
+        made = _made(loop, state, optimizer, outputs)
         if flavor == FLAVORS[0]:
             write = _our_writer(made, nominal_checkpoint)
         else:
@@ -75,7 +82,7 @@ def export_artifacts(
         write_files(folder, write, prefix)
 
     # True gathers the moments and gradients that other processes hold.
-    write_by_one(loop, True, write_all)
+    save(loop, True, write_all)
 
 
 @dataclass(frozen=True)
@@ -101,20 +108,17 @@ class _Made:
     buffers: Sequence[str]
 
 
-def _made(loop: TrainingLoop, gathered: TrainerState, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
-    executor, window = loop.executor, gathered.window
-    assert executor is not None and window is not None
+def _made(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
+    executor, window = loop.executor, loop.window
+    assert executor is not None
     training, evaluation = (_with_outputs(loop.graphs.portable(executor, mode), outputs) for mode in (True, False))
     if not loop.options.debug.check_indices:
         training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))
     # Each micro-batch adds its share of the mean, so the sum over a full window is the mean.
     count = window.size if window.reduction == "mean" else 1
-    added = window.micro_batches if window.reduction == "mean" else 1
-    divisor = window.divisor / max(1, added) * count
-    updates = found_updates(loop, gathered.slots, list(training.gradients))
-    rates = len(loop.config.learning_rates)
-    model, said, origins = optimizer_model(optimizer_name(loop.config), updates, rates, count)
-    checkpoint = running_state(loop, updates, origins, gathered, divisor)
+    updates = found_updates(loop, state, list(training.gradients))
+    model, said, kept = optimizer_model(optimizer_name(loop.config), updates, len(state.learning_rates), count)
+    checkpoint = for_device(replace(state, schedule=_schedule_of(loop)), kept, list(updates))
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in executor.buffers]
@@ -172,7 +176,7 @@ def _with_outputs(graph: Step, names: Sequence[str] | None) -> Step:
     return replace(graph, outputs=tuple(known[name] for name in dict.fromkeys([graph.loss, *names])))
 
 
-def check_exportable(loop: TrainingLoop) -> None:
+def _check_exportable(loop: TrainingLoop) -> None:
     """Checks that artifacts can reproduce what a trainer does.
 
     Raises:
@@ -184,21 +188,21 @@ def check_exportable(loop: TrainingLoop) -> None:
             "artifacts don't support float16 mixed precision, because they have no dynamic loss scale: use "
             "mixed_precision.dtype 'bfloat16', or leave mixed_precision out"
         )
-    if loop.window.reduction == "weighted":
+    window, source = loop.window, loop.source
+    if window.reduction == "weighted":
         raise ValueError(
             "artifacts don't support batch.gradient_reduction 'weighted', because their steps take no weight: use "
             "'mean' or 'sum', with gradient_accumulation_steps of 1 if micro-batches differ in size"
         )
-    window = loop.window
     if window.reduction == "mean" and window.size == 1 and window.micro_batches > 1:
         raise ValueError(
             f"artifacts can't be written after {window.micro_batches} micro-batches of a window of 1: their update "
             "would take the sum of the gradients, not the mean. Call optimizer_step() or lazy_reset_grad() first"
         )
     with BORROWED:
-        parameters, trained = loop.source.parameters, loop.source.trainable
+        parameters = source.parameters
         narrow = [f"{name!r} ({value.dtype})" for name, value in parameters.items() if value.dtype not in _WEIGHTS]
-        shared = shared_groups({**parameters, **loop.source.buffers}, trained)
+        shared = shared_groups({**parameters, **source.buffers}, source.trainable)
     if narrow:
         raise ValueError(
             f"artifacts need float32 or float64 weights, because a device updates the weights directly, but the model "
@@ -210,4 +214,24 @@ def check_exportable(loop: TrainingLoop) -> None:
             "Parameter and use a view of it in forward()"
         )
     optimizer_name(loop.config)
-    schedule_of(loop)
+    _schedule_of(loop)
+
+
+def _schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
+    """Returns the schedule of the learning rates as plain values.
+
+    Raises:
+        ValueError: If it is arbitrary Python code.
+    """
+    scheduler = loop.rates.scheduler
+    if scheduler is None:
+        return None
+    known = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and hasattr(kind, "schedule")]
+    if type(scheduler) in known:
+        return dict(scheduler.schedule)  # type: ignore[union-attr]
+    name = getattr(scheduler, "__qualname__", type(scheduler).__qualname__)
+    raise ValueError(
+        f"the schedule {name} is Python code, which artifacts can't store: use a scheduler of ort_trainer.optim "
+        "(LinearWarmupLRScheduler, ...), or leave out the option lr_scheduler and set the rate of each update with "
+        "Optimizer.set_learning_rate() of ort_trainer.api"
+    )

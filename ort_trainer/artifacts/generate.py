@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import shown
+from ..distributed import launch
 from ..export import loss_function
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import ORTTrainerOptions
-from .kinds import FLAVORS, LossType, OptimType
+from .kinds import LossType, OptimType
 
 __all__ = ["generate_artifacts"]
 
@@ -97,8 +98,6 @@ def generate_artifacts(
     from .onnx_models import Prepared, is_onnx, prepared
 
     _check_flags(ort_format, custom_op_library, prefix)
-    if flavor not in FLAVORS:
-        raise ValueError(f"flavor must be one of {list(FLAVORS)}, but {shown(flavor)} was given")
     names = {
         "requires_grad": requires_grad,
         "frozen_params": frozen_params,
@@ -123,18 +122,15 @@ def generate_artifacts(
             "given"
         )
     chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params))
-    from ..trainer import ORTTrainer  # imported late, because it imports this package
-
-    trainer = ORTTrainer(made.model, made.model_desc, _config(optimizer), loss_fn, chosen)
-    trainer.prepare(made.batch)
     export_artifacts(
-        trainer.loop,
+        launch(made.model, made.model_desc, _config(optimizer), loss_fn, chosen),
         Path.cwd() if artifact_directory is None else artifact_directory,
         flavor=flavor,
         nominal_checkpoint=nominal_checkpoint,
         optimizer=optimizer is not None,
         prefix=prefix,
         outputs=made.outputs,
+        sample_batch=made.batch,
     )
 
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
+from ..state.state import Array
 from ..step.contract import OptimizerModel, Slot
 from ..step.emitter import Names
 from .step_models import IR_VERSION
@@ -35,13 +37,13 @@ class Updated:
 
     update: ParameterUpdate
     weight: torch.Tensor
-    slots: Mapping[str, torch.Tensor]
+    slots: Mapping[str, Array]
     count: int | None
 
 
 def optimizer_model(
     name: str, parameters: Mapping[str, Updated], rates: int, window: int = 1
-) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
+) -> tuple[ir.Model, OptimizerModel, dict[str, Array]]:
     """Returns a model that updates all parameters, and its description.
 
     If all counts are equal, the parameters share one, so values derived from it are computed only once.
@@ -54,7 +56,7 @@ def optimizer_model(
             number of micro-batches as an input, to compute the mean of an incomplete window correctly.
 
     Returns:
-        The model, its description, and the parameter and slot of each state tensor; the slot of a count is None.
+        The model, its description, and the state with which it continues.
     """
     return _Builder(parameters, rates, window).build(name)
 
@@ -69,9 +71,9 @@ class _Builder:
         self._counts: dict[str, ir.Value] = {}
         self._one_count = len({updated.count for updated in parameters.values() if updated.count is not None}) <= 1
         self._state: dict[str, Slot] = {}
-        self._origins: dict[str, tuple[str, str | None]] = {}
+        self._kept: dict[str, Array] = {}
 
-    def build(self, name: str) -> tuple[ir.Model, OptimizerModel, dict[str, tuple[str, str | None]]]:
+    def build(self, name: str) -> tuple[ir.Model, OptimizerModel, dict[str, Array]]:
         writer = self._writer
         rates = self._input(_RATES, ir.DataType.FLOAT, [self._rates])
         weights, gradients = {}, {}
@@ -95,7 +97,7 @@ class _Builder:
             new, kept = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
             results[parameter] = self._output(new, weight)
             for slot, value in slots.items():
-                self._keep(f"{parameter}.{slot}", parameter, slot, value, self._output(kept[slot], value))
+                self._keep(f"{parameter}.{slot}", updated.slots[slot], value, self._output(kept[slot], value))
         model = ir.Model(
             ir.Graph(self._inputs, self._outputs, nodes=writer.nodes, name="optimizer", opset_imports=_OPSETS),
             ir_version=IR_VERSION,
@@ -111,7 +113,7 @@ class _Builder:
             learning_rate=str(rates.name),
             micro_batches=None if number is None else str(number.name),
         )
-        return model, said, self._origins
+        return model, said, self._kept
 
     def _count(self, parameter: str, updated: Updated) -> ir.Value | None:
         """Returns the number of the next update."""
@@ -125,16 +127,15 @@ class _Builder:
             # Derived from the new count, because the new count overwrites the old one in place.
             coming = self._writer.op("Sub", following, self._writer.constant(1))
             self._counts[key] = coming
-            self._keep(key, parameter, None, count, self._output(following, count), initial=1.0)
+            done = np.array([updated.count + 1], np.int64)
+            self._keep(key, done, count, self._output(following, count), initial=1.0)
         return self._counts[key]
 
-    def _keep(
-        self, key: str, parameter: str, slot: str | None, value: ir.Value, output: str, initial: float = 0.0
-    ) -> None:
+    def _keep(self, key: str, kept: Array, value: ir.Value, output: str, initial: float = 0.0) -> None:
         assert value.dtype is not None and value.shape is not None
         shape = tuple(size for size in value.shape if isinstance(size, int))
         self._state[key] = Slot(str(value.name), output, value.dtype.numpy().name, shape, initial)
-        self._origins[key] = (parameter, slot)
+        self._kept[key] = kept
 
     def _input(self, name: str, dtype: ir.DataType | None, shape: object) -> ir.Value:
         assert dtype is not None

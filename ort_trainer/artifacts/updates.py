@@ -12,6 +12,7 @@ from ..optim import OptimizerConfig
 from ..optim.rule import RULES, Rule
 from ..optim.torch_optimizer import TorchOptimizerConfig, equivalent_rule
 from ..optim.update_writer import ParameterUpdate
+from ..state.state import Array, State
 from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
@@ -41,14 +42,12 @@ def _translated(config: TorchOptimizerConfig) -> tuple[Rule, Callable[[Mapping[s
         ) from None
 
 
-def found_updates(
-    loop: TrainingLoop, kept: Mapping[str, Mapping[str, torch.Tensor]], names: Iterable[str]
-) -> dict[str, Updated]:
+def found_updates(loop: TrainingLoop, state: State, names: Iterable[str]) -> dict[str, Updated]:
     """Returns the updates of some parameters.
 
     Args:
         loop: The training loop, prepared.
-        kept: The state tensors of its optimizer by parameter and slot.
+        state: Its state.
         names: Parameters that have a gradient.
 
     Raises:
@@ -58,7 +57,7 @@ def found_updates(
     assert executor is not None
     optimizer = loop.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
-    wanted, found = set(names), {}
+    wanted, found, kept = set(names), {}, state.by_parameter()
     rule, translate = _translated(config) if isinstance(config, TorchOptimizerConfig) else (optimizer.rule, None)
     for index, hyper, limit, own in optimizer.groups:
         if translate is not None:
@@ -71,19 +70,20 @@ def found_updates(
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:
-                slots, count = dict(kept[name]), int(optimizer.counts.get(name, 0))
+                slots = {slot: kept[name][slot] for slot in update.slots}
+                count = int(optimizer.counts.get(name, 0))
             found[name] = Updated(update, weight, slots, count if update.counts else None)
     return {name: found[name] for name in names if name in found}
 
 
 def _torch_state(
     config: TorchOptimizerConfig, name: str, update: ParameterUpdate, weight: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], int]:
+) -> tuple[dict[str, Array], int]:
     """Returns the state tensors of a PyTorch optimizer for a parameter, and the number of updates done."""
     state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
     slots = {}
     for slot in update.slots:
         kept = state.get(_TORCH_NAMES[slot])
-        slots[slot] = torch.zeros_like(weight) if kept is None else kept
+        slots[slot] = (torch.zeros_like(weight) if kept is None else kept).numpy(force=True)
     # SGD keeps no count, but has a momentum buffer after its first update.
     return slots, int(state.get("step", state.get("momentum_buffer") is not None))

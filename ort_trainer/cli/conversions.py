@@ -12,8 +12,8 @@ from ..artifacts.convert import convert_checkpoint, read_state, trainer_state_di
 from ..core.atomic import atomic_path
 from ..core.errors import warn
 from ..core.sealed import Stored, read_tensors, write
+from ..state.devices import from_state_dict
 from ..state.state import State
-from ..state.state_dict import from_state_dict
 from ..state.training_api import as_stored, read_checkpoint, write_checkpoint
 from .describe import Format, manifest_of, open_sealed, recognize
 

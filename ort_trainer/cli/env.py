@@ -149,13 +149,11 @@ def _cuda() -> str:
 
 
 def _abilities() -> dict[str, str]:
-    from ..engine.ort import can_call_pytorch
-
     def pytorch_models() -> str:
         for needed in ("torch", "onnxscript", "cerberus", "networkx"):
             importlib.import_module(needed)
         _onnxruntime()
-        return "yes, with PyTorch's kernels" if can_call_pytorch() else "yes, with ONNX Runtime's kernels"
+        return "yes"
 
     def onnx_models() -> str:
         from ..engine.ort import training_bindings

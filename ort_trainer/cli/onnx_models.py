@@ -9,7 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..core.protobuf import Field, Malformed, content, decoded, fields, text, varints
+import numpy as np
+
+from ..core.protobuf import ELEMENT_TYPES, Field, Malformed, content, decoded, fields, text, varints
 from ..step.contract import METADATA
 
 __all__ = ["describe_model"]
@@ -23,23 +25,9 @@ _INFO_NAME, _INFO_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_SIZE, _DIM
 _OPSET_DOMAIN, _OPSET_VERSION, _ENTRY_KEY, _ENTRY_VALUE = 1, 2, 1, 2
 _EXTERNAL = 1
 
-# Number of an element type -> its name and bits per element.
-_TYPES = {
-    1: ("float32", 32),
-    2: ("uint8", 8),
-    3: ("int8", 8),
-    4: ("uint16", 16),
-    5: ("int16", 16),
-    6: ("int32", 32),
-    7: ("int64", 64),
-    8: ("string", 0),
-    9: ("bool", 8),
-    10: ("float16", 16),
-    11: ("float64", 64),
-    12: ("uint32", 32),
-    13: ("uint64", 64),
-    16: ("bfloat16", 16),
-}
+# Number of an element type -> its name and bytes per element. Strings differ in length.
+_TYPES = {number: (name, np.dtype(name).itemsize) for number, name in ELEMENT_TYPES.items()}
+_TYPES |= {8: ("string", 0), 16: ("bfloat16", 2)}
 
 
 def describe_model(path: Path) -> dict[str, Any]:
@@ -124,8 +112,8 @@ def _tensor(data: memoryview) -> dict[str, Any]:
             name = decoded(content(part))
         elif part.number == _TENSOR_LOCATION:
             outside = _number(part) == _EXTERNAL
-    dtype, bits = _TYPES.get(kind, (f"type {kind}", 0))
-    found = {"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * bits // 8}
+    dtype, size = _TYPES.get(kind, (f"type {kind}", 0))
+    found = {"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * size}
     return found | ({"external": True} if outside else {})
 
 

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from ..engine.ort import can_call_pytorch, process_undisturbed
+from ..engine.ort import has_training, process_undisturbed
 
 __all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]
 
@@ -157,7 +157,7 @@ def _reason(name: str) -> str:
     if _is_ortmodule(name):
         return _ORTMODULE
 
-    if can_call_pytorch():
+    if has_training():
         return "neither ort_trainer nor the installed onnxruntime-training has it"
     return (
         "the installed engine is a stock onnxruntime, which has no training package; ort_trainer.compat.install() "

@@ -349,23 +349,22 @@ class ORTTrainer:
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
             scale = _one_number("the loss scale", given)
         loop = self._trainer.loop
-        bound = loop.graphs.bind((self._renamed(batch),), {})
-        plan = loop.plan(bound, True, loop.graphs.fetches(fetches or ()))  # interruptible, unlike the step
-        with uninterrupted():
+        plan, bound = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
+        with uninterrupted():  # the loop's counters and those here change together
             outputs = self._step(plan, bound, learning_rate, scale)
         if external_scale and not fetches and not loop.window.micro_batches:
-            outputs.append(torch.tensor([loop.info.all_finite]))
+            outputs.append(torch.tensor([self._trainer.train_step_info.all_finite]))
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _step(self, plan: Plan, batch: Batch, learning_rate: float, scale: float | None) -> list[torch.Tensor]:
-        loop = self._trainer.loop
-        before = loop.info.optimization_step
-        if scale is not None and loop.precision.scaler is not None:
-            loop.precision.scaler.loss_scale = scale
+        loop, info, scaler = self._trainer.loop, self._trainer.train_step_info, self._trainer.loss_scaler
+        before = info.optimization_step
+        if scale is not None and scaler is not None:
+            scaler.loss_scale = scale
         outputs = loop.step(plan, batch, rates=[learning_rate])
-        self.global_step_ += loop.info.optimization_step - before
+        self.global_step_ += info.optimization_step - before
         if scale is not None and self.loss_scaler_ is not None and not loop.window.micro_batches:
-            self.loss_scaler_.update_loss_scale(loop.info.all_finite)
+            self.loss_scaler_.update_loss_scale(info.all_finite)
         return outputs
 
     def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ import ort_trainer
 
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription
-from ..train.onnx_file import onnx_model
 from ..train.transaction import outside_inference_mode
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
@@ -96,7 +95,7 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     @outside_inference_mode
     def _onnx_model(self) -> onnx.ModelProto | None:
         """The model that ``save_as_onnx`` writes, as a new object; None if there is no session."""
-        return None if self.session is None else onnx_model(self.loop, self.model_desc.output_names)
+        return None if self.session is None else self.loop.onnx_model(self.model_desc.output_names)
 
     @property
     def _load_state_dict(self) -> functools.partial[None] | None:

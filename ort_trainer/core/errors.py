@@ -9,7 +9,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointError", "DistributedError", "ExportError", "IdleOptionError", "shown", "warn"]
+__all__ = [
+    "CheckpointError",
+    "DistributedError",
+    "ExportError",
+    "IdleOptionError",
+    "MissingStateWarning",
+    "shown",
+    "warn",
+]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -42,6 +50,10 @@ class DistributedError(RuntimeError):
     """The processes that train one model disagree, or one of them is missing."""
 
 
+class MissingStateWarning(UserWarning):
+    """A state dict lacks a part, and the trainer keeps its own."""
+
+
 class _Short(reprlib.Repr):
     """Representations for messages: long ones are truncated; tensors and arrays show shape and dtype only."""
 
@@ -64,9 +76,9 @@ def shown(value: Any) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
-def warn(message: str) -> None:
-    """Issues a ``UserWarning`` that points at the calling line outside this package."""
+def warn(message: str, kind: type[UserWarning] = UserWarning) -> None:
+    """Issues a warning that points at the calling line outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, kind, stacklevel=level)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["lazily"]
 
 
-def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a ``__getattr__`` for a package that imports its names on first use.
+def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns ``__getattr__`` and ``__dir__`` for a package that imports its names on first use.
 
     Args:
         package: Its ``__name__``.
@@ -21,7 +22,10 @@ def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(f".{places[name]}", package), name)
-        setattr(importlib.import_module(package), name, found)
+        setattr(sys.modules[package], name, found)
         return found
 
-    return __getattr__
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places})
+
+    return __getattr__, __dir__

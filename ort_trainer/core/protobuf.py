@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 __all__ = [
     "BYTES",
+    "ELEMENT_TYPES",
     "VARINT",
     "Field",
     "Malformed",
@@ -27,6 +28,22 @@ __all__ = [
 
 # Wire types of a field. The other two, groups, are deprecated.
 VARINT, _EIGHT_BYTES, BYTES, _FOUR_BYTES = 0, 1, 2, 5
+
+ELEMENT_TYPES = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+}
+"""ONNX's numbers of the element types that NumPy has."""
 
 
 class Malformed(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..optim.parts import Named, Parts
-from ..train.strategy import Meeting, Strategy
-from ..train.window import Share
+from ..train.strategy import Arrival, Meeting, Share, Strategy
 from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, number_of
 from .buckets import Buckets, grouped
 from .processes import Processes
@@ -66,26 +65,20 @@ class DataParallel(Strategy):
         """Keeps the dtypes."""
         self._dtypes = dtypes
 
-    def meet(
-        self,
-        kind: str,
-        share: Share,
-        rates: Sequence[float] = (),
-        present: Collection[str] = (),
-        changed: Collection[str] = (),
-        step: int = 0,
-    ) -> Meeting:
+    def meet(self, own: Arrival) -> Meeting:
         """Exchanges one row of numbers, and more if the processes differ."""
+        kind, share, rates, _, changed, step = own
+        present: Collection[str] = own.gradients
         if kind != FOLLOW and self._joining is not None:
             self._joining.notify()
         names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
-        own = Row(
+        row = Row(
             *(number_of(kind), float(self.stop_asked), float(self._compared), step),
             *(checksum(list(rates)), len(rates), checksum(names), share.weight, share.unit, share.scale),
         )
-        rows = [Row(*values) for values in self.processes.exchange(what, own)]
+        rows = [Row(*values) for values in self.processes.exchange(what, row)]
         self.stop_heard = any(row.stop for row in rows)
-        check_rows(self.processes, rows, own, rates, names)
+        check_rows(self.processes, rows, row, rates, names)
         doer = next(rank for rank, row in enumerate(rows) if row.kind != FOLLOW)
         kind, rate_count = rows[doer].kind, int(rows[doer].rate_count)
         if kind in ("update", "step", "pass") and not all(row.compared for row in rows):
@@ -100,15 +93,15 @@ class DataParallel(Strategy):
             self.processes.broadcast(what, sent, doer)
             rates = sent.tolist()
         shares = [Share(row.weight, row.unit, row.scale) for row in rows]
-        return Meeting(kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
+        return Meeting(own, kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
 
-    def reduce(self, meeting: Meeting, gradients: Named) -> tuple[dict[str, torch.Tensor], Share]:
+    def reduce(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Share]:
         """Reduces the buckets."""
-        return self._reduce(meeting, gradients)
+        return self._reduce(meeting, meeting.own.gradients)
 
-    def average(self, meeting: Meeting, gradients: Named) -> dict[str, torch.Tensor]:
+    def average(self, meeting: Meeting) -> dict[str, torch.Tensor]:
         """Averages copies in the buckets, which are free in the user's own loops."""
-        views = self.buckets.views
+        views, gradients = self.buckets.views, meeting.own.gradients
         for name, gradient in gradients.items():
             views[name].copy_(gradient)
         reduced, share = self._reduce(meeting, {name: views[name] for name in gradients})
@@ -119,8 +112,9 @@ class DataParallel(Strategy):
         changed = {name: value for name, value in buffers.items() if name in meeting.changed}
         self._broadcast("the buffers that training changes", changed, meeting.leader)
 
-    def total(self, meeting: Meeting, gradients: Named, keep: bool = True) -> dict[str, torch.Tensor]:
+    def total(self, meeting: Meeting, keep: bool = True) -> dict[str, torch.Tensor]:
         """Sums copies of the buckets, one at a time, independently of the reduction for updates."""
+        gradients = meeting.own.gradients
         share, unit = meeting.shares[self.world_rank], meeting.shares[meeting.leader].unit
         found: dict[str, torch.Tensor] = {}
         for bucket in self.buckets if meeting.weight else ():

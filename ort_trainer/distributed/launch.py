@@ -1,9 +1,10 @@
-"""Determines which processes train together, from the options, the process group and the launcher's environment."""
+"""Makes a training loop for this process; who trains with it, the options, process group and environment say."""
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -11,14 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..core.errors import DistributedError
+from ..core.errors import DistributedError, shown
+from ..engine.ort import check_engine, resolve_device
+from ..export import BORROWED, model_source
+from ..export.torch import LossFunction
+from ..optim import OptimizerConfig, rules
+from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..options import ORTTrainerOptions
-from ..train.strategy import SingleProcess, Strategy
+from ..train.loop import TrainingLoop
+from ..train.strategy import Strategy
+from ..train.transaction import outside_inference_mode
 
 if TYPE_CHECKING:
     from .processes import Processes
 
-__all__ = ["Place", "choose_strategy", "find_place"]
+__all__ = ["Place", "find_place", "launch"]
 
 
 class _Variables(NamedTuple):
@@ -46,14 +54,8 @@ _SRUN = _Variables(
     "MASTER_PORT=29500`",
 )
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-# Options without effect in a single process -> their defaults.
-_FOR_SEVERAL = {
-    "deepspeed_zero_optimization.stage": 0,
-    "enable_adasum": False,
-    "timeout": 600,
-    "bucket_cap_mb": 25,
-    "reduce_dtype": None,
-}
+# Options of the section `distributed` without effect in a single process.
+_FOR_SEVERAL = ("deepspeed_zero_optimization.stage", "enable_adasum", "timeout", "bucket_cap_mb", "reduce_dtype")
 _GROUP, _ENVIRONMENT = "the process group", "the launcher's environment"
 _LAUNCH = (
     "start the script with `torchrun --nproc-per-node {} script.py`, or call torch.distributed.init_process_group "
@@ -91,6 +93,50 @@ class Place:
         return options.showing({"distributed": {**found, "local_rank": self.local_rank or 0}})
 
 
+@outside_inference_mode
+def launch(
+    model: Any,
+    model_desc: Mapping[str, Any] | str,
+    optim_config: OptimizerConfig | torch.optim.Optimizer,
+    loss_fn: LossFunction | None,
+    options: ORTTrainerOptions | None,
+) -> TrainingLoop:
+    """Returns the training loop of a model; its ``options`` show the place of this process.
+
+    Args:
+        model, model_desc, optim_config, loss_fn, options: As for ``ORTTrainer``, but the loss is never a name.
+
+    Raises:
+        ModuleNotFoundError, TypeError, ValueError: As ``ORTTrainer``.
+        DistributedError: If the other processes do not join in time, or one of them fails.
+    """
+    check_engine()
+    if isinstance(optim_config, torch.optim.Optimizer):
+        optim_config = TorchOptimizerConfig(optim_config)
+    if not isinstance(optim_config, OptimizerConfig):
+        raise TypeError(
+            f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}) or an "
+            f"optimizer of torch.optim, but {shown(optim_config)} was given"
+        )
+    options = ORTTrainerOptions() if options is None else options
+    if not isinstance(options, ORTTrainerOptions):
+        raise TypeError(
+            f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
+        )
+    place = find_place(options)
+    device = resolve_device(options.device.id, options.is_given("device.id"), place.local_rank)
+    strategy = _choose_strategy(options, device, place)
+    options = place.shown_in(options)
+    try:
+        optim_config.bind(model)
+        with BORROWED:
+            source = model_source(model, loss_fn, optim_config, options)
+        return TrainingLoop(source, model_desc, optim_config, options, device, strategy)
+    except BaseException as error:
+        strategy.failed(error)
+        raise
+
+
 def find_place(options: ORTTrainerOptions) -> Place:
     """Returns the place, from the process group or else from the environment; does not join a group.
 
@@ -120,7 +166,7 @@ def find_place(options: ORTTrainerOptions) -> Place:
     return replace(place, local_rank=local_rank)
 
 
-def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Place) -> Strategy:
+def _choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Place) -> Strategy:
     """Returns the strategy for the processes; joins the launcher's process group, unless the script has joined it.
 
     Args:
@@ -134,17 +180,16 @@ def choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pla
     """
     distributed = options.distributed
     if not place.source:
-        for path, nothing in _FOR_SEVERAL.items():
-            section, _, key = path.rpartition(".")
-            if getattr(getattr(distributed, section) if section else distributed, key) != nothing:
+        for key in _FOR_SEVERAL:
+            if not options.is_default(f"distributed.{key}"):
                 options.refuse(
-                    f"distributed.{path}: has no effect in one process; leave it out, or {_LAUNCH.format('N')}"
+                    f"distributed.{key}: has no effect in one process; leave it out, or {_LAUNCH.format('N')}"
                 )
-        return SingleProcess()
+        return Strategy()
     if place.source == _ENVIRONMENT:
         _join(place, device, distributed.timeout)
     if place.size == 1:
-        return SingleProcess()
+        return Strategy()
     # A PyTorch built without torch.distributed can't import these.
     from .data_parallel import DataParallel
     from .reduction import Adasum, Reduction, Sum

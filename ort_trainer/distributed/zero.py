@@ -11,8 +11,7 @@ import torch
 
 from ..engine.ownership import shared_groups
 from ..optim.parts import Named, Parts, global_norm
-from ..train.strategy import Meeting
-from ..train.window import Share
+from ..train.strategy import Meeting, Share
 from .buckets import Bucket, Buckets
 from .data_parallel import DataParallel
 from .processes import Processes
@@ -45,9 +44,9 @@ class ShardedOptimizer(DataParallel):
         self._parts = _OwnParts(self.buckets, self.processes)
         return memory, self._parts
 
-    def reduce(self, meeting: Meeting, gradients: Named) -> tuple[dict[str, torch.Tensor], Share]:
+    def reduce(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Share]:
         """Sums the buckets over the processes; returns the parts of this process."""
-        reduced, share = self._reduce(meeting, gradients, scatter=True)
+        reduced, share = self._reduce(meeting, meeting.own.gradients, scatter=True)
         return self._parts.of(reduced), share
 
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:

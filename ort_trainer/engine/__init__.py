@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 __all__ = ["Check", "Executor", "Plan"]
 
 # Lazy, so that the installed engine can be identified without torch.
-__getattr__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "Executor": "executor"})
+__getattr__, __dir__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "Executor": "executor"})

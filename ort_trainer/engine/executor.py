@@ -1,9 +1,9 @@
-"""``Executor``: runs of training and evaluation, with graphs looked up by the shapes of a batch."""
+"""``Executor``: runs of training and evaluation, graphs found by the shapes of a batch, and a window's gradients."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..step import Step, TensorSpec
-from .gradients import Gradients
 from .ort import make_session, providers_for, session_options
-from .programs.runner import KernelRunner, calls_pytorch
-from .runner import Check, GraphRunner, Plan
+from .programs.runner import ProgramRunner
+from .runner import Check, GraphRunner, Plan, SessionRunner
 from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Executor:
         buffers: All buffers by name, used in the same way.
         device: The device of all tensors.
         given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
-        deterministic: Whether to request deterministic kernels from ONNX Runtime.
+        deterministic: Whether to request deterministic kernels.
         provider_options: Execution provider -> its options.
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
         seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
@@ -46,11 +45,12 @@ class Executor:
 
     Attributes:
         parameters, buffers: As given.
+        providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
         variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
         generator: Draws the random numbers of training.
         changed_buffers: Names of the buffers that training changes.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
-            ``restore`` of :class:`Gradients`.
+            ``restore`` of :class:`_Gradients`.
         lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
     """
 
@@ -71,10 +71,10 @@ class Executor:
         self._given_options, self._deterministic = given_options, deterministic
         if given_options is not None:
             session_options(given_options, deterministic)  # checks them
-        self._providers = providers_for(self._device, provider_options or {}, mem_limit)
+        self.providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
-        self._gradients = held = Gradients(self.parameters, self._device, gradient_memory)
+        self._gradients = held = _Gradients(self.parameters, self._device, gradient_memory)
         self.present_gradients, self.used_gradients = held.present, held.used
         self.hold_gradients, self.restore_gradients = held.hold, held.restore
         self.lazy_reset_grad = held.reset
@@ -91,14 +91,9 @@ class Executor:
         self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
 
     @functools.cached_property
-    def _options(self) -> SessionOptions:
-        """Created lazily for the first graph, because it imports ONNX Runtime, which takes a while."""
+    def options(self) -> SessionOptions:
+        """Options of ONNX Runtime's sessions; made when needed, because importing ONNX Runtime takes a while."""
         return session_options(self._given_options, self._deterministic)
-
-    @functools.cached_property
-    def _one_thread(self) -> SessionOptions:
-        """For graphs whose nodes call PyTorch, whose threads do the work; a second pool would compete for the cores."""
-        return session_options(None, self._deterministic, threads=1)
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -110,35 +105,41 @@ class Executor:
         """The ONNX Runtime session of the first training graph.
 
         Raises:
-            RuntimeError: If there is none yet.
+            RuntimeError: If there is none yet, or the graph runs on PyTorch's kernels.
         """
         if not self._runners_for(True):
             raise RuntimeError("there is no training graph yet: call prepare() or train_step() first")
-        return self._runners_for(True)[0].inference_session
+        runner = self._runners_for(True)[0]
+        if not isinstance(runner, SessionRunner):
+            raise RuntimeError(
+                "training runs on PyTorch's kernels, so it has no ONNX Runtime session: set utils.kernels to "
+                "'onnxruntime' to train in one"
+            )
+        return runner.inference_session
 
-    def add_graph(self, graph: Step) -> None:
+    def add_graph(self, step: Step) -> None:
         """Adds a training or evaluation graph; there can be several of each, for different shapes.
 
         Raises:
             RuntimeError: If ONNX Runtime can't load it.
         """
-        runner = self._make_runner(graph)
+        runner = self._make_runner(step)
         # If any graph writes into bound memory, the gradients must not move.
-        self._gradients.stays |= graph.training and runner.keeps_destinations
-        for name in graph.gradients:
+        self._gradients.stays |= step.training and runner.keeps_destinations
+        for name in step.gradients:
             self._gradients.memory(name)
-        for name in graph.buffer_updates:
+        for name in step.buffer_updates:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.buffers[name])
-        self._runners_for(graph.training).append(runner)
+        self._runners_for(step.training).append(runner)
 
-    def save_optimized(self, graph: Step, path: Path) -> None:
+    def save_optimized(self, step: Step, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
         # The user's own options must not be changed and can't be copied; only their optimization level matters here.
-        options = session_options(None, self._options.use_deterministic_compute)
-        options.graph_optimization_level = self._options.graph_optimization_level
+        options = session_options(None, self.options.use_deterministic_compute)
+        options.graph_optimization_level = self.options.graph_optimization_level
         options.optimized_model_filepath = str(path)
-        make_session(graph.serialized(), options, self._providers)
+        make_session(step.serialized(), options, self.providers)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces tensors of the executor.
@@ -149,18 +150,18 @@ class Executor:
         for name, tensor in tensors.items():
             (self.parameters if name in self.parameters else self.buffers)[name] = tensor
             for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
-                if name in runner.graph.state:
+                if name in runner.step.state:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
             plan.bindings.clear()
 
     def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
-        return [runner.graph for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
+        return [runner.step for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
 
     def graphs_of_variant(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode for the selected variant."""
-        return [runner.graph for runner in self._runners_for(training)]
+        return [runner.step for runner in self._runners_for(training)]
 
     def plan(
         self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
@@ -186,7 +187,7 @@ class Executor:
             runner = self._find(training, dict(zip(batch, shapes, strict=True)))
             if runner is None:
                 return None
-            if len(batch) < len(runner.graph.inputs) or (training and not backward):
+            if len(batch) < len(runner.step.inputs) or (training and not backward):
                 runner = self._without(runner, set(batch), names)
             plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
             if len(self._plans) > _MAXIMUM_PLANS:
@@ -209,10 +210,10 @@ class Executor:
         Returns:
             The outputs that the plan fetches, as new tensors.
         """
-        graph = plan.runner.graph
+        step = plan.runner.step
         fresh = self._gradients.begin()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
-        found = dict(zip(graph.gradients, map(written.__getitem__, graph.gradients.values()), strict=True))
+        found = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
         self._gradients.take(found, fresh)
         return results
 
@@ -226,7 +227,7 @@ class Executor:
         """
         self._gradients.begin()
         results, written = self._run(plan, batch, False, loss_scale, check)
-        found = {name: written[output] for name, output in plan.runner.graph.gradients.items()}
+        found = {name: written[output] for name, output in plan.runner.step.gradients.items()}
         # The next run overwrites bound tensors.
         return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
 
@@ -237,7 +238,7 @@ class Executor:
             plan: From :meth:`plan`, without a backward pass.
             batch: Inputs by name, contiguous and on the executor's device.
         """
-        needed = {spec.name: batch[spec.name] for spec in plan.runner.graph.inputs}
+        needed = {spec.name: batch[spec.name] for spec in plan.runner.step.inputs}
         return self._run(plan, needed, True, 1.0)[0]
 
     def evaluate(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -251,15 +252,10 @@ class Executor:
             The outputs that the plan fetches, as new tensors.
         """
         runner = plan.runner
-        if len(batch) > len(runner.graph.inputs):
-            batch = {spec.name: batch[spec.name] for spec in runner.graph.inputs}
+        if len(batch) > len(runner.step.inputs):
+            batch = {spec.name: batch[spec.name] for spec in runner.step.inputs}
         results, _ = runner.run(plan, batch)
         return list(results.values())
-
-    @property
-    def starts_over(self) -> bool:
-        """Whether the next :meth:`train` overwrites the gradients."""
-        return self._gradients.are_fresh
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
         return self._runners.setdefault((training, self.variants[training]), [])
@@ -271,30 +267,30 @@ class Executor:
 
         If the run fails, buffers do not change.
         """
-        graph = plan.runner.graph
+        step = plan.runner.step
         key = "fresh" if fresh else "add"
         destinations: dict[str, torch.Tensor] = {}
         if self._gradients.stays and key not in plan.bindings:
-            found = self._gradients.destinations(graph.gradients, fresh)
-            destinations = {output: found[name] for name, output in graph.gradients.items()}
-            destinations |= {output: self._updated[name] for name, output in graph.buffer_updates.items()}
+            found = self._gradients.destinations(step.gradients, fresh)
+            destinations = {output: found[name] for name, output in step.gradients.items()}
+            destinations |= {output: self._updated[name] for name, output in step.buffer_updates.items()}
         results, written = plan.runner.run(
             plan,
             batch,
             destination_key=key,
             destinations=destinations,
-            loss_scale=self._scale(graph, loss_scale),
+            loss_scale=self._scale(step, loss_scale),
             generator=self.generator,
         )
         if check is not None:
-            check(results, graph.loss)
-        for name, output in graph.buffer_updates.items():
+            check(results, step.loss)
+        for name, output in step.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         return list(results.values()), written
 
-    def _scale(self, graph: Step, value: float) -> torch.Tensor | None:
+    def _scale(self, step: Step, value: float) -> torch.Tensor | None:
         """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""
-        spec = graph.loss_scale
+        spec = step.loss_scale
         if spec is None:
             return None
         known = self._scales.get(spec)
@@ -304,28 +300,137 @@ class Executor:
         return known[1]
 
     def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
-        return next((runner for runner in self._runners_for(training) if runner.graph.takes(shapes)), None)
+        return next((runner for runner in self._runners_for(training) if runner.step.takes(shapes)), None)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner for the part of a graph that computes some outputs from some inputs."""
         key = (id(runner), tuple(names))
         if key not in self._pruned:
-            self._pruned[key] = self._make_runner(runner.graph.pruned(names))
-        missing = [spec.name for spec in self._pruned[key].graph.inputs if spec.name not in given]
+            self._pruned[key] = self._make_runner(runner.step.pruned(names))
+        missing = [spec.name for spec in self._pruned[key].step.inputs if spec.name not in given]
         if missing:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
         return self._pruned[key]
 
-    def _make_runner(self, graph: Step) -> GraphRunner:
+    def _make_runner(self, step: Step) -> GraphRunner:
         tensors = {**self.parameters, **self.buffers}
-        state = {name: tensors[name] for name in graph.state}
+        state = {name: tensors[name] for name in step.state}
         try:
-            if calls_pytorch(graph):
-                return KernelRunner(graph, state, self._memory, self._one_thread, self._providers)
-            return GraphRunner(graph, state, self._memory, self._options, self._providers)
+            if step.programs:
+                return ProgramRunner(step, state, self._memory, self._deterministic)
+            return SessionRunner(step, state, self._memory, self.options, self.providers)
         except Exception as error:
-            kind = "training" if graph.training else "evaluation"
-            raise RuntimeError(f"ONNX Runtime can't load the {kind} graph: {error}") from error
+            whose = step.kernels.removesuffix("'s")
+            raise RuntimeError(f"{whose} can't load the {step.kind} graph: {error}") from error
+
+
+class _Gradients:
+    """Gradients by parameter name.
+
+    Runs add to them until :meth:`reset`, after which the next run overwrites them. The gradients that an update has
+    used can be read until that run.
+
+    Args:
+        parameters: All parameters by name.
+        device: The device of all tensors.
+        memory: Required memory of gradients, by parameter name; other gradients may be anywhere.
+
+    Attributes:
+        tensors: The memory of each gradient; only the contents of those from :meth:`present` are valid.
+        stays: Whether runs write into memory that was bound earlier, so that the tensors must not move.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        device: torch.device,
+        memory: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._parameters, self._device = parameters, device
+        self._memory = {} if memory is None else memory
+        self.tensors: dict[str, torch.Tensor] = dict(self._memory)
+        self.stays = False
+        self._present: set[str] = set()
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._reset = True
+        self._used = False
+
+    def memory(self, name: str) -> torch.Tensor:
+        """Returns the tensor of a gradient; creates it if it does not exist or was released."""
+        found = self.tensors.get(name)
+        if found is None or found.shape != self._parameters[name].shape:
+            found = self.tensors[name] = torch.zeros_like(self._parameters[name])
+        return found
+
+    def destinations(self, names: Iterable[str], fresh: bool) -> dict[str, torch.Tensor]:
+        """Returns the tensors that a run writes: the gradients, or scratch tensors to add to them."""
+        if fresh:
+            return {name: self.memory(name) for name in names}
+        for name in names:
+            if name not in self._scratch:
+                self._scratch[name] = torch.empty_like(self.memory(name))
+        return {name: self._scratch[name] for name in names}
+
+    def begin(self) -> bool:
+        """Releases used gradients, so that the next run can use their memory; returns whether it overwrites them."""
+        if not self._reset and self._present:
+            return False
+        self._used = False
+        if not self.stays:
+            self.tensors |= dict.fromkeys(
+                self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
+            )
+        return True
+
+    def take(self, written: Mapping[str, torch.Tensor], fresh: bool) -> None:
+        """Replaces the gradients by a run's results, or adds them; they are in :meth:`destinations` or new memory."""
+        if fresh and not self._memory:
+            self.tensors |= written
+            self._present = set(written)
+        elif fresh:
+            copied = [name for name in written if name in self._memory and written[name] is not self._memory[name]]
+            if copied:
+                torch._foreach_copy_([self._memory[name] for name in copied], [written[name] for name in copied])
+            self.tensors |= {**written, **{name: self._memory[name] for name in copied}} if copied else written
+            self._present = set(written)
+        else:
+            known = [name for name in written if name in self._present]
+            if known:
+                torch._foreach_add_([self.tensors[name] for name in known], [written[name] for name in known])
+            for name in written.keys() - self._present:
+                self.memory(name).copy_(written[name])
+                self._present.add(name)
+        self._reset = False
+
+    def reset(self, used: bool = False) -> None:
+        """Makes the next run overwrite the gradients; until then, those that an update has ``used`` can be read."""
+        self._reset, self._used = True, used or self._used
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients since the last reset; empty right after one."""
+        if not self._reset and len(self._present) == len(self.tensors):
+            return dict(self.tensors)
+        return {} if self._reset else self._found()
+
+    def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Takes the gradients that an update uses instead of the present ones; empty invalidates the gradients."""
+        self.tensors |= gradients
+        self._present = set(gradients)
+
+    def used(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
+        return self._found() if self._reset and self._used else {}
+
+    def restore(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Sets the present gradients; empty for none."""
+        for name, value in gradients.items():
+            self.memory(name).copy_(value)
+        self._present = set(gradients)
+        self._reset, self._used = not gradients, False
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        """Returns the present gradients, in the same order in all processes."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in self._present}
 
 
 def _global_generator(device: torch.device) -> torch.Generator:

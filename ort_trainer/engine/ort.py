@@ -37,11 +37,12 @@ __all__ = [
     "RunOptions",
     "SessionOptions",
     "available_providers",
-    "can_call_pytorch",
     "check_engine",
+    "element_type",
     "engine",
     "engine_identity",
     "has_cuda",
+    "has_training",
     "infer_symbolic_shapes",
     "installed_flavours",
     "is_session_options",
@@ -102,11 +103,8 @@ def installed_flavours() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
-def can_call_pytorch() -> bool:
-    """Returns whether graph nodes can call PyTorch's operators.
-
-    Only onnxruntime-training and onnxruntime-training-cpu support this.
-    """
+def has_training() -> bool:
+    """Returns whether onnxruntime-training is installed, which alone can differentiate ONNX models."""
     return any(name.startswith("onnxruntime-training") for name in installed_flavours())
 
 
@@ -341,13 +339,12 @@ def providers_for(
     return [*extra.items(), *implied.items()]
 
 
-def session_options(given: SessionOptions | None, deterministic: bool, threads: int = 0) -> SessionOptions:
+def session_options(given: SessionOptions | None, deterministic: bool) -> SessionOptions:
     """Returns the options for all ONNX Runtime sessions of a trainer.
 
     Args:
         given: The user's own options, used as they are and never changed.
         deterministic: The option ``debug.deterministic_compute``.
-        threads: Number of ONNX Runtime's threads; 0 for as many as PyTorch.
 
     Raises:
         ValueError: If the user's own options lack the requested deterministic compute, or expect models in ONNX
@@ -369,11 +366,7 @@ def session_options(given: SessionOptions | None, deterministic: bool, threads: 
 
     # Both libraries get the same number of threads.
     options = own_options()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    if threads == 1:
-        # Run nodes in graph order. By default ONNX Runtime computes values that only outputs need, such as weight
-        # gradients, at the end, and keeps their inputs in memory until then.
-        options.execution_order = engine().ExecutionOrder.PRIORITY_BASED
+    options.intra_op_num_threads = torch.get_num_threads()
     options.use_deterministic_compute = deterministic
     return options
 
@@ -472,6 +465,12 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         return None if "Type Error" in str(error) else ()
     names = (output.type.removeprefix("tensor(").removesuffix(")") for output in session.get_outputs())
     return tuple(onnx.TensorProto.DataType.Value(name.upper()) for name in names)
+
+
+def element_type(kind: str) -> str:
+    """Returns NumPy's name of the element type in ONNX Runtime's name of a type: float32 for ``tensor(float)``."""
+    found = kind.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(found, found)
 
 
 def training_bindings() -> Any:

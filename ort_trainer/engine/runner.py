@@ -1,7 +1,8 @@
-"""Runs one step on ONNX Runtime, in NumPy's or PyTorch's memory."""
+"""Runs a step: the common interface, and the runner on ONNX Runtime, in NumPy's or PyTorch's memory."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from .ort import make_session
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = ["Binding", "Check", "GraphRunner", "Memory", "Output", "Plan"]
+__all__ = ["Binding", "Check", "GraphRunner", "Memory", "Output", "Plan", "SessionRunner"]
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
@@ -94,70 +95,50 @@ class Plan:
     bindings: dict[Any, Binding] = field(default_factory=dict)
 
 
-class GraphRunner:
-    """An ONNX Runtime session of a step.
+class GraphRunner(ABC):
+    """Runs a step.
 
     Args:
-        graph: The step.
-        state: The tensors for ``graph.state``; they must not move in memory.
+        step: The step.
+        state: The tensors for ``step.state``; they must not move in memory.
         memory: The memory of all tensors.
-        options: Options of the session.
-        providers: Execution providers of the session with their options.
-        session: The session, if there is one already.
 
     Attributes:
         keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
     """
 
-    keeps_destinations = True
+    keeps_destinations: bool
 
-    def __init__(
-        self,
-        graph: Step,
-        state: Mapping[str, Any],
-        memory: Memory,
-        options: SessionOptions | None = None,
-        providers: Sequence[tuple[str, dict[str, object]]] = (),
-        session: InferenceSession | None = None,
-    ) -> None:
-        self.graph = graph
+    def __init__(self, step: Step, state: Mapping[str, Any], memory: Memory) -> None:
+        self.step = step
         self._memory = memory
-        self._state = {graph.state[name]: value for name, value in state.items()}
-        self._prepare()
-        self._settings = (options, providers)
-        self.inference_session = self._load() if session is None else session
-
-    def _prepare(self) -> None:
-        """A hook that runs before the graph is loaded."""
-
-    def _load(self) -> InferenceSession:
-        options, providers = self._settings
-        assert options is not None
-        return make_session(self.graph.serialized(), options, providers)
+        self._draw = memory.draw
+        self._state = {step.state[name]: value for name, value in state.items()}
 
     def rebind(self, name: str, tensor: Any) -> None:
         """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""
-        self._state[self.graph.state[name]] = tensor
+        self._state[self.step.state[name]] = tensor
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns a plan for inputs of these shapes that fetches the named outputs."""
-        sizes = self.graph.sizes(shapes)
-        specs = {spec.name: spec for spec in self.graph.outputs}
+        sizes = self.step.sizes(shapes)
+        specs = {spec.name: spec for spec in self.step.outputs}
         return Plan(
             self,
             tuple(
                 Output(name, _evaluated(specs[name].shape, sizes), *self._memory.dtypes(specs[name].dtype))
                 for name in dict.fromkeys(names)
             ),
-            tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.graph.random),
+            tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.step.random),
             tuple(
                 (entry, evaluate(entry.size, sizes))
-                for entry in self.graph.index_ranges
-                if self.graph.training or not entry.outputs or not set(names).isdisjoint(entry.outputs)
+                for entry in self.step.index_ranges
+                if self.step.training or not entry.outputs or not set(names).isdisjoint(entry.outputs)
             ),
             sizes,
         )
 
+    @abstractmethod
     def run(
         self,
         plan: Plan,
@@ -185,13 +166,60 @@ class GraphRunner:
             The fetched outputs by name, in new tensors; and tensors with other outputs: the destinations, or
             equivalents.
         """
+
+
+class SessionRunner(GraphRunner):
+    """Runs a step in an ONNX Runtime session.
+
+    Args:
+        step: The step.
+        state: The tensors for ``step.state``; they must not move in memory.
+        memory: The memory of all tensors.
+        options: Options of the session.
+        providers: Execution providers of the session with their options.
+        session: The session, if there is one already.
+    """
+
+    keeps_destinations = True
+
+    def __init__(
+        self,
+        step: Step,
+        state: Mapping[str, Any],
+        memory: Memory,
+        options: SessionOptions | None = None,
+        providers: Sequence[tuple[str, dict[str, object]]] = (),
+        session: InferenceSession | None = None,
+    ) -> None:
+        super().__init__(step, state, memory)
+        self._settings = (options, providers)
+        self.inference_session = self._load() if session is None else session
+
+    def _load(self) -> InferenceSession:
+        options, providers = self._settings
+        assert options is not None
+        return make_session(self.step.serialized(), options, providers)
+
+    def run(
+        self,
+        plan: Plan,
+        batch: Mapping[str, Any],
+        *,
+        destination_key: Any = "",
+        destinations: Mapping[str, Any] | None = None,
+        loss_scale: Any = None,
+        generator: Any = None,
+        options: RunOptions | None = None,
+    ) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Runs the graph once; see the base class."""
         known = plan.bindings.get(destination_key) or self.bind(plan, destination_key, self._state, destinations or {})
         binding, memory = known.binding, self._memory
         # Kept alive during the run: bindings hold addresses only.
         alive = [memory.bind_input(binding, name, value) for name, value in batch.items()]
-        if self.graph.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
-            known.loss_scale = memory.bind_input(binding, self.graph.loss_scale.name, loss_scale)
-        for (spec, _), value in zip(plan.random, self._draw(plan, generator), strict=True):
+        if self.step.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
+            known.loss_scale = memory.bind_input(binding, self.step.loss_scale.name, loss_scale)
+        drawn = self._draw(plan.random, generator) if plan.random else []
+        for (spec, _), value in zip(plan.random, drawn, strict=True):
             alive.append(memory.bind_input(binding, spec.name, value))
         results = {output.name: memory.bind_new(binding, output) for output in plan.outputs}
         self._launch(binding, options)
@@ -213,10 +241,6 @@ class GraphRunner:
             self._memory.bind_output(binding, name, value)
         known = plan.bindings[key] = Binding(binding, destinations)
         return known
-
-    def _draw(self, plan: Plan, generator: Any) -> list[Any]:
-        """Returns new random numbers for a run."""
-        return self._memory.draw(plan.random, generator) if plan.random else []
 
     def _launch(self, binding: Any, options: RunOptions | None) -> None:
         """Runs the bound inputs and outputs on ONNX Runtime."""

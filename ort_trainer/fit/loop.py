@@ -16,7 +16,7 @@ import torch
 from ..core.errors import CheckpointError, shown
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
-from ..runs.position import own_place
+from ..runs.position import length_of, own_place
 from ..runs.trainer import Trainer
 from .callbacks import Callback, Checkpoints, ManagedCheckpoints, check_interval
 from .loggers import Progress
@@ -303,10 +303,6 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
 def _new_state(
     epochs: int, train_loader: Any, evaluates: bool, metrics: Metrics, callbacks: list[Callback]
 ) -> FitState:
-    try:
-        batches = len(train_loader)
-    except TypeError:  # an iterator, or a DataLoader of an iterable dataset
-        batches = None
     own = metrics.names
     adds = any(type(callback).on_validation_end is not Callback.on_validation_end for callback in callbacks)
     expected = None
@@ -314,7 +310,7 @@ def _new_state(
         expected = set(EPOCH_COLUMNS)
     elif own is not None and not adds:
         expected = {*EPOCH_COLUMNS, "eval_loss", *(f"eval_{name}" for name in own)}
-    return FitState(epochs, batches, expected, "eval_loss" if evaluates else "loss")
+    return FitState(epochs, length_of(train_loader), expected, "eval_loss" if evaluates else "loss")
 
 
 def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None) -> Load | None:

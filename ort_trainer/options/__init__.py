@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["InputDescription", "ModelDescription", "ORTTrainerOptions", "OptionsDict", "OutputDescription"]
 
 # Lazy, because `ort-trainer options` needs no torch.
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     {
         "InputDescription": "model_desc",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.errors import shown
 from .schema import SchemaValidator, flatten_errors, load_schema
 
 __all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
@@ -152,6 +153,40 @@ class ModelDescription:
     def output_names(self) -> list[str]:
         """Names of all outputs in order."""
         return [entry.name for entry in self.outputs]
+
+    def inference_names(self, chosen: Sequence[str] | None = None) -> list[str]:
+        """Returns the names of outputs for inference, which are without the loss.
+
+        Args:
+            chosen: The names that the user passed; None for all but the loss.
+
+        Raises:
+            TypeError: If it is not a list of names.
+            ValueError: If it is empty, or has an unknown name, the loss, or a repeated name; or if the loss is the only
+                described output.
+        """
+        known = [output.name for output in self.outputs if not output.is_loss]
+        if not known:
+            raise ValueError(
+                "model_desc describes only the loss, so there is no output for inference: describe the prediction too"
+            )
+        if chosen is None:
+            return known
+        if not isinstance(chosen, (list, tuple)) or not all(isinstance(name, str) for name in chosen):
+            raise TypeError(f"output_names must be a list of names, but {shown(chosen)} was given: choose from {known}")
+        if not chosen:
+            raise ValueError(f"output_names is empty: name at least one of {known}, or leave it out")
+        if self.loss.name in chosen:
+            raise ValueError(
+                f"output_names has the loss, {self.loss.name!r}, which needs the label and is not for inference: "
+                f"choose from {known}, or write all outputs with save_as_onnx()"
+            )
+        wrong = [name for name in chosen if name not in known]
+        if wrong:
+            raise ValueError(f"output_names has unknown names {wrong}: choose from {known}")
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"output_names has a repeated name: {list(chosen)}")
+        return list(chosen)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""

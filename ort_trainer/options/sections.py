@@ -237,8 +237,7 @@ class UtilsOptions(Section):
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
     kernels: Literal["auto", "onnxruntime", "pytorch"]
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, called from the graph, which need
-    onnxruntime-training and the CPU."""
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, for PyTorch models on the CPU."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
@@ -291,7 +290,8 @@ class DebugOptions(Section):
     """Section `debug` of the options."""
 
     deterministic_compute: bool
-    """Requests kernels from ONNX Runtime that give bitwise equal results in every run."""
+    """Requests kernels that give bitwise equal results in every run, from ONNX Runtime or from PyTorch, whichever
+    computes the step."""
     check_model_export: bool
     """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
     absolute 1e-6) and raises if they differ."""

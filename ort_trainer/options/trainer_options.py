@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from ..core.errors import shown, warn
 from ..engine.ort import is_session_options
 from ..optim import LRScheduler
 from .checks import conflicts, idle, respelled
-from .schema import SchemaValidator, beyond_default, flatten_errors, load_schema
+from .schema import SchemaValidator, beyond_default, flatten_errors, leaves, load_schema
 from .section import Section
 from .sections import Options, OptionsDict
 
 __all__ = ["ORTTrainerOptions"]
 
 _SCHEMA = load_schema("trainer_options")
+_DEFAULTS = {path: rules["default"] for path, rules in leaves(_SCHEMA)}
 _MINIMUM_OPSET = 18
 
 
@@ -129,6 +131,11 @@ class ORTTrainerOptions(Options):
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, even if with its default."""
         return path in self._given
+
+    def is_default(self, path: str) -> bool:
+        """Returns whether the setting at this dotted path has its default value."""
+        found = reduce(getattr, path.split("."), self)
+        return bool(found == _DEFAULTS[path])
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
         """Returns options with other values in some sections, validated again."""

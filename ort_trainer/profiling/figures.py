@@ -99,9 +99,7 @@ def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins,
     profile.optimizer = sums.mean(sums.updates)
     # If a session runs several nodes in parallel, operators may take more time in total than the step.
     profile.overhead = sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0))
-    profile.kernels = " and ".join(
-        dict.fromkeys("PyTorch's" if graph.programs else "ONNX Runtime's" for graph in graphs)
-    )
+    profile.kernels = " and ".join(dict.fromkeys(graph.kernels for graph in graphs))
     profile.remarks, profile.done = tuple(remarks), True
 
 

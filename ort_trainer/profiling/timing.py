@@ -1,8 +1,8 @@
 """Measures runs of training graphs, operator by operator.
 
-A graph of programs runs in the same session, with a second form of its programs that reads the clock after each step. A
-graph of ONNX Runtime's kernels runs in a second session with ONNX Runtime's own profiler, which can't be enabled for an
-existing session. Both compute the same results as without measuring, bit for bit.
+A graph of programs is compiled again, to a function that reads the clock after each step. A graph of ONNX Runtime's
+kernels runs in a second session with ONNX Runtime's own profiler, which can't be enabled for an existing session. Both
+compute the same results as without measuring, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.ort import profiling
-from ..engine.programs.bridge import Call, execute, prepare_timed
-from ..engine.programs.program import GETITEM, Program
-from ..engine.programs.runner import KernelRunner
-from ..engine.runner import GraphRunner, Plan
-from ..step import Step
+from ..engine.programs.compiler import Call
+from ..engine.programs.program import GETITEM
+from ..engine.programs.runner import ProgramRunner
+from ..engine.runner import GraphRunner, Plan, SessionRunner
+from ..step import RandomInput, Step
 
 if TYPE_CHECKING:
     from ..engine.ort import RunOptions
@@ -107,7 +107,7 @@ class Timing:
         if id(plan) not in self._plans:
             timed = self._runners.get(plan.runner)
             if timed is None:
-                kind = _TimedKernels if isinstance(plan.runner, KernelRunner) else _TimedSession
+                kind = _TimedPrograms if isinstance(plan.runner, ProgramRunner) else _TimedSession
                 timed = self._runners[plan.runner] = kind(plan.runner, self, self._folder)
             self._plans[id(plan)] = plan, dataclasses.replace(plan, runner=timed, bindings={})
             self.set_up.append((since, perf_counter_ns()))
@@ -128,22 +128,24 @@ class _TimedRunner(GraphRunner):
         self._timing = timing
         self._folder = folder
         self._current: TimedRun
+        self._draw = self._timed_draw
 
     def run(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class."""
-        run = self._current = TimedRun(self.graph, perf_counter_ns())
-        found = super().run(plan, batch, **given)
+        run = self._current = TimedRun(self.step, perf_counter_ns())
+        found = super().run(plan, batch, **given)  # type: ignore[safe-super] # it is a mixin
         run.end = perf_counter_ns()
         self._timing.runs.append(run)
         return found
 
-    def _draw(self, plan: Plan, generator: torch.Generator | None) -> list[torch.Tensor]:
+    def _timed_draw(
+        self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
+    ) -> list[torch.Tensor]:
         start = perf_counter_ns()
-        drawn = super()._draw(plan, generator)
-        if drawn:
-            self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))
+        drawn = self._memory.draw(wanted, generator)
+        self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))
         return drawn
 
     def collect(self) -> None:
@@ -151,41 +153,51 @@ class _TimedRunner(GraphRunner):
         raise NotImplementedError
 
 
-class _TimedKernels(_TimedRunner, KernelRunner):
+class _TimedPrograms(_TimedRunner, ProgramRunner):
     """Runs a graph of programs."""
 
     def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
         super().__init__(runner, timing, folder)
-        self._programs = {key: Program.from_text(text) for key, text in self.graph.programs.items()}
-        prepare_timed(self._programs)
-        self._calls: list[tuple[TimedRun, list[Call]]] = []
+        timed = self._compiled(timed=True)
+        self.run_programs = lambda values: timed(values, self._marks.append)
+        self._marks: list[int] = []
+        self._recorded: list[tuple[TimedRun, list[int]]] = []
 
-    def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        calls: list[Call] = []
-        found = execute(self.inference_session._sess, feeds, self.graph.loss, calls)
-        self._calls.append((self._current, calls))
+    def run(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Runs the graph once; see the base class."""
+        self._marks = []
+        found = super().run(plan, batch, **given)
+        self._recorded.append((self._current, self._marks))
         return found
 
     def collect(self) -> None:
         """Fills in the operations of the runs."""
-        for run, calls in self._calls:
-            for node, key, marks in calls:
-                run.operations += _operations(self._programs[key], node, marks)
+        for run, marks in self._recorded:
+            given = iter(marks)
+            for call in self.calls:
+                run.operations += _operations(call, given)
             run.is_complete = True
 
 
-def _operations(program: Program, node: str, marks: list[int]) -> Iterator[Operation]:
+def _operations(call: Call, marks: Iterator[int]) -> Iterator[Operation]:
     names: list[str] = []
-    for step, (target, args, _) in enumerate(program.steps):
+    start = next(marks)
+    for step, (target, args, _) in enumerate(call.program.steps):
         is_part = target == GETITEM
         names.append(names[args[0]["v"]] if is_part else target.rpartition(".")[0])
-        yield Operation(names[step], marks[step], marks[step + 1] - marks[step], node, step, is_part)
-    for (step, _), start, end in zip(program.results, marks[len(names) :], marks[len(names) + 1 :], strict=False):
+        end = next(marks)
+        yield Operation(names[step], start, end - start, call.name, step, is_part)
+        start = end
+    for step, _ in call.program.results:
         # Values between programs must be contiguous; most of them already are.
-        yield Operation("aten.contiguous", start, end - start, node, step)
+        end = next(marks)
+        yield Operation("aten.contiguous", start, end - start, call.name, step)
+        start = end
 
 
-class _TimedSession(_TimedRunner):
+class _TimedSession(_TimedRunner, SessionRunner):
     """Runs a graph of ONNX Runtime's kernels, in its own session."""
 
     def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:

@@ -19,8 +19,10 @@ from ..core.atomic import atomic_path, remove_abandoned
 from ..core.errors import CheckpointError, DistributedError, shown, warn
 from ..core.sealed import read_header, verify
 from ..state import read_parts, save_checkpoint_file
+from ..state.state import State
+from ..state.state_dict import to_state_dict
 from ..train import state as training_state
-from ..train.read_state import copied
+from ..train.state import copied
 from .position import Position, own_place, restore
 from .trainer import Trainer
 
@@ -190,11 +192,12 @@ class CheckpointManager:
         if self.async_save:
             user, places = copied(user), copied(places)
 
-        def write(found: dict[str, Any]) -> None:
+        def write(state: State) -> None:
+            found = to_state_dict(state, copy=self.async_save)
             save = partial(self._write, self._path(trainer), found, user, numbers, places)
             save() if not self.async_save else self._background.start(save)
 
-        training_state.save(trainer.loop, True, write, copy=self.async_save)
+        training_state.save(trainer.loop, True, write)
         return self._path(trainer)
 
     def resume(

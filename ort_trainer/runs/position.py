@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..core.errors import CheckpointError, shown
-from ..train.read_state import copied
+from ..train.state import copied
 
-__all__ = ["Position", "own_place", "restore"]
+__all__ = ["Position", "length_of", "own_place", "restore"]
 
 _END = object()
 # For messages about a loader that differs from the checkpoint's.
@@ -176,7 +176,7 @@ class Position:
         return {
             "epoch": self.epoch,
             "batch": self.batch,
-            "batches": _length(self.loader),
+            "batches": length_of(self.loader),
             "ended": self._ended,
             "random": now if self._random is None else self._random,
             "epoch_random": self._epoch_random,
@@ -226,7 +226,7 @@ class Position:
         Raises:
             ValueError: If the loader does not match the one that the state was saved with.
         """
-        now, then = _length(self.loader), state["batches"]
+        now, then = length_of(self.loader), state["batches"]
         if state["batch"] and now != then:
             raise ValueError(
                 f"the checkpoint was saved in the middle of an epoch of {then} batches, but the loader has {now}: "
@@ -282,7 +282,8 @@ def _has_state(loader: Any) -> bool:
     return methods and getattr(loader, "use_stateful_dataloader", True)
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
+    """Returns the number of batches in an epoch; None if the loader has no length."""
     try:
         return len(loader)
     except TypeError:  # an iterator, or a DataLoader of an iterable dataset

@@ -18,4 +18,6 @@ __all__ = [
 ]
 
 # Lazy, because the training API must not require torch.
-__getattr__ = lazily(__name__, {name: "legacy" if name == "aggregate_legacy_files" else "file" for name in __all__})
+__getattr__, __dir__ = lazily(
+    __name__, {name: "legacy" if name == "aggregate_legacy_files" else "file" for name in __all__}
+)

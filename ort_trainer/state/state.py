@@ -3,56 +3,109 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Array", "State", "Value"]
+__all__ = ["Array", "HasState", "State", "Value"]
 
 Array = np.ndarray[Any, Any]
 Value = int | float | str
 """The types of a property."""
 
 
+class HasState(Protocol):
+    """An object whose state is part of checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state."""
+        ...
+
+
 @dataclass
 class State:
-    """All state of a training run; a format that lacks an entry leaves its default.
+    """All state of a training run; an entry that is unknown, or that a format lacks, has its default.
+
+    A trainer's state and a device's, of training with an export's models, differ in what is said of both below;
+    :mod:`ort_trainer.state.devices` makes one from the other.
 
     Attributes:
         parameters: Name -> value: parameters, trained or not, and floating-point buffers (running statistics).
         trainable: Names of the trained parameters, in the order of the parameters.
         buffers: Name -> value of all other buffers.
+        names: Name in ``model.state_dict()`` -> name above, as a tied tensor has several; None if each has one.
+        transient: The same for buffers that ``model.state_dict()`` leaves out.
         optimizer: ``<parameter>.<slot>`` -> value, or ``<slot>`` for one that all parameters share; None for a state
             without the optimizer's, from which the optimizer starts fresh. Update counts are those done plus 1.
+        idle: On a device: parameters that its models don't update -> the slots that a trainer keeps for them, which
+            have their initial values and are not in ``optimizer``.
+        step: Number of training steps of a trainer.
         optimization_step: Number of updates done.
-        learning_rates: The base rates: one for each parameter group, then one for all other parameters.
-        schedule: For :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
-        gradients: Name -> the sum of the gradients since the last reset; empty right after a reset.
+        gradients: Name -> the sum of the gradients since the last reset; empty right after a reset. A trainer's are
+            still to be divided as the window says; on a device, each micro-batch has added its share of the mean.
         micro_batches: Number of training steps accumulated in the gradients.
-        random: ``state``: the 624 words of the Mersenne Twister and the position in them, uint32 [625]. PyTorch's and
-            NumPy's generators draw the same numbers from it. Empty for a new generator.
+        window: What else ``AccumulationWindow.state_dict()`` has: on a device, ``reduction`` and ``assigned_size``.
+        random: A trainer's: the bytes of PyTorch's generator. A device's: the 624 words of the Mersenne Twister and
+            the position in them, uint32 [625]; PyTorch's and NumPy's generators draw the same numbers from it.
+        random_states: A trainer's of all processes, by rank, if there are several.
+        learning_rates: A device's base rates: one for each parameter group, then one for all other parameters.
+        schedule: A device's, for :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
+        objects: ``loss_scaler``, ``lr_scheduler`` or ``torch_optimizer`` -> ``state_dict()`` of the trainer's.
+        trainer_options: Describes the trainer, whose own state this is or was.
         properties: The user's own values.
         export: Identifies the export whose models use it; the same in all its artifacts. Empty if none do.
         nominal: Whether the parameters have shapes and dtypes, but no values yet; they are zeros then.
-        trainer: What an ``ORTTrainer`` requires in its own state; None if unknown.
     """
 
-    parameters: dict[str, Array]
-    trainable: list[str]
+    parameters: dict[str, Array] = field(default_factory=dict)
+    trainable: list[str] = field(default_factory=list)
     buffers: dict[str, Array] = field(default_factory=dict)
+    names: Mapping[str, str] | None = None
+    transient: Mapping[str, str] = field(default_factory=dict)
     optimizer: dict[str, Array] | None = None
-    optimization_step: int = 0
-    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
-    schedule: dict[str, Any] | None = None
+    idle: dict[str, list[str]] = field(default_factory=dict)
+    step: int | None = None
+    optimization_step: int | None = 0
     gradients: dict[str, Array] = field(default_factory=dict)
     micro_batches: int = 0
-    random: dict[str, Array] = field(default_factory=dict)
+    window: dict[str, Any] | None = None
+    random: Array | None = None
+    random_states: Sequence[Array] = ()
+    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
+    schedule: dict[str, Any] | None = None
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trainer_options: dict[str, Any] | None = None
     properties: dict[str, Value] = field(default_factory=dict)
     export: str = ""
     nominal: bool = False
-    trainer: dict[str, Any] | None = None
 
     def without_optimizer(self) -> State:
         """Returns a copy that restarts training from the same weights."""
         return dataclasses.replace(self, optimizer=None, optimization_step=0, gradients={}, micro_batches=0)
+
+    def by_parameter(self) -> dict[str, dict[str, Array]]:
+        """Returns the optimizer's state: parameter -> slot -> value, where the parameter '' has what all share."""
+        found: dict[str, dict[str, Array]] = {}
+        for key, value in (self.optimizer or {}).items():
+            name, _, slot = key.rpartition(".")
+            found.setdefault(name, {})[slot] = value
+        return found
+
+    def over(self, earlier: State) -> State:
+        """Returns the values of this state, with those that it lacks taken from an earlier one."""
+        last = earlier if self.window is None else self
+        return State(
+            parameters={**earlier.parameters, **self.parameters},
+            buffers={**earlier.buffers, **self.buffers},
+            optimizer={**(earlier.optimizer or {}), **(self.optimizer or {})},
+            gradients=last.gradients,
+            micro_batches=last.micro_batches,
+            window=last.window,
+            random=earlier.random if self.random is None else self.random,
+        )

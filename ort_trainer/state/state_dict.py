@@ -2,195 +2,369 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import copy as copying
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import warn
+from ..core.errors import MissingStateWarning, shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
-from ..core.schedules import learning_rate
-from .state import Array, State
+from .state import Array, HasState, State
 
-__all__ = ["from_state_dict", "random_to_numpy", "random_to_torch", "to_state_dict"]
+if TYPE_CHECKING:
+    import torch
 
-_WORDS = 624
-# PyTorch's layout: the seed, how many numbers are left, whether it is seeded, the position of the next number, the
-# words of 64 bits each, and a cached normal number.
-_TORCH = np.dtype(
-    [("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8"), ("words", "<u8", _WORDS), ("normal", "V40")]
+    from .differences import Differences
+
+__all__ = ["Contents", "read", "to_state_dict"]
+
+# The keys that legacy wrote, and those added since. Only this package writes the latter.
+_LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
+_NEW_KEYS = (
+    *("window", "random", "random_states", "transient_buffers", "gradients"),
+    *("loss_scaler", "lr_scheduler", "torch_optimizer"),
+)
+_OBJECTS = ("loss_scaler", "lr_scheduler", "torch_optimizer")
+# Limit for the counts of steps and updates.
+_HIGHEST_COUNT = 1 << 62
+_TRAINER_OPTIONS = (
+    "mixed_precision",
+    "zero_stage",
+    "world_rank",
+    "world_size",
+    "optimizer_name",
+    "data_parallel_size",
+    "horizontal_parallel_size",
+    "gradient_accumulation_steps",
 )
 
 
-def to_state_dict(found: State) -> dict[str, Any]:
-    """Returns a state in the layout of ``ORTTrainer.state_dict()``.
+def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
+    """Returns a trainer's state in the layout of ``ORTTrainer.state_dict()``.
 
     Args:
-        found: The state.
+        state: The state.
+        copy: Whether arrays are copies; if not, they share the memory of the state's.
     """
-    values = {**found.parameters, **found.buffers}
-    said = found.trainer or {}
-    transient = {name: values.pop(name) for name in said.get("transient_buffers", ())}
-    state: dict[str, Any] = {"model": {"full_precision": values}}
-    if transient:
-        state["transient_buffers"] = transient
-    if said:
-        state["trainer_options"] = said["trainer_options"]
-    if found.optimizer is None:
-        return state
-    step = found.optimization_step
-    state["optimizer"] = _optimizer(found.optimizer, found.parameters, said.get("idle", {}))
-    if found.trainer is None:
-        # The file does not record the size of a window, so the trainer starts a new one.
-        return state | {
-            "train_step_info": {"optimization_step": step, "step": step},
-            "window": {"micro_batches": 0},
-        }
-    size = int(said["trainer_options"]["gradient_accumulation_steps"])
-    state["train_step_info"] = {"optimization_step": step, "step": step * size + found.micro_batches}
-    state |= _window(found, said["window"], size)
-    if found.schedule is not None:
-        asked = step if found.micro_batches else max(step - 1, 0)  # a micro-batch requests the next update's rate
-        rates = [learning_rate(found.schedule, asked, base) for base in found.learning_rates]
-        state["lr_scheduler"] = {"last_lr": rates[-1:] if len(set(rates)) == 1 else rates}  # a single rate is for all
-    if "state" in found.random:
-        state["random"] = random_to_torch(found.random["state"])
-    return state
+
+    def own(values: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: value.copy() for name, value in values.items()} if copy else dict(values)
+
+    values = own({**state.parameters, **state.buffers})
+    names = {name: name for name in values if name not in state.transient} if state.names is None else state.names
+    found: dict[str, Any] = {"model": {"full_precision": {name: values[key] for name, key in names.items()}}}
+    if state.trainer_options is not None:
+        found["trainer_options"] = state.trainer_options
+    if state.step is not None:
+        found["train_step_info"] = {"optimization_step": state.optimization_step, "step": state.step}
+    if state.window is not None:
+        found["window"] = {"micro_batches": state.micro_batches, **state.window}
+    if state.random is not None:
+        found |= own({"random": state.random})
+    if state.random_states:
+        found["random_states"] = np.stack(state.random_states)
+    if state.transient:
+        found["transient_buffers"] = {name: values[key] for name, key in state.transient.items()}
+    objects = copying.deepcopy(state.objects) if copy else dict(state.objects)
+    if state.optimizer is not None:
+        found["optimizer"] = {name or SHARED: own(slots) for name, slots in state.by_parameter().items()}
+        found |= {key: objects.pop(key) for key in ("torch_optimizer",) if key in objects}
+        if state.window:
+            found["gradients"] = own(state.gradients)
+    return found | objects
 
 
-def _optimizer(
-    given: Mapping[str, Array], parameters: Mapping[str, Array], idle: Mapping[str, list[str]]
-) -> dict[str, dict[str, Array]]:
-    """Returns the optimizer's state by parameter.
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a trainer's state; known from the model and optimizer, before any export.
 
-    Args:
-        given: State tensors by the keys of the optimizer model.
-        parameters: Name -> value.
-        idle: Parameters that the models do not update -> slots that the trainer keeps for them, at initial values.
+    Attributes:
+        tensors: Name -> parameter or persistent buffer, tied names included, in the order of ``model.state_dict()``.
+        non_persistent: Name -> buffer that ``model.state_dict()`` leaves out.
+        canonical: Name -> the first name of the same tensor.
+        trainable: Canonical names of the parameters that are trained.
+        optimizer: Name of the optimizer.
+        shares_count: Whether it counts the updates of all parameters together.
+        slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
+        counted: Canonical names of the parameters whose updates are counted.
+        device: Where training runs.
+        owned_dtype: Dtype of a tensor of the model -> dtype in which the trainer keeps it.
+        window_size: Micro-batches per update, as given in the options.
+        torch_optimizer: Class of the PyTorch optimizer that does the updates; None for our own rules.
     """
-    state: dict[str, dict[str, Array]] = {}
-    shared = {slot: given[slot] for slot in (UPDATE_COUNT, STEP) if slot in given}
-    for key, value in given.items():
-        name, _, slot = key.rpartition(".")
-        if slot == STEP:  # parameters have different counts, but the trainer keeps only one: the largest
-            shared[STEP] = max(value, shared.get(STEP, value))
-        elif name:
-            state.setdefault(name, {})[slot] = value
-    if UPDATE_COUNT in shared:
-        state = {name: {**slots, **shared} for name, slots in state.items()}
-    for name, slots in idle.items():
-        first = {slot: np.zeros_like(parameters[name]) for slot in slots}
-        state[name] = {**first, UPDATE_COUNT: np.ones(1, np.int64)} if UPDATE_COUNT in slots else first
-    if STEP in shared:
-        state[SHARED] = {STEP: shared[STEP]}
-    return state
+
+    tensors: Mapping[str, torch.Tensor]
+    non_persistent: Mapping[str, torch.Tensor]
+    canonical: Mapping[str, str]
+    trainable: Sequence[str]
+    optimizer: str
+    shares_count: bool
+    slots: Mapping[str, Sequence[str]]
+    counted: Collection[str]
+    device: torch.device
+    owned_dtype: Callable[[torch.dtype], torch.dtype]
+    window_size: int
+    torch_optimizer: str | None
 
 
-def _window(found: State, window: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Returns the gradients of an incomplete window, and the position in it."""
-    count = found.micro_batches
-    # For a mean, the trainer divides the sum by the number of micro-batches. The checkpoint's gradients are already
-    # divided by the size of the window, or are the plain sum if that is 1.
-    means = window["reduction"] == "mean"
-    factor = size if means else 1
-    gradients = {name: value * value.dtype.type(factor) for name, value in found.gradients.items()}
-    weight = min(count, 1) if means and size == 1 else count
-    return {
-        "window": {**window, "micro_batches": count, "weight": float(weight), "unit": 1.0, "scale": 1.0},
-        "gradients": gradients,
-    }
-
-
-def from_state_dict(
-    state_dict: Mapping[str, Any], user_dict: Mapping[str, Any], like: State, include_optimizer: bool
-) -> State:
-    """Returns a trainer's state for the models of an export, and warns of what they can't use.
+def read(state_dict: Mapping[str, Any], contents: Contents, window: HasState, strict: bool) -> State:
+    """Checks a state dict of either format against the trainer's contents; changes nothing.
 
     Args:
-        state_dict: The trainer's state.
-        user_dict: The user's own values.
-        like: A state of the export, which supplies what the trainer's state lacks.
-        include_optimizer: Whether to include the optimizer's state.
+        state_dict: The result of ``ORTTrainer.state_dict``, in either format, or a PyTorch model's state dict.
+        contents: The contents of the trainer's state.
+        window: The trainer's accumulation window; it is not changed.
+        strict: Whether names must match exactly; if not, only names that both have are restored.
+
+    Returns:
+        The state to restore, mostly in the memory of the state dict. An entry that the state dict lacks is None, or
+        for values empty; ``window`` tells whether it has ``gradients``.
 
     Raises:
-        ValueError: If a value of the export is missing, or has another shape or dtype.
+        RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
+        TypeError: If a value is neither a tensor nor an array.
+        ValueError: If a shape, dtype or value does not match.
     """
-    weights = state_dict.get("model", {}).get("full_precision", {}) | state_dict.get("transient_buffers", {})
-    optimizer = _optimizer_of(state_dict, like) if include_optimizer and "optimizer" in state_dict else None
-    if state_dict.get("gradients"):
-        warn("gradients of an incomplete accumulation window are left out: the window starts over")
-    properties = {name: value for name, value in user_dict.items() if _is_property(value)}
-    if len(properties) < len(user_dict):
-        warn(f"user values that are neither numbers nor strings are left out: {[*user_dict.keys() - properties]}")
-    return dataclasses.replace(
-        like.without_optimizer(),
-        parameters={name: _fitting(name, weights, value) for name, value in like.parameters.items()},
-        buffers={name: _fitting(name, weights, value) for name, value in like.buffers.items()},
-        optimizer=optimizer,
-        optimization_step=(
-            0 if optimizer is None else state_dict.get("train_step_info", {}).get("optimization_step", 0)
-        ),
-        random=_random_of(state_dict) if "random" in state_dict else like.random,
-        properties=properties,
-        nominal=False,
-    )
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, but a {type(state_dict).__name__} was given")
+    from .differences import Differences  # imports torch, which converting the files of an export does not need
+
+    reader = _Reader(state_dict, contents, window, Differences(strict))
+    if state_dict and not any(isinstance(value, Mapping) for value in state_dict.values()):
+        reader.read_tensors(state_dict, contents.tensors, "state_dict")
+    else:
+        reader.read_all()
+    reader.differences.check()
+    return reader.found
 
 
-def _is_property(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+@dataclass
+class _Reader:
+    """Reads the parts of a state dict, and collects its differences from what a trainer expects."""
+
+    given: Mapping[str, Any]
+    contents: Contents
+    window: HasState
+    differences: Differences
+    found: State = field(default_factory=lambda: State(optimization_step=None))
+
+    def read_all(self) -> None:
+        """Reads all parts."""
+        given, found = self.given, self.found
+        self._compare_top()
+        _refuse_nothing(given, (*_LEGACY_KEYS, *_NEW_KEYS), "state_dict")
+        self._read_weights()
+        if "optimizer" in given:
+            self._read_optimizer()
+        else:
+            _warn_missing("optimizer")
+        found.objects = {key: dict(_mapping(given, key, "state_dict")) for key in _OBJECTS if key in given}
+        kind = self.contents.torch_optimizer
+        if kind is not None and "optimizer" in given and "torch_optimizer" not in given:
+            warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")
+        self._read_counters()
+        if "random" in given:
+            found.random = self._random_state(given["random"], "random")
+            if "random_states" in given:
+                states = self.differences.tensor(given["random_states"], "state_dict[random_states]")
+                found.random_states = [self._random_state(state, "random_states") for state in states]
+
+    def _compare_top(self) -> None:
+        """Reports unknown keys, and missing keys that no other message reports."""
+        given, differences = self.given, self.differences
+        unknown = [key for key in given if key not in (*_LEGACY_KEYS, *_NEW_KEYS)]
+        differences.compare_keys((), unknown, "state_dict")
+        if isinstance(given.get("trainer_options"), Mapping):
+            options = list(given["trainer_options"])
+            expected = _TRAINER_OPTIONS if "window" in given else [key for key in options if key in _TRAINER_OPTIONS]
+            differences.compare_keys(expected, options, "state_dict[trainer_options]")
+        if any(key in given for key in ("window", "random")):
+            for key in ("window", "random", *(["transient_buffers"] if self.contents.non_persistent else [])):
+                if key not in given:
+                    _warn_missing(key)
+
+    def _read_weights(self) -> None:
+        """Reads parameters and buffers."""
+        given, contents = self.given, self.contents
+        if "model" in given:
+            precisions = _mapping(given, "model", "state_dict")
+            self.differences.compare_keys(["full_precision"], list(precisions), "state_dict[model]")
+            _refuse_nothing(precisions, ["full_precision"], "state_dict[model]")
+            weights = (
+                _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
+            )
+            self.read_tensors(weights, contents.tensors, "state_dict[model][full_precision]")
+            if not self.differences.strict:  # an export's state dict has all buffers among the weights
+                self.read_tensors(weights, contents.non_persistent, "state_dict[model][full_precision]")
+        else:
+            _warn_missing("model")
+        if "transient_buffers" in given:
+            buffers = _mapping(given, "transient_buffers", "state_dict")
+            self.read_tensors(buffers, contents.non_persistent, "state_dict[transient_buffers]")
+
+    def read_tensors(self, given: Mapping[str, Any], expected: Mapping[str, torch.Tensor], where: str) -> None:
+        """Reads parameters and buffers."""
+        # One of a tied tensor's names is enough: legacy wrote it under its first name only.
+        canonical, found = self.contents.canonical, self.found
+        tied = {canonical[name] for name in given if name in expected}
+        needed = [name for name in expected if name in given or canonical[name] not in tied]
+        self.differences.compare_keys(needed, given, where)
+        if expected is self.contents.tensors:
+            _refuse_nothing(given, expected, where)
+        for name, like in expected.items():
+            if name not in given:
+                continue
+            value = self._fitting(given[name], like, f"{where}[{name}]")
+            if value is None:
+                continue
+            values, first = found.parameters if value.dtype.kind == "f" else found.buffers, canonical[name]
+            if first in values and not np.array_equal(values[first], value):
+                raise ValueError(
+                    f"{where} has different values for {first!r} and {name!r}, which are tied in the model"
+                )
+            values[first] = value
+
+    def _read_optimizer(self) -> None:
+        where, contents, differences = "state_dict[optimizer]", self.contents, self.differences
+        state = dict(_mapping(self.given, "optimizer", "state_dict"))
+        options = self.given.get("trainer_options", {})
+        name = options.get("optimizer_name") if isinstance(options, Mapping) else None
+        name = name.decode() if isinstance(name, bytes) else name
+        if name is None and differences.strict:
+            raise RuntimeError(
+                "Missing keys: ['optimizer_name'] in state_dict[trainer_options], which names the optimizer of "
+                "state_dict[optimizer]"
+            )
+        if name is not None and name != contents.optimizer:
+            raise ValueError(
+                f"the state is from {name}, but the trainer uses {contents.optimizer}: create the trainer with the "
+                "same optimizer config, or remove the key 'optimizer' from the state dict"
+            )
+        shares_count = contents.shares_count
+        shared = state.pop(SHARED, None) if shares_count else None
+        if isinstance(shared, Mapping) and STEP not in shared:  # the legacy documentation has it in lower case
+            shared = {STEP if key == STEP.lower() else key: value for key, value in shared.items()}
+        each_counts = () if shares_count else contents.counted
+        expected = {
+            name: [*contents.slots[name], *([UPDATE_COUNT] if name in each_counts else [])] for name in contents.slots
+        }
+        differences.compare_keys([name for name, keys in expected.items() if keys], state, where)
+        found = self.found.optimizer = {}
+        for parameter, wanted in expected.items():
+            if parameter not in state or not wanted:
+                continue
+            entries = _mapping(state, parameter, where)
+            here = f"{where}[{parameter}]"
+            differences.compare_keys(wanted, entries, here)
+            for slot in wanted:
+                if slot not in entries:
+                    continue
+                place, value = f"{here}[{slot}]", entries[slot]
+                if slot == UPDATE_COUNT:
+                    found[f"{parameter}.{slot}"] = self._update_count(value, place)
+                elif (fitting := self._fitting(value, contents.tensors[parameter], place)) is not None:
+                    found[f"{parameter}.{slot}"] = fitting
+        if shares_count and (differences.strict or shared is not None):
+            if not isinstance(shared, Mapping) or STEP not in shared:
+                raise RuntimeError(f"Missing keys: ['{STEP}'] in {where}[{SHARED}]")
+            differences.compare_keys([STEP], shared, f"{where}[{SHARED}]")
+            found[STEP] = self._update_count(shared[STEP], f"{where}[{SHARED}][{STEP}]")
+
+    def _fitting(self, value: Any, like: torch.Tensor, where: str) -> Array | None:
+        return self.differences.fitting(value, like, self.contents.owned_dtype(like.dtype), where)
+
+    def _update_count(self, value: Any, where: str) -> Array:
+        count = self.differences.tensor(np.asarray(value) if isinstance(value, int) else value, where)
+        if count.numel() != 1 or not 1 <= float(count) <= _HIGHEST_COUNT:
+            raise ValueError(f"{where} must be a single number, at least 1, but it is {shown(value)}")
+        return np.array([int(count)], np.int64)
+
+    def _random_state(self, value: Any, key: str) -> Array:
+        return self.differences.random_state(value, self.contents.device, f"state_dict[{key}]")
+
+    def _read_counters(self) -> None:
+        given, found, contents = self.given, self.found, self.contents
+        if "train_step_info" not in given:
+            _warn_missing("train_step_info")
+            return
+        info = _mapping(given, "train_step_info", "state_dict")
+        self.differences.compare_keys(["optimization_step", "step"], info, "state_dict[train_step_info]")
+        for key in ("optimization_step", "step"):
+            if key in info:
+                setattr(found, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
+        gradients = dict(_mapping(given, "gradients", "state_dict")) if "gradients" in given else {}
+        self._read_window(bool(gradients))
+        unexpected = [name for name in gradients if name not in contents.trainable]
+        self.differences.compare_keys((), unexpected, "state_dict[gradients]")
+        for name in contents.trainable if found.micro_batches else ():
+            if name in gradients:
+                value = self._fitting(gradients[name], contents.tensors[name], f"state_dict[gradients][{name}]")
+                if value is not None:
+                    found.gradients[name] = value
+
+    def _read_window(self, has_gradients: bool) -> None:
+        """Reads the position in the accumulation window; without its gradients the window starts over."""
+        given, found, differences = self.given, self.found, self.differences
+        own = self.window.state_dict()
+        options = given.get("trainer_options", {})
+        size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
+        if "window" in given:
+            saved = dict(_mapping(given, "window", "state_dict"))
+            differences.compare_keys(own, saved, "state_dict[window]")
+            if differences.strict and own.keys() - saved.keys():
+                differences.check()  # raises here, because the code below needs all keys
+        else:  # the legacy layout, which only supports the mean
+            size = self.contents.window_size if size is None or not has_gradients else size
+            whole = max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
+            behind = (found.step or 0) % whole
+            saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
+            saved["scale"] = found.objects.get("loss_scaler", {}).get("loss_scale", 1)
+        if own.keys() - saved.keys():  # gradients are meaningless without the complete state of their window
+            has_gradients, saved = False, {**own, "micro_batches": 0, **saved}
+        behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
+        if not has_gradients:
+            if behind and found.step is not None:
+                warn(
+                    f"the state was taken after {behind} of {size} micro-batches of a window, without their "
+                    "gradients: the window starts over"
+                )
+                found.step -= behind
+            saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
+        elif not behind:
+            raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batches")
+        window = copying.copy(self.window)
+        try:
+            window.load_state_dict(saved)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"state_dict[window] is invalid: {error}") from error
+        found.window = window.state_dict()
+        found.micro_batches = found.window.pop("micro_batches")
 
 
-def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
-    if name not in weights:
-        raise ValueError(f"{name!r} is missing, but the checkpoint given with --like has it")
-    value = np.asarray(weights[name])
-    if value.shape != like.shape or value.dtype != like.dtype:
-        raise ValueError(
-            f"{name!r} has shape {list(value.shape)} and dtype {value.dtype}, but {list(like.shape)} and {like.dtype} "
-            "in the checkpoint given with --like"
-        )
+def _warn_missing(key: str) -> None:
+    warn(f"Missing key: {key} in state_dict", MissingStateWarning)
+
+
+def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = parent[key]
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where}[{key}] must be a dict, but it is a {type(value).__name__}")
     return value
 
 
-def _optimizer_of(state: Mapping[str, Any], like: State) -> dict[str, Array] | None:
-    """Returns the optimizer's state by the keys of an export; None, with a warning, if the optimizer differs."""
-    kept: Mapping[str, Any] = state["optimizer"]
-    counts = {int(own[UPDATE_COUNT][0]): own[UPDATE_COUNT] for own in kept.values() if UPDATE_COUNT in own}
-    found, missing = {}, []
-    for key, expected in (like.optimizer or {}).items():
-        name, _, slot = key.rpartition(".")
-        value = kept.get(name or SHARED, {}).get(slot)
-        if value is None and key == UPDATE_COUNT and len(counts) == 1:
-            (value,) = counts.values()
-        if value is None or value.shape != expected.shape:
-            missing.append(key)
-        else:
-            found[key] = value
-    if missing or like.optimizer is None:
-        what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
-        warn(f"the optimizer's state is left out, so training starts with a new one: {what}")
-        return None
-    return found
+def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str) -> None:
+    """Raises RuntimeError if no name is known, so that nothing would be restored; an empty part is fine."""
+    found, expected = list(found), list(expected)
+    if found and expected and not set(found) & set(expected):
+        raise RuntimeError(
+            f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(found)}, "
+            f"but the trainer has {shown(expected)}"
+        )
 
 
-def _random_of(state: Mapping[str, Any]) -> dict[str, Array]:
-    import torch
-
-    generator = torch.Generator()
-    generator.set_state(torch.from_numpy(state["random"].copy()))  # raises if it is invalid
-    return {"state": random_to_numpy(generator.get_state().numpy())}
-
-
-def random_to_numpy(state: Array) -> Array:
-    """Returns the words and the position in NumPy's layout, uint32 [625], from the bytes of PyTorch's generator."""
-    (found,) = state.view(_TORCH)
-    return np.array([*found["words"], _WORDS if found["left"] == 1 else found["next"]], np.uint32)
-
-
-def random_to_torch(state: Array) -> Array:
-    """Returns the bytes for PyTorch's generator, from the words and the position."""
-    words, position = state[:-1], int(state[-1])
-    found = np.zeros(1, _TORCH)
-    found["left"], found["seeded"], found["next"], found["words"] = _WORDS + 1 - position, 1, position, words
-    return found.view(np.uint8)
+def _count(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= _HIGHEST_COUNT:
+        raise ValueError(f"{where} must be an int, at least 0, but it is {shown(value)}")
+    return int(value)

@@ -33,10 +33,10 @@ VERSION = 3
 _KEY = "ort_trainer.checkpoint"
 _RANDOM_WORDS = 625
 _MOST = 1 << 62  # limit of counts, which have 64 bits
-_TENSORS = ("parameters", "buffers", "optimizer", "gradients", "random")
+_TENSORS = ("parameters", "buffers", "optimizer", "gradients")
 _OTHERS = (
     *("export", "trainable", "learning_rates", "schedule", "optimization_step", "properties", "nominal"),
-    *("micro_batches", "trainer"),
+    "micro_batches",
 )
 
 
@@ -49,7 +49,16 @@ def to_bytes(state: State) -> bytes:
 
 def _write(file: BinaryIO, state: State) -> None:
     groups = {group: getattr(state, group) or {} for group in _TENSORS}
+    groups["random"] = {} if state.random is None else {"state": state.random}
     others = {name: getattr(state, name) for name in _OTHERS}
+    others["trainer"] = None
+    if state.trainer_options is not None:
+        others["trainer"] = {
+            "trainer_options": state.trainer_options,
+            "window": state.window,
+            "transient_buffers": list(state.transient),
+            "idle": state.idle,
+        }
     if state.nominal:
         others["shapes"] = {name: [str(value.dtype), list(value.shape)] for name, value in groups["parameters"].items()}
         groups["parameters"] = {}
@@ -111,8 +120,17 @@ def _read(file: BinaryIO, name: str) -> State:
             groups["optimizer"] = None
         if found["nominal"]:
             groups["parameters"] = {key: _blank(*value) for key, value in found.pop("shapes").items()}
-        state = State(export=found.pop("export"), **found, **groups)
-        _check(state)
+        random, trainer = groups.pop("random", {}).get("state"), found.pop("trainer", None)
+        unknown = groups.keys() - {*_TENSORS} | found.keys() - {*_OTHERS}
+        if unknown:
+            raise ValueError(f"unknown entries {sorted(unknown)}")
+        required = {"export": found.pop("export"), "trainable": found.pop("trainable")}
+        state = State(groups.pop("parameters"), random=random, **required, **found, **groups)
+        _check(state, trainer)
+        if trainer is not None:
+            state.trainer_options, state.window = trainer["trainer_options"], trainer["window"]
+            state.transient = {name: name for name in trainer["transient_buffers"]}
+            state.idle = trainer["idle"]
         return state
     except CheckpointError:
         raise
@@ -127,20 +145,20 @@ def _blank(dtype: Any, shape: Any) -> Array:
     return np.zeros(shape, dtype)
 
 
-def _check(state: State) -> None:
+def _check(state: State, trainer: Any) -> None:
     """Raises a ValueError if a value is invalid."""
-    rates, schedule, random = state.learning_rates, state.schedule, state.random.get("state")
+    rates, schedule, random, done = state.learning_rates, state.schedule, state.random, state.optimization_step
     sound = {
         "export": isinstance(state.export, str),
         "trainable": _are_names(state.trainable),
         "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
         "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
-        "optimization_step": type(state.optimization_step) is int and state.optimization_step >= 0,
+        "optimization_step": type(done) is int and done >= 0,
         "properties": isinstance(state.properties, dict)
         and all(isinstance(value, (int, float, str)) for value in state.properties.values()),
         "micro_batches": type(state.micro_batches) is int
-        and bool(state.gradients and state.trainer) <= state.micro_batches < _MOST,
-        "trainer": state.trainer is None or _is_of_trainer(state.trainer, state),
+        and bool(state.gradients and trainer) <= state.micro_batches < _MOST,
+        "trainer": trainer is None or _is_of_trainer(trainer, state),
         "nominal": isinstance(state.nominal, bool),
         "random": random is None
         or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
@@ -148,9 +166,9 @@ def _check(state: State) -> None:
     wrong = [name for name, is_sound in sound.items() if not is_sound]
     if wrong:
         raise ValueError(f"invalid {', '.join(wrong)}")
-    if schedule is not None:
+    if schedule is not None and done is not None:
         for rate in rates:
-            for step in {state.optimization_step, max(state.optimization_step - 1, 0)}:  # this and the last
+            for step in {done, max(done - 1, 0)}:  # this and the last
                 learning_rate(schedule, step, rate)
 
 

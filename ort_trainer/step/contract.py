@@ -192,6 +192,11 @@ class Step:
         return replace(from_metadata(cls, said, "the model"), stored=b"".join(rest))
 
     @property
+    def kernels(self) -> str:
+        """Whose kernels compute the step, in the genitive."""
+        return "PyTorch's" if self.programs else "ONNX Runtime's"
+
+    @property
     def is_standard(self) -> bool:
         """Whether the graph has only ONNX's own operators."""
         return not self.programs and all(not node.domain for node in self.model.graph.all_nodes())

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core import indices
 from ..core.errors import shown
-from ..engine import Plan
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
-__all__ = ["Batch", "check_batch", "check_indices", "read_batch", "to_tensor", "unpack"]
+__all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
 
 
 _NO_TENSOR = "input {!r} must be a torch.Tensor or a numpy array, but a {} was given: {}"
@@ -35,6 +32,20 @@ class Batch(dict[str, torch.Tensor]):
         batch = Batch(tensors)
         batch.layouts = self.layouts
         return batch
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """Returns the values of an input."""
+        return self[name].cpu().numpy()
+
+    def extremes(self, name: str, ignored: int | None) -> tuple[int, int]:
+        """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
+        values = self[name]
+        lowest, highest = torch.aminmax(values)
+        found = int(lowest.item()), int(highest.item())
+        if ignored is not None and ignored in found:
+            lowest, highest = torch.aminmax(values.masked_fill(values == ignored, 0))
+            found = int(lowest.item()), int(highest.item())
+        return found
 
 
 def read_batch(
@@ -217,32 +228,3 @@ def _check(
         raise ValueError(
             f"input {entry.name!r} is on {value.device}, but training runs on {device}: move it with .to('{device}')"
         )
-
-
-def check_indices(plan: Plan, batch: Mapping[str, torch.Tensor]) -> None:
-    """Checks the inputs that operators use as indices, in one pass over each of them.
-
-    Args:
-        plan: The plan for the batch's shapes.
-        batch: The inputs by name.
-
-    Raises:
-        IndexError: If a value is out of range.
-    """
-    indices.check_indices(
-        plan.indices,
-        lambda name: batch[name].cpu().numpy(),
-        lambda: plan.sizes,
-        functools.partial(_extremes, batch),
-    )
-
-
-def _extremes(batch: Mapping[str, torch.Tensor], name: str, ignored: int | None) -> tuple[int, int]:
-    """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
-    values = batch[name]
-    lowest, highest = torch.aminmax(values)
-    found = int(lowest.item()), int(highest.item())
-    if ignored is not None and ignored in found:
-        lowest, highest = torch.aminmax(values.masked_fill(values == ignored, 0))
-        found = int(lowest.item()), int(highest.item())
-    return found

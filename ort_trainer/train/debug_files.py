@@ -40,7 +40,7 @@ def check_graph_paths(paths: Mapping[str, str]) -> None:
 
 def save_graphs(
     options: ORTTrainerOptions,
-    graph: Step,
+    step: Step,
     executor: Executor,
     optimizer: OptimizerUpdate,
     config: OptimizerConfig,
@@ -51,7 +51,7 @@ def save_graphs(
 
     Args:
         options: All settings.
-        graph: The first training graph.
+        step: The first training graph.
         executor: The executor; it knows ONNX Runtime's settings.
         optimizer: The optimizer; it knows the trained parameters.
         config: The update rule.
@@ -68,12 +68,12 @@ def save_graphs(
     writers: dict[str, Any] = {
         # The forward pass with the loss, after all passes over the joint graph.
         "model_after_graph_transforms_path": lambda to: _write(
-            prune(graph.model, [spec.name for spec in graph.outputs]), to
+            prune(step.model, [spec.name for spec in step.outputs]), to
         ),
-        "model_with_gradient_graph_path": lambda to: _write(graph.model, to),
+        "model_with_gradient_graph_path": lambda to: _write(step.model, to),
         "model_with_training_graph_path": lambda to: _write(
             with_optimizer(
-                graph,
+                step,
                 {
                     name: ParameterUpdate(config.rule, index, hyper, limit, options.utils.max_grad_value or math.inf)
                     for index, hyper, limit, names in optimizer.groups
@@ -85,7 +85,7 @@ def save_graphs(
             ),
             to,
         ),
-        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(executor, graph, to),
+        "model_with_training_graph_after_optimization_path": lambda to: _write_optimized(executor, step, to),
     }
     for key, path in paths.items():
         if path:
@@ -100,9 +100,9 @@ def _write(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.to_proto(model).SerializeToString())
 
 
-def _write_optimized(executor: Executor, graph: Step, path: Path) -> None:
+def _write_optimized(executor: Executor, step: Step, path: Path) -> None:
     try:
-        executor.save_optimized(graph, path)
+        executor.save_optimized(step, path)
     except Exception as error:  # ONNX Runtime has no exception class for a file that it can't write
         raise OSError(
             f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "

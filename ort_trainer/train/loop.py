@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.errors import shown
+from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
+from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..engine import Check, Executor, Plan
 from ..engine.ownership import owned_dtype
 from ..export import BORROWED, ModelSource
@@ -22,19 +25,22 @@ from ..optim.parts import Named, global_norm
 from ..optim.step_info import TrainStepInfo
 from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
-from ..options import ORTTrainerOptions
+from ..options import ModelDescription, ORTTrainerOptions
 from ..profiling import Profile, Profiler
+from ..state.state import State
+from ..state.state_dict import Contents
 from ..step import Step
-from .batch import Batch, check_indices, to_tensor
+from .batch import Batch, to_tensor
 from .debug_files import check_graph_paths, save_graphs
 from .learning_rates import learning_rates
 from .precision import FiniteLosses, choose_precision
-from .read_state import Contents, TrainerState, apply_to_executor
 from .step_graphs import StepGraphs
-from .strategy import Meeting, SingleProcess, Strategy
-from .transaction import Transaction
+from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
+from .transaction import Transaction, outside_inference_mode
 from .user_objects import claim
-from .window import AccumulationWindow, Share
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
@@ -88,15 +94,15 @@ class TrainingLoop:
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = learning_rates(config, options.lr_scheduler)
-        self.strategy = SingleProcess() if strategy is None else strategy
+        self.strategy = Strategy() if strategy is None else strategy
         self.info = TrainStepInfo(config)
-        self.contents = Contents.of(source, config, device)
+        self.contents = _contents(source, config, device, self.window.given_size)
         limit = options.debug.max_nonfinite_losses
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
         self.profiler: Profiler | None = None
         self.holds_gradients = False
-        self._pending: TrainerState | None = None
+        self._pending: State | None = None
         self.pending_dict: Mapping[str, Any] = {}
         if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
@@ -134,54 +140,113 @@ class TrainingLoop:
         return self._executor
 
     @property
-    def pending(self) -> TrainerState | None:
+    def kernels(self) -> str:
+        """Whose kernels compute the training step: ``PyTorch's`` or ``ONNX Runtime's``; empty before the first."""
+        graphs = [] if self._executor is None else self._executor.graphs_of_variant(True)
+        return graphs[0].kernels if graphs else ""
+
+    @property
+    def description(self) -> ModelDescription:
+        """The model description.
+
+        Raises:
+            RuntimeError: Before the first batch, if the description is derived from it.
+        """
+        return self.graphs.description
+
+    @property
+    def pending(self) -> State | None:
         """The loaded state that is applied when training begins; None if there is none."""
         return self._pending
 
-    def wait_with(self, restored: TrainerState, state_dict: Mapping[str, Any]) -> None:
-        """Keeps a state to apply when training begins, merged over one kept earlier.
+    def restore(self, state: State, state_dict: Mapping[str, Any]) -> None:
+        """Restores counters, and tensors now or when training begins.
 
         Args:
-            restored: The state.
+            state: The state, checked.
             state_dict: As the user gave it.
         """
-        restored = restored.over(self._pending)
-        restored.tensors = dict(self.source.memory.put(restored.tensors))
-        self._pending, self.pending_dict = restored, state_dict
+        info = self.info
+        if self._executor is not None:
+            self._put(state, self._executor)
+        else:
+            waiting = state if self._pending is None else state.over(self._pending)
+            values = {**waiting.parameters, **waiting.buffers}
+            rest = self.source.memory.put({name: torch.from_numpy(value) for name, value in values.items()})
+            waiting.parameters = {name: value for name, value in waiting.parameters.items() if name in rest}
+            waiting.buffers = {name: value for name, value in waiting.buffers.items() if name in rest}
+            self._pending, self.pending_dict = waiting, state_dict
+        if state.window is not None:
+            self.window.load_state_dict({"micro_batches": state.micro_batches, **state.window})
+        info.step = info.step if state.step is None else state.step
+        if state.optimization_step is not None:
+            info.optimization_step = state.optimization_step
 
-    def prepare(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Returns the plan that runs a step for a batch; makes the executor and the graph if needed.
+    def _put(self, state: State, executor: Executor) -> None:
+        """Copies a state into the tensors of an executor and of the optimizer."""
+        optimizer, tensors = self.optimizer, {**executor.parameters, **executor.buffers}
+        for name, value in {**state.parameters, **state.buffers}.items():
+            tensors[name].copy_(torch.from_numpy(value))
+        for name, slots in state.by_parameter().items():
+            for slot, value in slots.items():
+                if slot in (STEP, UPDATE_COUNT):
+                    for count in [optimizer.counts[name]] if name else optimizer.counts.values():
+                        count.fill_(int(value[0]) - 1)
+                else:
+                    own = optimizer.parts.of({name: torch.from_numpy(value)})[name]
+                    optimizer.slots[name][slot].copy_(own)
+        if state.window is not None:
+            executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
+        if state.random is not None:
+            executor.generator.set_state(torch.from_numpy(state.random))
+        self.source.memory.publish({*executor.parameters, *executor.buffers})
+
+    @outside_inference_mode
+    def export(self, sample_batch: Any = None) -> None:
+        """Exports the model before the first step; see ``ORTTrainer.prepare``."""
+        batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
+        self._start(batch, True, self.graphs.output_names)
+
+    def bind(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fetches: Sequence[str] = (),
+        training: bool = True,
+        backward: bool = True,
+    ) -> tuple[Plan, Batch]:
+        """Binds arguments to inputs, checks them, and looks up or builds the graph for them.
+
+        All that can refuse a batch does so here; nothing has changed then.
 
         Args:
-            batch: A checked batch, from ``graphs.bind``.
-            training: Whether for :meth:`step`, or for evaluation.
-            names: Outputs to return, from ``graphs.fetches``.
+            args: Arguments by position, as for ``ORTTrainer.train_step``.
+            kwargs: Arguments by name.
+            fetches: Outputs to return; all if empty.
+            training: Whether for a step, or for evaluation, where inputs that ``fetches`` do not need may be left out.
             backward: Whether a step computes gradients.
 
-        Raises:
-            ExportError: If the model can't be exported. The loop is unchanged then.
-            TypeError: If a required input is missing.
-        """
-        if self._executor is None or not self.graphs.has_started:
-            return self._start(batch, training, names, backward)
-        return self.graphs.plan(self._executor, batch, training, names, backward)
-
-    def plan(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Calls :meth:`prepare` for a batch that is about to run, and checks its values.
+        Returns:
+            The plan that runs the step, and the batch.
 
         Raises:
+            ExportError: If the model can't be exported.
             IndexError: If an index is out of range.
-            ValueError: If losses are to be checked, but the loss is not fetched.
+            TypeError, ValueError: If the batch does not match the description, or if losses are to be checked, but the
+                loss is not fetched.
         """
-        if self._executor is None or not self.graphs.has_started:
-            plan = self._start(batch, training, names, backward)
+        graphs = self.graphs
+        batch = graphs.bind(args, kwargs, partly=not training and bool(fetches))
+        names = graphs.fetches(fetches)
+        if self._executor is not None and graphs.has_started:
+            plan = graphs.plan(self._executor, batch, training, names, backward)
         else:
-            plan = self.graphs.plan(self._executor, batch, training, names, backward)
+            plan = self._start(batch, training, names, backward)
         if self.losses is not None and training and backward:
-            self.losses.check_fetched(names, plan.runner.graph.loss)
+            self.losses.check_fetched(names, plan.runner.step.loss)
         if plan.indices and self._checks_indices:
-            check_indices(plan, batch)
-        return plan
+            check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
+        return plan, batch
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Binds arguments to inputs and runs a :meth:`step`.
@@ -207,9 +272,7 @@ class TrainingLoop:
             weight = 1.0
             if GRADIENT_WEIGHT in kwargs or self.window.reduction == "weighted":
                 weight, kwargs = self.take_weight(kwargs)
-            fetches = self.info.fetches
-            batch = self.graphs.bind(args, kwargs)
-            plan = self.plan(batch, True, self.graphs.fetches(fetches))
+            plan, batch = self.bind(args, kwargs, self.info.fetches)
             if self.profiler is not None:
                 plan = self.profiler.plan(plan)
             return self._step(transaction, plan, batch, weight)
@@ -218,8 +281,7 @@ class TrainingLoop:
         """Runs :meth:`backward` and, at the end of a window, :meth:`end_window`.
 
         Args:
-            plan: From :meth:`prepare`, for this batch.
-            batch: The batch.
+            plan, batch: From :meth:`bind`.
             weight: The weight of the micro-batch in the window's mean.
             rates: Learning rates, one for all parameters or one per group and one for the others; None to take them
                 from the schedule or config.
@@ -237,26 +299,36 @@ class TrainingLoop:
         batch: Batch,
         weight: float,
         rates: Sequence[float] | None = None,
+        updates: bool = True,
     ) -> Outputs:
-        again = None
-        if self.config.needs_closure:
-            if self.window.size > 1:
+        executor, window, again, coming = self._executor, self.window, None, None
+        assert executor is not None
+        if updates and self.config.needs_closure:
+            if window.size > 1:
                 raise RuntimeError(
                     f"{self.config.name} computes the loss several times in an update, but the batches of a window are "
                     "not kept: set gradient_accumulation_steps to 1, or write the loop with forward_backward() and "
                     "optimizer.step(closure)"
                 )
             again = functools.partial(self._again, batch)
-        transaction.begin(self._executor, plan.runner.graph)
-        # Before the run, because both may raise.
-        if self.config.is_live:
-            self.config.check()
-        rates = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
-        outputs, is_due = self._run(plan, batch, weight)
+        transaction.begin(executor, plan.runner.step)
+        if updates:  # before the run, because both may raise
+            if self.config.is_live:
+                self.config.check()
+            coming = self.rates.upcoming(self.info, self.info.step + 1) if rates is None else rates
+        scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
+        if self.optimizer.shows_gradients:
+            self._release_shown(executor)
+        check = None if self.losses is None else self.losses.check
+        outputs = executor.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
+        if plan.runner.step.buffer_updates:
+            self.source.memory.publish(plan.runner.step.buffer_updates)
+        is_due = window.add(weight, scale)
+        self.info.step += 1
         if self.strategy.world_size > 1:
             transaction.commit()  # no process can roll back alone
-        if is_due:
-            self._end_window(rates, again, transaction)
+        if is_due and coming is not None:
+            self._end_window(coming, again, transaction)
         transaction.commit()
         return outputs
 
@@ -264,33 +336,14 @@ class TrainingLoop:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
 
         Args:
-            plan: From :meth:`prepare`, for this batch.
-            batch: The batch.
+            plan, batch: From :meth:`bind`.
             weight: The weight of the micro-batch in the window's mean.
 
         Returns:
             The outputs that the plan fetches.
         """
         with Transaction(self, joint=False) as transaction:
-            transaction.begin(self._executor, plan.runner.graph)
-            outputs, _ = self._run(plan, batch, weight)
-            transaction.commit()
-            return outputs
-
-    def _run(self, plan: Plan, batch: Batch, weight: float) -> tuple[Outputs, bool]:
-        """Runs the forward and backward pass; returns the outputs, and whether the weights are due for an update."""
-        executor, window = self._executor, self.window
-        scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
-        assert executor is not None
-        if self.optimizer.shows_gradients:
-            self._release_shown(executor)
-        check = None if self.losses is None else self.losses.check
-        outputs = executor.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
-        if plan.runner.graph.buffer_updates:
-            self.source.memory.publish(plan.runner.graph.buffer_updates)
-        is_due = window.add(weight, scale)
-        self.info.step += 1
-        return outputs, is_due
+            return self._step(transaction, plan, batch, weight, updates=False)
 
     def gradients_of(
         self, plan: Plan, batch: Batch, check: Check | None = None
@@ -298,8 +351,7 @@ class TrainingLoop:
         """Runs the forward and backward pass; changes only the random state and buffers.
 
         Args:
-            plan: From :meth:`plan`, for this batch.
-            batch: The batch.
+            plan, batch: From :meth:`bind`.
             check: Called with the outputs before any change; may raise.
 
         Returns:
@@ -312,18 +364,17 @@ class TrainingLoop:
         outputs, gradients = self._executor.gradients_of(plan, batch, loss_scale=scale, check=check)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
-        self.source.memory.publish(plan.runner.graph.buffer_updates)
+        self.source.memory.publish(plan.runner.step.buffer_updates)
         return outputs, gradients
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
         """Runs the model in training mode; see ``ORTTrainer.forward``."""
         with Transaction(self, joint=False) as transaction:
-            batch = self.graphs.bind(args, kwargs)
-            plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches), backward=False)
+            plan, batch = self.bind(args, kwargs, self.info.fetches, backward=False)
             assert self._executor is not None
-            transaction.begin(self._executor, plan.runner.graph)
+            transaction.begin(self._executor, plan.runner.step)
             outputs = self._executor.forward(plan, batch)
-            self.source.memory.publish(plan.runner.graph.buffer_updates)
+            self.source.memory.publish(plan.runner.step.buffer_updates)
             transaction.commit()
             return outputs
 
@@ -338,15 +389,15 @@ class TrainingLoop:
                 )
             self._check_not_joining("forward_backward")
             self.source.memory.add_gradients({})  # raises early if the model can't hold gradients
-            batch = self.graphs.bind(args, kwargs)
-            plan = self.plan(batch, True, self.graphs.fetches(self.info.fetches))
-            executor, strategy = self.start_executor(), self.strategy
-            transaction.begin(executor, plan.runner.graph)
+            plan, batch = self.bind(args, kwargs, self.info.fetches)
+            executor, strategy = self._executor, self.strategy
+            assert executor is not None
+            transaction.begin(executor, plan.runner.step)
             outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
             transaction.commit()
             if strategy.world_size > 1:
-                meeting = strategy.meet("pass", Share(1.0), (), gradients, executor.changed_buffers)
-                gradients = strategy.average(meeting, gradients)
+                meeting = strategy.meet(Arrival("pass", Share(1.0), (), gradients, executor.changed_buffers))
+                gradients = strategy.average(meeting)
                 strategy.spread(meeting, {}, executor.buffers)
                 self.source.memory.publish(executor.buffers)
             self.source.memory.add_gradients(gradients)
@@ -380,8 +431,9 @@ class TrainingLoop:
                 return False
             self.config.check()
             rates = self.rates.upcoming(self.info, self.info.step)
-            meeting = self.strategy.meet("step", Share(float(bool(gradients))), rates, gradients)
-            return self._update(meeting, gradients, of_window=False)
+            self.start_executor()
+            meeting = self.strategy.meet(Arrival("step", Share(float(bool(gradients))), rates, gradients))
+            return meeting.weight > 0 and self._update(meeting, self.optimizer.parts.of(gradients))
 
     def end_window(self, rates: Sequence[float] | None = None) -> bool:
         """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
@@ -404,71 +456,80 @@ class TrainingLoop:
     def follow_update(self, meeting: Meeting) -> None:
         """Takes part in an update of the other processes, with the rest of a window or nothing."""
         self.rates.upcoming(self.info, self.info.step)  # advances the schedule
-        self._update(meeting, self.start_executor().present_gradients(), of_window=True)
+        self._end_window(meeting=meeting)
 
-    def _end_window(
-        self, rates: Sequence[float], again: Again | None = None, transaction: Transaction | None = None
-    ) -> bool:
-        present = (self._executor or self.start_executor()).present_gradients()
-        return self._update(self.meet("update", rates, present), present, True, again, transaction)
-
-    def meet(self, kind: str, rates: Sequence[float] = (), present: Named | None = None) -> Meeting:
+    def meet(self, kind: str, rates: Sequence[float] = ()) -> Meeting:
         """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes.
 
         Args:
             kind: As in :class:`Meeting`.
             rates: The learning rates.
-            present: The gradients of the window so far; None to get them from the executor.
         """
         executor, window, info = self._executor or self.start_executor(), self.window, self.info
+        gradients = executor.present_gradients()
         share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
-        present = executor.present_gradients() if present is None else present
-        meeting = self.strategy.meet(kind, share, rates, present, executor.changed_buffers, info.step)
+        meeting = self.strategy.meet(Arrival(kind, share, rates, gradients, executor.changed_buffers, info.step))
         info.step = meeting.step
         return meeting
+
+    def _end_window(
+        self,
+        rates: Sequence[float] = (),
+        again: Again | None = None,
+        transaction: Transaction | None = None,
+        meeting: Meeting | None = None,
+    ) -> bool:
+        """Reduces the gradients of the window over the processes, and updates the weights.
+
+        Args:
+            rates: As for :meth:`step`.
+            again: Recomputes the loss and gradients.
+            transaction: The step's, which is committed when the weights have changed.
+            meeting: Where the processes have agreed on the update; None to meet them.
+
+        Returns:
+            As :meth:`end_window`.
+        """
+        if meeting is None:
+            meeting = self.meet("update", rates)
+        strategy = self.strategy
+        if strategy.world_size > 1 and not meeting.weight:
+            return False
+        gradients, share = strategy.reduce(meeting)
+        divisor = self.window.divisor_of(share)
+        if gradients is not meeting.own.gradients:
+            assert self._executor is not None
+            # With ZeRO no process has the complete sums, so there are no used gradients to show.
+            self._executor.hold_gradients({} if strategy.zero_stage else gradients)
+        return self._update(meeting, gradients, divisor, True, again, transaction)
 
     def _update(
         self,
         meeting: Meeting,
         gradients: Named,
-        of_window: bool,
+        divisor: float = 1.0,
+        of_window: bool = False,
         again: Again | None = None,
         transaction: Transaction | None = None,
     ) -> bool:
-        """Reduces the gradients, updates the weights and counts the update.
+        """Updates the weights, counts the update and begins a new window.
 
         Args:
             meeting: What the processes agreed on.
-            gradients: This process's gradients by parameter name; they are divided and clipped in place.
-            of_window: Whether they are those of the window, which are reduced first.
-            again: Recomputes the loss and gradients.
-            transaction: The step's, which is committed when the weights have changed.
+            gradients: The gradients by parameter name; they are divided and clipped in place.
+            divisor: Their divisor.
+            of_window: Whether they are those of a window, and not the user's in ``p.grad``.
+            again, transaction: As for :meth:`_end_window`.
 
         Returns:
             As :meth:`end_window`.
         """
-        executor, optimizer, info, strategy = (
-            self._executor or self.start_executor(),
-            self.optimizer,
-            self.info,
-            self.strategy,
-        )
-        if strategy.world_size > 1 and not meeting.weight:
-            return False
+        executor, optimizer, info, strategy = self._executor, self.optimizer, self.info, self.strategy
+        assert executor is not None
         if self.config.is_live:
             self.config.set_rates(meeting.rates)
-        divisor, checks_finite = 1.0, self.precision.checks_finite
-        if of_window:
-            own = gradients
-            gradients, share = strategy.reduce(meeting, own)
-            divisor = self.window.divisor_of(share)
-            # With ZeRO no process has the complete sums, so there are no used gradients to show.
-            executor.hold_gradients(None if gradients is own else {} if strategy.zero_stage else gradients)
-            keeps = not strategy.zero_stage
-        else:
-            gradients, keeps = optimizer.parts.of(gradients), False
-        norm = None
-        if gradients and not keeps and not (checks_finite or optimizer.asks_norm):
+        checks_finite, norm = self.precision.checks_finite, None
+        if gradients and (strategy.zero_stage or not of_window) and not (checks_finite or optimizer.asks_norm):
             # If the user may change the gradients, or they are in parts, the norm is computed now.
             norm = optimizer.parts.total_norm(gradients.values()) / divisor
         run = optimizer.step if self.profiler is None else functools.partial(self.profiler.update, optimizer.step)
@@ -482,13 +543,13 @@ class TrainingLoop:
             )
         finally:  # the gradients were divided in place, even if the update failed
             self.window.reset()
-            executor.lazy_reset_grad()
+            executor.lazy_reset_grad(of_window)
         if strategy.world_size > 1:
             updated = {name: executor.parameters[name] for name in gradients} if info.all_finite else {}
             strategy.spread(meeting, updated, executor.buffers)
             self.source.memory.publish(executor.buffers)
         norm = optimizer.norm if norm is None else norm
-        if self.contents.torch_config is None:
+        if self.contents.torch_optimizer is None:
             self.source.memory.publish(executor.parameters)
         else:  # the PyTorch optimizer changed the model itself
             self.graphs.refresh(executor)
@@ -519,7 +580,7 @@ class TrainingLoop:
             self.holds_gradients = False
             self.source.memory.drop_gradients()
             waiting = self._pending
-            if waiting is not None and waiting.gradients is not None:
+            if waiting is not None and waiting.window is not None:
                 waiting.gradients = {}
                 self.pending_dict = {**self.pending_dict, "gradients": {}, "window": self.window.state_dict()}
 
@@ -528,9 +589,11 @@ class TrainingLoop:
         canonical = self._canonical(name)
         if self.executor is not None:
             return self.executor.parameters[canonical].cpu().clone()
-        waiting = {} if self.pending is None else self.pending.tensors
+        waiting = {} if self.pending is None else {**self.pending.parameters, **self.pending.buffers}
         with BORROWED:
-            value = waiting.get(canonical, self.source.parameters[canonical]).detach()
+            value = self.source.parameters[canonical].detach()
+            if canonical in waiting:
+                value = torch.from_numpy(waiting[canonical])
             return value.to("cpu", owned_dtype(value.dtype), copy=True)
 
     def set_parameter(self, name: str, value: Any) -> None:
@@ -598,10 +661,34 @@ class TrainingLoop:
             The outputs.
         """
         with Transaction(self, joint=False):
-            batch = self.graphs.bind(args, kwargs, partly=bool(fetches))
-            plan = self.plan(batch, False, self.graphs.fetches(fetches))
+            plan, batch = self.bind(args, kwargs, fetches, training=False)
             assert self._executor is not None
             return self._executor.evaluate(plan, batch)
+
+    def save_onnx(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        """Writes the evaluation graph with the current weights; see ``ORTTrainer.save_as_onnx``."""
+        from ..step.onnx_file import save_model  # a slow import, which training does not need
+
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
+        if not os.fspath(path):
+            raise ValueError("path must not be empty")
+        save_model(*self._with_weights(names), Path(path))
+
+    def onnx_model(self, names: Sequence[str]) -> onnx.ModelProto:
+        """Returns the model that :meth:`save_onnx` writes."""
+        import onnx_ir as ir
+
+        from ..step.onnx_file import with_weights
+
+        return ir.to_proto(with_weights(*self._with_weights(names)))
+
+    def _with_weights(self, names: Sequence[str]) -> tuple[Step, Named, Named, Sequence[str]]:
+        """Returns the evaluation graph with these outputs only, parameters, buffers, and which of them are trained."""
+        executor = self._started("save_as_onnx")
+        step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
+        step = step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)
+        return step, executor.parameters, executor.buffers, self.source.trainable
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
@@ -676,8 +763,10 @@ class TrainingLoop:
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
 
-    def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool) -> Plan:
+    def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Makes the executor and the first graph; stores them last, so that a failure leaves the loop unchanged."""
+        if self._executor is not None and self.graphs.has_started:
+            return self.graphs.plan(self._executor, batch, training, names, backward)
         missing = [name for name in self.graphs.description.input_names if name not in batch]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs to export the model")
@@ -700,25 +789,25 @@ class TrainingLoop:
 
     def _take_executor(self, executor: Executor) -> None:
         if self._pending is not None:
-            apply_to_executor(self._pending, executor, self.optimizer)
-            self.source.memory.publish({*executor.parameters, *executor.buffers})
+            self._put(self._pending, executor)
             self._pending, self.pending_dict = None, {}
         self._executor = executor
 
     def _release_shown(self, executor: Executor) -> None:
         """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""
-        if executor.starts_over:
-            self.optimizer.forget(executor.used_gradients())
+        used = executor.used_gradients()
+        if used:
+            self.optimizer.forget(used)
 
     def _rebound(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.optimizer.rebind(tensors)
 
-    def _graph_built(self, executor: Executor, graph: Step) -> None:
+    def _graph_built(self, executor: Executor, step: Step) -> None:
         """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
-        self.precision.name_input(graph)
-        if graph.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
+        self.precision.name_input(step)
+        if step.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
-            save_graphs(self.options, graph, executor, self.optimizer, self.config, accumulate, check_finite)
+            save_graphs(self.options, step, executor, self.optimizer, self.config, accumulate, check_finite)
 
     def _traits(self) -> dict[str, Any]:
         """Returns the settings that must be equal in all processes, as JSON values by their names in messages."""
@@ -743,6 +832,26 @@ class TrainingLoop:
             "the inputs of the model": graphs.description.input_names if described else None,
             "the outputs of the model": list(graphs.output_names) or None,
         }
+
+
+def _contents(source: ModelSource, config: OptimizerConfig, device: torch.device, window_size: int) -> Contents:
+    """Returns the contents of the state for a model, an optimizer and a size of the accumulation window."""
+    rule, aliases = config.rule, source.names_of_trainable()
+    hyper = {name: config.hyper_parameters(config.group_of(*names)) for name, names in aliases.items()}
+    return Contents(
+        tensors=source.saved,
+        non_persistent=source.non_persistent,
+        canonical=source.canonical,
+        trainable=source.trainable,
+        optimizer=rule.name,
+        shares_count=rule.shares_count,
+        slots={name: rule.slots_for(values) for name, values in hyper.items()},
+        counted={name for name, values in hyper.items() if rule.keeps_count(values)},
+        device=device,
+        owned_dtype=owned_dtype,
+        window_size=window_size,
+        torch_optimizer=type(config.optimizer).__name__ if isinstance(config, TorchOptimizerConfig) else None,
+    )
 
 
 def _norm_of_used(executor: Executor) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ class Precision:
         """The factor on the coming loss for the backward pass."""
         return 1.0
 
-    def name_input(self, graph: Step) -> None:
+    def name_input(self, step: Step) -> None:
         """Records the name of the input by which a new graph takes the scale."""
 
     def update(self, info: TrainStepInfo) -> None:
@@ -86,10 +86,10 @@ class ScaledPrecision(Precision):
         """The scaler's scale."""
         return self.scaler.loss_scale
 
-    def name_input(self, graph: Step) -> None:
+    def name_input(self, step: Step) -> None:
         """Sets the scaler's ``input_name`` to the graph's input."""
-        if graph.loss_scale is not None:
-            self.scaler.input_name = graph.loss_scale.name
+        if step.loss_scale is not None:
+            self.scaler.input_name = step.loss_scale.name
 
     def update(self, info: TrainStepInfo) -> None:
         """Calls the scaler, which may return the next scale or set it itself."""

@@ -223,8 +223,8 @@ class StepGraphs:
         batch = self.blank_batch()
         self._guard(executor, batch, training)
         known = executor.plan(training, batch, self._output_names)
-        if known is not None and known.runner.graph.is_standard:
-            return known.runner.graph
+        if known is not None and known.runner.step.is_standard:
+            return known.runner.step
         return self._build(batch, training, portable=True)
 
     def check_export(self, executor: Executor, batch: Batch) -> None:
@@ -343,7 +343,7 @@ class StepGraphs:
         if graphs:
             _log.info("exporting again: %s", self._why_again(executor, batch, training))
         if len(graphs) >= _MAXIMUM_GRAPHS:
-            fixed = sorted({symbol for graph in graphs for symbol in graph.fixed})
+            fixed = sorted({symbol for step in graphs for symbol in step.fixed})
             raise RuntimeError(
                 f"the model fixes dimensions ({fixed}) and has been exported for {len(graphs)} sizes already; "
                 f"{sizes} would be one more. Pad the inputs to fewer different sizes"
@@ -363,15 +363,15 @@ class StepGraphs:
                     shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
-        graph = self._build(batch, training)
+        step = self._build(batch, training)
         try:
-            executor.add_graph(graph)
+            executor.add_graph(step)
         except RuntimeError:
-            if graph.kept:  # a later process must not find a cached graph that fails to load
-                Path(graph.kept).unlink(missing_ok=True)
+            if step.kept:  # a later process must not find a cached graph that fails to load
+                Path(step.kept).unlink(missing_ok=True)
             raise
         return_freed_memory()
-        self._built(executor, graph)
+        self._built(executor, step)
 
     def _why_again(self, executor: Executor, batch: Batch, training: bool) -> str:
         """Returns why no graph can be used for a batch."""
@@ -386,12 +386,12 @@ class StepGraphs:
 
     def _build(self, batch: Batch, training: bool, portable: bool = False) -> Step:
         try:
-            graph = self._builder(batch, portable).build(_without_inference(batch), training)
+            step = self._builder(batch, portable).build(_without_inference(batch), training)
         except BaseException:
             self._narrow()
             raise
         self._narrower = None
-        return graph
+        return step
 
 
 def _without_inference(batch: Batch) -> Batch:

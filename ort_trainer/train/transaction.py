@@ -52,18 +52,18 @@ class Transaction(uninterrupted):
             self._outside.__enter__()
         return self
 
-    def begin(self, executor: Executor | None = None, graph: Step | None = None) -> None:
+    def begin(self, executor: Executor | None = None, step: Step | None = None) -> None:
         """Holds signals, and remembers what a run of a graph changes.
 
         Args:
             executor: Has the buffers and the random state.
-            graph: The graph; None if none runs.
+            step: The graph; None if none runs.
         """
         self.hold()
-        if executor is not None and graph is not None:
+        if executor is not None and step is not None:
             info = self._loop.info
-            state = executor.generator.get_state() if graph.random else None
-            updates = graph.buffer_updates
+            state = executor.generator.get_state() if step.random else None
+            updates = step.buffer_updates
             buffers = {name: executor.buffers[name].clone() for name in updates} if updates else {}
             self._before = executor, info.step, info.all_finite, state, buffers
 

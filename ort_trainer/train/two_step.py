@@ -10,7 +10,6 @@ import torch
 from ..core.errors import shown
 from ..engine import Executor
 from ..step import Step
-from .batch import Batch
 from .loop import GRADIENT_WEIGHT, TrainingLoop
 from .transaction import outside_inference_mode
 
@@ -36,11 +35,11 @@ class TwoStepSession:
 
     def input_names(self, training: bool = True) -> list[str]:
         """Returns the names of the inputs, in the order in which steps take them; the same in both modes."""
-        return list(self._loop.graphs.description.input_names)
+        return list(self._loop.description.input_names)
 
     def output_names(self, training: bool = True) -> list[str]:
         """Returns the names of the outputs, in the order in which steps return them; the same in both modes."""
-        return list(self._loop.graphs.description.output_names)
+        return list(self._loop.description.output_names)
 
     @outside_inference_mode
     def train_step(
@@ -63,8 +62,7 @@ class TwoStepSession:
         """
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
-        batch: Batch = loop.graphs.bind((self._named(inputs),), {})
-        plan = loop.plan(batch, True, loop.graphs.fetches(_checked_names(names)))
+        plan, batch = loop.bind((self._named(inputs),), {}, _checked_names(names))
         return loop.backward(plan, batch, weight)
 
     def eval_step(self, inputs: Sequence[Any], *, names: Sequence[str] | None = None) -> list[torch.Tensor]:

@@ -5,26 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from .differences import compare_keys
+from ..state.differences import compare_keys
+from ..state.state import HasState
 
-__all__ = ["HasState", "claim", "load_state"]
+__all__ = ["claim", "load_state"]
 
 # id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
 _USERS: dict[int, weakref.ref[Any]] = {}
-
-
-class HasState(Protocol):
-    """An object whose state is part of checkpoints."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state."""
-        ...
 
 
 def claim(thing: object, user: object, option: str, refuse: Callable[[str], None]) -> None:

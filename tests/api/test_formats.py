@@ -154,7 +154,7 @@ def checkpoint() -> State:
         learning_rates=[0.1, 0.2],
         schedule={"kind": "linear", "total_steps": 5, "warmup_steps": 1.5},
         gradients={"z": np.full((2, 3), 3, np.float32)},
-        random={"state": np.arange(625, dtype=np.uint32)},
+        random=np.arange(625, dtype=np.uint32),
         properties={"epoch": 3, "best": 0.5, "name": "x"},
         export="id",
     )
@@ -168,6 +168,8 @@ def same(a: State, b: State) -> None:
             for key in x:
                 assert (x[key].dtype, x[key].shape) == (y[key].dtype, y[key].shape)
                 np.testing.assert_array_equal(x[key], y[key])
+        elif isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype and np.array_equal(x, y)
         else:
             assert x == y
 

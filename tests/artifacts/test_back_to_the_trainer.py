@@ -14,6 +14,7 @@ from torch import nn
 from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.api import CheckpointState, Module
 from ort_trainer.artifacts import trainer_state_dict
+from ort_trainer.state.devices import for_trainer
 from ort_trainer.state.state import State
 from ort_trainer.state.state_dict import to_state_dict
 from ort_trainer.state.training_api import from_bytes, to_bytes
@@ -27,8 +28,6 @@ OWN: dict[str, Any] = {"utils": {"kernels": "onnxruntime"}}
 SOUND: dict[str, Any] = {
     "trainer_options": {"gradient_accumulation_steps": 1},
     "window": {"reduction": "mean", "assigned_size": None},
-    "transient_buffers": [],
-    "idle": {},
 }
 
 
@@ -175,7 +174,8 @@ def test_counts_that_differ() -> None:
     weights = {name: np.ones(2, np.float32) for name in ("a", "b")}
 
     def read(optimizer: dict[str, Any]) -> Any:
-        return to_state_dict(State(weights, ["a", "b"], optimizer=optimizer, trainer=SOUND))["optimizer"]
+        state = State(weights, ["a", "b"], optimizer=optimizer, **SOUND)
+        return to_state_dict(for_trainer(state))["optimizer"]
 
     two, five = np.array([2]), np.array([5])
     assert read({"a.Update_Count": two, "b.Update_Count": five}) == {
@@ -191,23 +191,24 @@ def test_a_damaged_part_for_the_trainer() -> None:
         {"trainer_options": {}},
         {"trainer_options": {"gradient_accumulation_steps": 0}},
         {"trainer_options": {"gradient_accumulation_steps": 10**400}},
-        {"transient_buffers": ["a", "a"]},
-        {"transient_buffers": "a"},
+        {"transient": ["a", "a"]},
+        {"transient": [3]},
         {"idle": {"a": [{}]}},
         {"window": {}},
-        {"transient_buffers": ["b"]},
+        {"transient": ["b"]},
         {"idle": {"b": []}},
         {"idle": 3},
     ]
-    assert from_bytes(to_bytes(State(weights, ["a"], trainer=SOUND))).trainer == SOUND
+    sound = from_bytes(to_bytes(State(weights, ["a"], **SOUND)))
+    assert {key: getattr(sound, key) for key in SOUND} == SOUND
     for change in changes:
         with pytest.raises(CheckpointError, match="is damaged"):
-            from_bytes(to_bytes(State(weights, ["a"], trainer={**SOUND, **change})))
+            from_bytes(to_bytes(State(weights, ["a"], **{**SOUND, **change})))
     for count in (-1, 1 << 62):
         with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):
             from_bytes(to_bytes(State(weights, ["a"], micro_batches=count)))
     with pytest.raises(CheckpointError, match="is damaged.*micro_batches"):  # the gradients need a count
-        from_bytes(to_bytes(State(weights, ["a"], gradients=weights, trainer=SOUND)))
+        from_bytes(to_bytes(State(weights, ["a"], gradients=weights, **SOUND)))
 
 
 @pytest.mark.engine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ort_trainer.state.state_dict import random_to_numpy, random_to_torch
+from ort_trainer.state.devices import random_to_numpy, random_to_torch
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 700])

@@ -370,7 +370,7 @@ def test_what_has_no_place_there_is_said(tmp_path: Path) -> None:
         ours(
             schedule={"kind": "constant", "warmup_steps": 0, "total_steps": 5},
             gradients={"a": array(3, 2)},
-            random={"state": np.zeros(625, np.uint32)},
+            random=np.zeros(625, np.uint32),
             learning_rates=[0.5, 0.125],
         ),
     )

@@ -20,11 +20,10 @@ import onnxruntime
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
-from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.export.onnx.passes import infer_shapes
-from ort_trainer.train.onnx_file import onnx_model
 
 from ..export.torch.test_recompute import DESC, Encoder, batches
 from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
@@ -183,6 +182,23 @@ def files(options: dict[str, Any], folder: Path) -> int:
     return sum(path.is_file() for path in folder.rglob("*"))
 
 
+def deterministic(options: dict[str, Any], _: Path) -> bool:
+    """Returns whether PyTorch's operators are deterministic while they compute a step."""
+    found: list[bool] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.tanh.default:
+                found.append(torch.are_deterministic_algorithms_enabled())
+            return func(*args, **(kwargs or {}))
+
+    trainer = trainer_after(options)
+    with Mode():
+        trainer.train_step(*mlp_batches(1)[0])
+    (enabled,) = found
+    return enabled
+
+
 def written(options: dict[str, Any], folder: Path) -> bool:
     trainer_after(options)
     return (folder / "written.onnx").is_file()
@@ -249,6 +265,7 @@ def threads(count: int) -> onnxruntime.SessionOptions:
 
 LAYERS = {"graph_transformer": {"transformer_layer_recompute": True}}
 HALF = {"mixed_precision": {"enabled": True}}
+ON_SESSIONS = {"utils": {"kernels": "onnxruntime"}}
 WINDOW = {"batch": {"gradient_accumulation_steps": 2}}
 two_steps = functools.partial(weights, steps=2)
 op_types = graph(lambda g: Counter(node.op_type for node in g.model.graph))
@@ -268,7 +285,7 @@ OPTIONS: dict[str, Effect] = {
     "batch.gradient_accumulation_steps": Effect(2, weights),
     "batch.gradient_reduction": Effect("sum", two_steps, WINDOW),
     "device.id": Effect("cpu" if torch.cuda.is_available() else "cuda", device),
-    "device.mem_limit": Effect(1 << 20, own_session(lambda s: s.get_provider_options())),
+    "device.mem_limit": Effect(1 << 20, own_session(lambda s: s.get_provider_options()), ON_SESSIONS),
     **{f"distributed.{key}": Effect(value, alone) for key, value in SEVERAL.items()},
     "lr_scheduler": Effect(lambda count: 0.5, weights),
     "mixed_precision.enabled": Effect(True, precision),
@@ -285,14 +302,12 @@ OPTIONS: dict[str, Effect] = {
     "utils.memory_efficient_gradient": Effect(True, operators),
     "utils.share_weights": Effect(False, own_weights),
     "utils.random_numbers": Effect("pytorch", masks),
-    "utils.kernels": Effect("onnxruntime" if can_call_pytorch() else "pytorch", graph(lambda g: bool(g.programs))),
+    "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
     "utils.cache_exports": Effect(False, files),
     "utils.run_symbolic_shape_infer": Effect(True, symbolic_inference),
-    "debug.deterministic_compute": Effect(
-        True, own_session(lambda s: s.get_session_options().use_deterministic_compute)
-    ),
+    "debug.deterministic_compute": Effect(True, deterministic),
     "debug.check_model_export": Effect(True, checked),
-    "debug.check_indices": Effect(False, wrong_label, {"utils": {"kernels": "onnxruntime"}}),
+    "debug.check_indices": Effect(False, wrong_label, ON_SESSIONS),
     "debug.max_nonfinite_losses": Effect(1, infinite_loss),
     **{
         f"debug.graph_save_paths.model_{key}_path": Effect(InFolder(), written)
@@ -303,16 +318,18 @@ OPTIONS: dict[str, Effect] = {
             "with_training_graph_after_optimization",
         )
     },
-    "_internal_use.enable_internal_postprocess": Effect(False, op_types, {"utils": {"kernels": "onnxruntime"}}),
-    "_internal_use.extra_postprocess": Effect(spoilt, op_types, {"utils": {"kernels": "onnxruntime"}}),
-    "_internal_use.onnx_opset_version": Effect(
-        19, graph(lambda g: g.model.opset_imports[""]), {"utils": {"kernels": "onnxruntime"}}
-    ),
+    "_internal_use.enable_internal_postprocess": Effect(False, op_types, ON_SESSIONS),
+    "_internal_use.extra_postprocess": Effect(spoilt, op_types, ON_SESSIONS),
+    "_internal_use.onnx_opset_version": Effect(19, graph(lambda g: g.model.opset_imports[""]), ON_SESSIONS),
     "_internal_use.enable_onnx_contrib_ops": Effect(
         False, graph(lambda g: bool(g.inputs)), {"_internal_use": {"extra_postprocess": contrib}}
     ),
-    "provider_options": Effect({"CPUExecutionProvider": {"x": "1"}}, own_session(lambda s: s.get_providers())),
-    "session_options": Effect(threads(3), own_session(lambda s: s.get_session_options().intra_op_num_threads)),
+    "provider_options": Effect(
+        {"CPUExecutionProvider": {"x": "1"}}, own_session(lambda s: s.get_providers()), ON_SESSIONS
+    ),
+    "session_options": Effect(
+        threads(3), own_session(lambda s: s.get_session_options().intra_op_num_threads), ON_SESSIONS
+    ),
 }
 
 
@@ -327,7 +344,7 @@ def exported() -> bytes:
     nn.init.constant_(model.fc2.bias, 0.25)
     trainer = mlp_trainer(model=model)
     trainer.prepare(mlp_batches(1)[0])
-    return bytes(onnx_model(trainer.loop, ["loss", "logits"]).SerializeToString())
+    return bytes(trainer.loop.onnx_model(["loss", "logits"]).SerializeToString())
 
 
 def onnx_file(folder: Path) -> Path:

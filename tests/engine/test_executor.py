@@ -15,7 +15,7 @@ from ort_trainer.optim.update import OptimizerUpdate
 from ort_trainer.options.model_desc import ModelDescription
 from ort_trainer.step import Step
 
-from ..helpers import MLP, MLP_DESC, mlp_batches
+from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -84,7 +84,7 @@ def test_gradients_add_up_until_a_lazy_reset(executor: Executor, model: MLP) -> 
     assert train(executor, loss_scale=8.0)[0].item() == pytest.approx(loss.item())
 
 
-def test_an_update_of_the_sessions_parameters(executor: Executor, model: MLP) -> None:
+def test_an_update_of_the_executors_parameters(executor: Executor, model: MLP) -> None:
     update = OptimizerUpdate(optim.SGDConfig(), executor.parameters, dict.fromkeys(executor.parameters, 0), clip=False)
     expected = gradients(model)
     pointers = {name: value.data_ptr() for name, value in executor.parameters.items()}
@@ -125,11 +125,18 @@ def test_outputs_are_new_and_can_be_chosen(executor: Executor) -> None:
         evaluate(executor, {"x": X}, ["loss", "logits"])
 
 
-def test_a_session_without_a_graph(model: MLP) -> None:
+def test_an_executor_without_a_graph(model: MLP) -> None:
     executor = Executor({}, {})
     assert executor.plan(True, {"x": X, "label": Y}, ["loss"]) is None
     with pytest.raises(RuntimeError, match="there is no training graph yet"):
         _ = executor.inference_session
+
+
+def test_programs_have_no_session() -> None:
+    trainer = mlp_trainer({"utils": {"kernels": "pytorch"}})
+    trainer.prepare((X, Y))
+    with pytest.raises(RuntimeError, match=r"has no ONNX Runtime session: set utils\.kernels to 'onnxruntime'"):
+        _ = trainer.session.inference_session
 
 
 def test_a_graph_that_the_runtime_can_not_load(executor: Executor, graphs: dict[bool, Step]) -> None:

@@ -38,7 +38,7 @@ def test_without_an_engine_the_error_has_the_commands_of_the_three_extras() -> N
 
 
 @pytest.mark.parametrize(
-    ("folders", "flavours", "calls_pytorch"),
+    ("folders", "flavours", "trains"),
     [
         (["onnxruntime_training_cpu-1.19.2.dist-info"], ("onnxruntime-training-cpu",), True),
         (["onnxruntime_training-1.19.2.dist-info"], ("onnxruntime-training",), True),
@@ -54,7 +54,7 @@ def test_without_an_engine_the_error_has_the_commands_of_the_three_extras() -> N
 def test_flavours(
     folders: list[str],
     flavours: tuple[str, ...],
-    calls_pytorch: bool,
+    trains: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
@@ -65,7 +65,7 @@ def test_flavours(
     installed.installed_flavours.cache_clear()
     try:
         assert installed.installed_flavours() == flavours
-        assert installed.can_call_pytorch() == calls_pytorch
+        assert installed.has_training() == trains
         installed.check_engine()
     finally:
         installed.installed_flavours.cache_clear()

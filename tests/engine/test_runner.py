@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, helper
 
 from ort_trainer.engine.ort import providers_for, session_options
-from ort_trainer.engine.runner import GraphRunner
+from ort_trainer.engine.runner import SessionRunner
 from ort_trainer.engine.torch_memory import TorchMemory
 from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
 
@@ -24,7 +24,7 @@ def runner(
     outputs: dict[str, tuple[tuple[int | str, ...] | None, torch.dtype]],
     random: tuple[RandomInput, ...] = (),
     loss_scale: bool = False,
-) -> tuple[GraphRunner, torch.Tensor]:
+) -> tuple[SessionRunner, torch.Tensor]:
     """Returns a runner of a graph over ``w`` (state) and ``x`` of [n, 2], with the given nodes."""
     scale = TensorSpec("scale", "float32", ()) if loss_scale else None
     inputs = [
@@ -50,7 +50,7 @@ def runner(
     )
     weight = torch.tensor([2.0, 3.0])
     cpu = torch.device("cpu")
-    return GraphRunner(
+    return SessionRunner(
         graph, {"weight": weight}, TorchMemory(cpu), session_options(None, False), providers_for(cpu)
     ), weight
 

@@ -26,7 +26,7 @@ from ort_trainer import CheckpointManager, Position, optim
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors
 from ort_trainer.core.sealed import write as write_sealed
 
-from .trainers import TRAINERS, _trainer, batch, train, trained
+from .trainers import TRAINERS, _trainer, batch, losses_of_an_export, train, trained
 
 DATA = Path(__file__).parent / "data"
 API_KEY = "ort_trainer.checkpoint"
@@ -265,6 +265,15 @@ def _flat(name: str) -> Callable[[Path], None]:
     return write
 
 
+def _export(path: Path) -> None:
+    """What the cache of exports keeps; version 0.1.0 wrote its file in the same way."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ORT_TRAINER_CACHE"] = folder
+        losses_of_an_export()
+        (kept,) = Path(folder).glob("*.export")
+        path.write_bytes(kept.read_bytes())
+
+
 FILES: dict[str, Callable[[Path], None]] = {
     # Checkpoints of ORTTrainer, by version.
     **{f"trainer-2-{name}.ortckpt": _checkpoint(name) for name in TRAINERS},
@@ -281,6 +290,8 @@ FILES: dict[str, Callable[[Path], None]] = {
         for version in (2, 1)
         for kind in ("", "-nominal_checkpoint")
     },
+    # Exports in the cache, by version of the package; no other version finds them.
+    "export-0.2.0.export": _export,
     # Files of other programs.
     "legacy-rank-0.h5": _legacy_zero(0),
     "legacy-rank-1.h5": _legacy_zero(1),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,13 @@ from ort_trainer.artifacts.upstream import read_upstream_checkpoint, upstream_ch
 from ort_trainer.cli import main as command
 from ort_trainer.compat.training_session.flat_state import flat_state_dict, load_flat_state_dict
 from ort_trainer.core.sealed import VERSION
+from ort_trainer.export.cache import export_cache
 from ort_trainer.state import load_checkpoint_file, read_parts, save_checkpoint_file
+from ort_trainer.state.training_api import read_checkpoint, to_bytes
 
 from ..helpers import assert_same_state
 from .make import DATA, FILES, plain
-from .trainers import TRAINERS, batch, train
+from .trainers import TRAINERS, batch, losses_of_an_export, train
 
 REAL_LEGACY = Path(__file__).parents[1] / "state" / "data" / "legacy_1_16.h5"
 PARTS = ("run", "position")
@@ -165,9 +169,25 @@ def test_a_trainer_continues(name: str) -> None:
     if name.startswith("artifacts"):  # PyTorch keeps more of a generator's state than the numbers that it draws
         del found["random"], expected["random"]
     assert_same_state(found, expected)
+    if name == f"trainer-{VERSION}-{RUN_ON[name]}.ortckpt":
+        file = io.BytesIO()
+        trainer.save_checkpoint(file, load_checkpoint_file(DATA / name)[1])
+        assert file.getvalue() == (DATA / name).read_bytes()
     if "two-processes" not in name:
         losses = json.loads((DATA / f"trainer-2-{RUN_ON[name]}.ortckpt.losses.json").read_text())
         assert train(trainer, 4, 5) == pytest.approx(losses, rel=2e-3 if "float16" in name else 1e-5)
+
+
+def test_a_trainer_writes_the_checkpoint_of_an_export_as_ever(tmp_path: Path) -> None:
+    trainer = TRAINERS["adam"]()
+    trainer.load_checkpoint(DATA / "trainer-2-adam.ortckpt")
+    trainer.prepare(batch(4))
+    trainer.export_artifacts(tmp_path)
+    for name in (OURS, NOMINAL):
+        old = read_checkpoint(DATA / name)
+        # The models, and so the identifier of the export, are those of today.
+        new = dataclasses.replace(read_checkpoint(tmp_path / Path(name).name), export=old.export)
+        assert to_bytes(new) == (DATA / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
@@ -180,3 +200,30 @@ def test_the_flat_dict_of_the_older_functions(name: str) -> None:
         load_flat_state_dict(trainer, expected, strict=True)
     trainer.prepare(batch(4))
     assert_same_state(flat_state_dict(trainer, include_optimizer_state=True), expected)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("*.export")))
+def test_an_export_of_another_version_is_replaced_and_never_misread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its key has the source of its version, so that no other finds it; it does no harm under another's key, either."""
+    monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="ort_trainer")
+    old, expected = (DATA / name).read_bytes(), [0.7515532970428467, 0.7463310360908508, 0.683682918548584]
+    assert losses_of_an_export() == pytest.approx(expected, rel=1e-6)
+    (path,) = tmp_path.glob("*.export")
+
+    path.write_bytes(old)
+    caplog.clear()
+    assert losses_of_an_export() == pytest.approx(expected, rel=1e-6)
+    assert f"the cached export {path} is damaged, so the model is exported again" in caplog.text
+    assert path.read_bytes() != old
+
+    cache = export_cache()
+    assert cache is not None
+    cache.store(path.stem, old[old.index(b"\n") + 33 :])  # behind the checksum
+    stored = path.read_bytes()
+    caplog.clear()
+    assert losses_of_an_export() == pytest.approx(expected, rel=1e-6)
+    read, refused = "loaded the training graph from the cache", "so the model is exported again: this is not an export"
+    assert (read in caplog.text) != (refused in caplog.text and path.read_bytes() != stored)

@@ -87,3 +87,12 @@ def trained(name: str) -> ORTTrainer:
     trainer = TRAINERS[name]()
     train(trainer, *range(4))
     return trainer
+
+
+def losses_of_an_export() -> list[float]:
+    """Returns the first losses of a small trainer on ONNX Runtime's kernels, which keeps one export in the cache."""
+    torch.manual_seed(7)
+    desc = {**DESC, "inputs": [("input", ["batch", 4]), ("label", ["batch"])]}
+    options = ORTTrainerOptions({"utils": {"kernels": "onnxruntime"}})
+    trainer = ORTTrainer(nn.Linear(4, 2), desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    return train(trainer, 0, 1, 2)

@@ -24,6 +24,7 @@ ONE_IN = 6
 # Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
 _BESIDE: Mapping[str, Sequence[str]] = {
     ".ci": (),
+    "CHANGELOG.md": ("tests/test_docs.py", "tests/test_package.py"),
     "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
     "README.md": ("tests/test_docs.py",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py"),

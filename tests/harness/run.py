@@ -67,6 +67,8 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield pytest_step(folder, ENGINES[1], "-m", "engine and not torture", isolated=True, environment=cold | STOCK)
     yield pytest_step(folder, "torture", "-m", "torture", "-n0", isolated=True, environment=cold)
     yield Step("Python 3.12", (str(ROOT / "tests" / "python312.sh"),), folder=folder)
+    yield Step("wheel", ("make", "dist-test"))
+    yield Step("site", ("make", "site"))
     yield Step("browser", ("make", "test-browser"))
 
 

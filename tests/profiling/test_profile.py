@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.profiling import ModuleTime, Profile
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
-needs_pytorch = pytest.mark.skipif(not can_call_pytorch(), reason="the engine can't call PyTorch")
 pytestmark = pytest.mark.engine
-KERNELS = [pytest.param("pytorch", marks=needs_pytorch), "onnxruntime"]
+KERNELS = ["pytorch", "onnxruntime"]
 on_both = pytest.mark.parametrize("kernels", KERNELS)
 
 

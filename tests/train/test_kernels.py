@@ -13,14 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.export.torch import model as torch_model
 from ort_trainer.options import ModelDescription
 
 from ..helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
-
-pytestmark = pytest.mark.engine
-needs_pytorch = pytest.mark.skipif(not can_call_pytorch(), reason="the engine can't call PyTorch")
 
 
 class Convolutions(nn.Module):
@@ -82,7 +78,7 @@ def calls_pytorch(trained: ORTTrainer) -> bool:
     return bool(trained.session.graphs(True)[0].programs)
 
 
-@needs_pytorch
+@pytest.mark.engine
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("numbers", ["fast", "pytorch"])
 def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) -> None:
@@ -95,7 +91,10 @@ def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) ->
         ours = trainer(copy.deepcopy(model), shape, kernels=kernels, random_numbers=numbers)
         losses = [ours.train_step(*batch(size))[0] for size in (4, 4, 6, 3, 1, 2)]
         trained.append((ours, losses))
-    assert calls_pytorch(trained[0][0]) and not calls_pytorch(trained[1][0])
+    assert [repr(ours) for ours, _ in trained] == [
+        f"<ORTTrainer of {type(model).__name__}: 6 steps, on {whose} kernels>"
+        for whose in ("PyTorch's", "ONNX Runtime's")
+    ]
     for ours, theirs in zip(trained[0][1], trained[1][1], strict=True):
         assert_close(ours, theirs, 1e-5, "loss")
     states = [ours.state_dict(pytorch_format=True) for ours, _ in trained]
@@ -104,7 +103,6 @@ def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) ->
     assert_close(trained[0][0].eval_step(*batch(5))[1], trained[1][0].eval_step(*batch(5))[1], 1e-5, "evaluation")
 
 
-@needs_pytorch
 def test_an_error_in_an_operator_is_raised_and_nothing_is_changed() -> None:
     model = MLP(dropout=0.5)
     options = {"utils": {"kernels": "pytorch"}, "debug": {"check_indices": False}}
@@ -118,7 +116,6 @@ def test_an_error_in_an_operator_is_raised_and_nothing_is_changed() -> None:
     assert torch.equal(ours.train_step(*later)[0], theirs.train_step(*later)[0]), "the masks too"
 
 
-@needs_pytorch
 def test_gradient_modes_and_casts_of_the_caller_change_nothing() -> None:
     batches = mlp_batches(3)
     model = MLP()
@@ -138,7 +135,6 @@ class Doubled(MLP):
         return y, y, y.t(), x, y > 0
 
 
-@needs_pytorch
 def test_outputs_are_the_callers_own() -> None:
     names = [("a", ["batch", 3]), ("b", ["batch", 3]), ("c", [3, "batch"]), ("d", ["batch", 8]), ("e", ["batch", 3])]
     desc = {"inputs": MLP_DESC["inputs"], "outputs": [("loss", [], True), *names]}
@@ -170,7 +166,6 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@needs_pytorch
 @pytest.mark.parametrize("name", REASONS)
 def test_where_pytorchs_kernels_can_not_be_had(name: str) -> None:
     options, reason = REASONS[name]
@@ -185,22 +180,11 @@ def prepared(ours: ORTTrainer) -> ORTTrainer:
     return ours
 
 
-@needs_pytorch
 def test_a_model_with_checkpoints_runs_on_onnx_runtimes_kernels(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert not calls_pytorch(prepared(mlp_trainer(model=Checkpointed())))
 
 
-@pytest.mark.skipif(can_call_pytorch(), reason="the engine can call PyTorch")
-def test_an_engine_that_can_not_call_pytorch() -> None:
-    assert not calls_pytorch(prepared(mlp_trainer()))
-    with pytest.raises(
-        ValueError, match=r"utils\.kernels is 'pytorch', but the installed ONNX Runtime can't call PyTorch"
-    ):
-        mlp_trainer({"utils": {"kernels": "pytorch"}})
-
-
-@needs_pytorch
 def test_a_program_that_reads_nothing() -> None:
     """Computations without inputs take so long here that they form a program of their own."""
 
@@ -222,7 +206,6 @@ def test_a_program_that_reads_nothing() -> None:
     assert_same_weights(ours, reference, 1e-5)
 
 
-@needs_pytorch
 def test_twenty_steps_as_pytorch() -> None:
     model = Convolutions()
     reference = copy.deepcopy(model)
@@ -245,7 +228,6 @@ def test_twenty_steps_as_pytorch() -> None:
     assert_same_weights(ours, reference, 1e-4)
 
 
-@needs_pytorch
 def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this can be tested without CUDA: the choice depends on the training device, where the model need not
     be."""

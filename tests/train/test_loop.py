@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 from ort_trainer import ORTTrainer, amp, optim
 from ort_trainer.train.loop import TrainingLoop
-from ort_trainer.train.strategy import SingleProcess
+from ort_trainer.train.strategy import Strategy
 
 from ..helpers import MLP, assert_same_weights, mlp_batches, mlp_trainer
 
 
 def backward(loop: TrainingLoop, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    bound = loop.graphs.bind(batch, {})
-    return loop.backward(loop.prepare(bound, True, loop.graphs.fetches(())), bound)[0]
+    return loop.backward(*loop.bind(batch, {}))[0]
 
 
 def test_backward_and_optimizer_step_are_a_step() -> None:
@@ -79,13 +78,13 @@ def test_an_update_in_the_middle_of_a_window_uses_the_scaler_once() -> None:
 def test_a_strategy_stands_between_the_gradients_and_the_update() -> None:
     """A strategy sees and may change gradients: the sum of two equal processes is twice the gradient."""
 
-    class Doubling(SingleProcess):
+    class Doubling(Strategy):
         seen = 0
 
-        def reduce(self, meeting: Any, gradients: Any) -> Any:
+        def reduce(self, meeting: Any) -> Any:
             Doubling.seen += 1
-            torch._foreach_mul_(list(gradients.values()), 2)
-            return super().reduce(meeting, gradients)
+            torch._foreach_mul_(list(meeting.own.gradients.values()), 2)
+            return super().reduce(meeting)
 
     model = MLP()
     reference = copy.deepcopy(model)

@@ -397,6 +397,8 @@ class Special(nn.Module):
             y = OwnBackward.apply(y)
         if self.case == "hook" and y.requires_grad:
             y.register_hook(lambda grad: grad * 3)
+        if self.case == "hook of a node" and y.grad_fn is not None:
+            y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
         if self.case == "assigned buffer":
             self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
             y = y + self.average
@@ -407,7 +409,8 @@ class Special(nn.Module):
 
 @pytest.mark.options(random_numbers="pytorch")
 @pytest.mark.parametrize(
-    "case", ["straight through", "own backward", "hook", "assigned buffer", "dropout between layers"]
+    "case",
+    ["straight through", "own backward", "hook", "hook of a node", "assigned buffer", "dropout between layers"],
 )
 def test_what_an_exporter_loses_easily(case: str) -> None:
     """Uses SGD, because Adam would hide a gradient that is wrong by a factor."""
@@ -581,6 +584,24 @@ def test_losses_over_rows_that_values_select(loss: Any) -> None:
         assert_close(trainer.eval_step(x, label)[0], expected, 1e-5, "evaluated")
         assert_close(trainer.train_step(x, label)[0], expected, 1e-5, "trained")
     assert len(trainer.session.graphs(True)) == 1
+
+
+def with_saved_tensors_doubled(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value * 2, lambda value: value):
+        return torch.tanh(hidden)
+
+
+def on_cpu(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(hidden)
+
+
+def test_hooks_that_change_saved_tensors_are_refused() -> None:
+    same(Tail(on_cpu), MLP_DESC, mlp_batches(2))
+    with pytest.raises(ExportError, match=r"saved_tensors_hooks, .* remove them, or change the values in forward"):
+        ORTTrainer(Tail(with_saved_tensors_doubled), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(
+            *mlp_batches(1)[0]
+        )
 
 
 def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ...core.errors import CheckpointError
 from ...core.foreign import is_upstream_checkpoint
+from ...core.protobuf import ELEMENT_TYPES
 from .flatbuffer import Table
 
 __all__ = [
@@ -34,24 +35,7 @@ PropertyValue = int | float | str
 
 VERSION = 2
 
-# ONNX's numbers of the element types that NumPy supports.
-DTYPES: Mapping[int, np.dtype[Any]] = {
-    number: np.dtype(name)
-    for number, name in (
-        (1, "float32"),
-        (2, "uint8"),
-        (3, "int8"),
-        (4, "uint16"),
-        (5, "int16"),
-        (6, "int32"),
-        (7, "int64"),
-        (9, "bool"),
-        (10, "float16"),
-        (11, "float64"),
-        (12, "uint32"),
-        (13, "uint64"),
-    )
-}
+DTYPES = {number: np.dtype(name) for number, name in ELEMENT_TYPES.items()}
 
 UNLOADABLE = np.dtype(np.float16)
 """The runtime can't load a file with a tensor of this type."""

@@ -48,16 +48,16 @@ def to_upstream(checkpoint: State, trained: Collection[str] | None = None) -> tu
         if len(set(checkpoint.learning_rates)) > 1:
             left_out.append(f"learning rates of groups {checkpoint.learning_rates[:-1]}")
     others = {
-        "the learning-rate schedule": checkpoint.schedule,
-        "gradients since the last reset": checkpoint.gradients,
-        "the state of the random numbers": checkpoint.random,
+        "the learning-rate schedule": checkpoint.schedule is not None,
+        "gradients since the last reset": bool(checkpoint.gradients),
+        "the state of the random numbers": checkpoint.random is not None,
     }
-    return found, [*left_out, *(what for what, value in others.items() if value)]
+    return found, [*left_out, *(what for what, is_there in others.items() if is_there)]
 
 
 def _group(checkpoint: State, wanted: Collection[str]) -> OptimizerGroup:
     given = dict(checkpoint.optimizer or {})
-    group = OptimizerGroup(checkpoint.optimization_step, checkpoint.learning_rates[-1])
+    group = OptimizerGroup(checkpoint.optimization_step or 0, checkpoint.learning_rates[-1])
     counts = {int(given.pop(key)[0]) for key in [*given] if _slot(key) == UPDATE_COUNT}
     if len(counts) > 1:
         raise ValueError(
@@ -172,7 +172,10 @@ def _fitted(found: State, like: State) -> State:
         learning_rates=like.learning_rates,
         schedule=like.schedule,
         optimizer=optimizer,
-        trainer=like.trainer,
+        transient=like.transient,
+        idle=like.idle,
+        window=like.window,
+        trainer_options=like.trainer_options,
     )
 
 

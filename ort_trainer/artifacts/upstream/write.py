@@ -147,11 +147,6 @@ def step_models(
         ValueError: If onnxruntime-training can't train the model; the message says why.
     """
     for graph in (training, evaluation):
-        if graph.programs:
-            raise ValueError(
-                "the graph calls PyTorch's kernels, which onnxruntime-training's runtime can't: use a graph exported "
-                "with utils.kernels='onnxruntime'"
-            )
         check_portable(graph)
     changed = [name for name in training.buffer_updates if state[name].dtype == np.float32]
     kept = [name for name in training.state if state[name].dtype == np.float32 and name not in buffers]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core.errors import MissingStateWarning
 from ...core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ...trainer import ORTTrainer
 
@@ -80,6 +81,6 @@ def load_flat_state_dict(trainer: ORTTrainer, state_dict: Mapping[str, Any], str
     if optimizer:
         nested["optimizer"] = optimizer
     with warnings.catch_warnings():
-        # The caller chose to save without the optimizer's state.
-        warnings.filterwarnings("ignore", message="Missing key: optimizer in state_dict")
+        # The caller chose to save without the optimizer's state, the only part that may be missing here.
+        warnings.simplefilter("ignore", MissingStateWarning)
         trainer.load_state_dict(nested, strict)

@@ -73,15 +73,15 @@ class TrainerSession:
 
     def get_providers(self) -> list[str]:
         """Returns the names of the execution providers, in order."""
-        return list(self._session.inference_session.get_providers())
+        return [name for name, _ in self._session.providers]
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
         """Returns the options of the execution providers."""
         return dict(self._session.inference_session.get_provider_options())
 
     def get_session_options(self) -> SessionOptions:
-        """Returns the ``onnxruntime.SessionOptions`` of the training graph."""
-        return self._session.inference_session.get_session_options()
+        """Returns the ``onnxruntime.SessionOptions`` of the trainer's sessions."""
+        return self._session.options
 
     def get_profiling_start_time_ns(self) -> int:
         """Returns the start time of profiling in nanoseconds."""
@@ -419,8 +419,8 @@ class TrainingSession(TrainerSession):
             raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")
         extra = {name: number_of(name, value) for name, value in given.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
-        loop = self._trainer.loop
-        window, info, scaler = loop.window, loop.info, loop.precision.scaler
+        loop, info, scaler = self._trainer.loop, self._trainer.train_step_info, self._trainer.loss_scaler
+        window = loop.window
         if scaler is not None and self._feeds_scale:
             scale = extra[self._scale_name]
             began = window.factor(1.0, scale)
@@ -430,13 +430,12 @@ class TrainingSession(TrainerSession):
                     "update"
                 )
             scaler.loss_scale = scale
-        scale = loop.precision.loss_scale
-        batch = loop.graphs.bind((inputs,), {})
-        plan = loop.plan(batch, True, own or [parameters.loss_output_name])
+        scale = 1.0 if scaler is None else scaler.loss_scale
+        plan, batch = loop.bind((inputs,), {}, own or [parameters.loss_output_name])
         if binding is not None:
-            check_binding(binding, plan.runner.graph, batch, self._session.gradients, _ALL_FINITE)
+            check_binding(binding, plan.runner.step, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
-        with uninterrupted():
+        with uninterrupted():  # the pass and the update are one call here
             results = dict(zip(own, loop.backward(plan, batch), strict=False))
             held = self._session.gradients
             results |= {name: held[weight] / scale for name, weight in gradients.items() if weight in held}

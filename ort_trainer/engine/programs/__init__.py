@@ -1,4 +1,4 @@
-"""PyTorch's kernels as nodes of a graph, called through ONNX Runtime's operator ``org.pytorch.aten::ATen``."""
+"""Graphs of PyTorch's kernels, as data, and what runs them."""
 
 from .program import Program
 

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ...step import Step
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Plan
-from .bridge import execute, from_torch, prepare
-from .program import Program
+from ..runner import GraphRunner, Memory, Plan
+from .compiler import compiled
+from .nodes import read_nodes
 
-__all__ = ["KernelRunner", "calls_pytorch"]
-
-
-def calls_pytorch(graph: Step) -> bool:
-    """Returns whether nodes of a graph are programs of PyTorch's operators."""
-    return bool(graph.programs)
+__all__ = ["ProgramRunner"]
 
 
-class KernelRunner(GraphRunner):
-    """An ONNX Runtime session of a graph of programs.
+class ProgramRunner(GraphRunner):
+    """Runs a graph of programs, as one Python function that calls PyTorch's operators in order.
 
     PyTorch's results can't be written into memory that was bound earlier, so they are new tensors, which are copied to
     the destinations, if there are any.
+
+    Args:
+        step: The step.
+        state: The tensors for ``step.state``.
+        memory: The memory of all tensors.
+        deterministic: Whether to request deterministic kernels from PyTorch.
+
+    Attributes:
+        calls: The nodes, in order.
+        inputs: Names of the graph's inputs, in the order in which a run takes them.
+        outputs: Names of the graph's outputs, in the order in which a run returns them.
+        run_programs: The graph as a function.
     """
 
     keeps_destinations = False
 
-    def _prepare(self) -> None:
+    def __init__(self, step: Step, state: Mapping[str, torch.Tensor], memory: Memory, deterministic: bool) -> None:
+        super().__init__(step, {name: value.detach() for name, value in state.items()}, memory)
         keep_freed_memory()
-        prepare({key: Program.from_text(text) for key, text in self.graph.programs.items()})
-        self._feeds = {name: from_torch(value.detach()) for name, value in self._state.items()}
-        names = [output.name for output in self.graph.outputs]  # a part of a graph may have no loss
-        self._wanted = self.graph.loss if self.graph.loss in names else names[0]
-        self._scale: torch.Tensor | None = None
-        self._scale_feed: Any = None
+        self._deterministic = deterministic
+        self.inputs = [*self._state, *(spec.name for spec in step.inputs), *(spec.name for spec in step.random)]
+        self.inputs += [step.loss_scale.name] if step.loss_scale is not None else []
+        names = (spec.name for spec in step.outputs)
+        self.outputs = [*names, *step.gradients.values(), *step.buffer_updates.values()]
+        self.calls, self._constants = read_nodes(step.serialized(), step.programs)
+        self.run_programs = self._compiled(timed=False)
+
+    def _compiled(self, timed: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Returns the graph as a function of its inputs."""
+        return compiled(self.calls, self.inputs, self.outputs, self._constants, timed)
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the tensor of a parameter or buffer."""
-        super().rebind(name, tensor)
-        self._feeds[self.graph.state[name]] = from_torch(tensor.detach())
+        super().rebind(name, tensor.detach())
 
     def run(
         self,
@@ -56,29 +69,57 @@ class KernelRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
-        feeds = dict(self._feeds)
-        for name, value in batch.items():
-            feeds[name] = from_torch(value.float() if value.dtype is torch.bfloat16 else value)
-        if self.graph.loss_scale is not None and loss_scale is not None:
-            if loss_scale is not self._scale:
-                self._scale, self._scale_feed = loss_scale, from_torch(loss_scale)
-            feeds[self.graph.loss_scale.name] = self._scale_feed
+        values = [*self._state.values()]
+        for spec in self.step.inputs:
+            value = batch[spec.name]
+            values.append(value.float() if value.dtype is torch.bfloat16 else value)
         if plan.random:
-            for (spec, _), value in zip(plan.random, self._draw(plan, generator), strict=True):
-                feeds[spec.name] = from_torch(value)
-        found = self._execute(feeds)
+            values += self._draw(plan.random, generator)
+        if loss_scale is not None:
+            values.append(loss_scale)
+        with _as_captured(self._deterministic):
+            found = dict(zip(self.outputs, self.run_programs(values), strict=True))
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
-        results = {}
-        for output in plan.outputs:
-            value = found[output.name]
-            if output.dtype is torch.bool:
-                value = value.view(torch.bool)
-            elif output.bound is not output.dtype:
-                value = value.to(output.dtype)
-            results[output.name] = value
+        results = {
+            output.name: found[output.name].to(output.dtype) if output.bound is not output.dtype else found[output.name]
+            for output in plan.outputs
+        }
         return results, {**found, **destinations} if destinations else found
 
-    def _execute(self, feeds: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        # The C++ session below ONNX Runtime's Python class, whose methods wrap every result.
-        return execute(self.inference_session._sess, feeds, self._wanted)
+
+@contextmanager
+def _as_captured(deterministic: bool) -> Iterator[None]:
+    """A context without PyTorch's gradients and autocast, as when the graph was captured.
+
+    Args:
+        deterministic: Whether to request deterministic kernels.
+    """
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    torch.set_grad_enabled(False)
+    if autocast:
+        torch.set_autocast_enabled("cpu", False)
+    try:
+        if deterministic and not torch.are_deterministic_algorithms_enabled():
+            with _deterministic():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_grad_enabled(grad)
+        if autocast:
+            torch.set_autocast_enabled("cpu", True)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """A context with PyTorch's deterministic kernels; operators that have none only warn."""
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # for debugging; results never depend on such memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = fill

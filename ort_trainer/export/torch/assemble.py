@@ -1,25 +1,29 @@
-"""Assembles a step from its flat graph: the names of inputs and results, the ONNX model, and what is known of both."""
+"""Assembles a step from its flat graph: the names of inputs and results, the ONNX model, and what is known of both.
+
+That includes the module of the user's model that each operator belongs to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
+from torch import nn
 
 from ...core.dims import symbols_of
 from ...core.errors import ExportError
-from ...engine.kernels import FitToKernelsPass, WidenInterfacePass
 from ...options import ModelDescription
 from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
+from ...step.origins import LOSS, Origins, Place
 from .differentiate import FlatGraph
-from .origins import onnx_operators, origins_of
 from .programs.build import program_model
-from .source_lines import drop_source, onnx_source_line
-from .step_module import ExportedStep, canonical_names
+from .step_module import ExportedStep
 
 __all__ = ["assemble"]
+
+Node = torch.fx.Node
 
 _LOSS_SCALE = "__loss_scale_input_name"
 
@@ -27,8 +31,7 @@ _LOSS_SCALE = "__loss_scale_input_name"
 def assemble(
     step: ExportedStep,
     found: FlatGraph,
-    random: Mapping[torch.fx.Node, RandomInput],
-    training: bool,
+    random: Mapping[Node, RandomInput],
     for_kernels: bool,
     stage: Callable[[str], None],
 ) -> Step:
@@ -38,25 +41,22 @@ def assemble(
         step: What is exported.
         found: The flat graph; it is consumed.
         random: Its placeholders of random numbers.
-        training: Whether it has the backward pass.
         for_kernels: Whether its nodes become programs of PyTorch's operators.
         stage: Called with the name of each stage when it begins.
 
     Raises:
         ExportError: If the graph can't be lowered, or the outputs don't match the description.
     """
-    canonical = canonical_names(step.model)
-    description = step.description
+    description, training = step.description, found.tangent is not None
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
-    outputs, shapes = _outputs(step.description, found)
+    outputs, shapes = _outputs(description, found)
     random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
-    state = {node: canonical[_own(name)] for node, name in found.state.items() if node.users}
+    state = {node: name for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}
     # A gradient without elements changes nothing, and has no memory to bind.
-    gradients = {canonical[_own(name)]: node for name, node in found.gradients.items() if node.meta["val"].numel()}
+    gradients = {name: node for name, node in found.gradients.items() if node.meta["val"].numel()}
     gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
-    updates = {canonical[_own(name)]: node for name, node in found.buffer_updates.items()}
-    update_names = {name: names.unique(f"{name}.updated") for name in updates}
+    update_names = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
     batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
 
     inputs = [(node, state_names[name]) for node, name in state.items()]
@@ -69,9 +69,9 @@ def assemble(
         inputs.append((found.tangent, _LOSS_SCALE))
     results = list(zip(found.outputs, description.output_names, strict=True))
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
-    results += [(node, update_names[name]) for name, node in updates.items()]
+    results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
     programs: Mapping[str, str] = {}
-    operators: Mapping[str, Sequence[torch.fx.Node | None]] = {}
+    operators: Mapping[str, Sequence[Node | None]] = {}
     if for_kernels:
         stage("translate")
         made = program_model(found, inputs, results, batch)
@@ -79,12 +79,8 @@ def assemble(
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
 
-        model = to_onnx(found.module, inputs, results, found.constants, step.opset, step.simplified, stage)
-        WidenInterfacePass()(model)
-        _fit(model, found.outputs[0].meta["val"].device.type)
-        if training:
-            operators = onnx_operators(model, found.module.graph)
-        drop_source(model)
+        constants = found.constants
+        model, operators = to_onnx(found.module, inputs, results, constants, step.opset, step.simplified, stage)
     _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
     guards, frozen = found.symbols.guards()
     return Step(
@@ -101,7 +97,7 @@ def assemble(
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
         programs=programs,
-        origins=origins_of(found, step.model, operators).to_text() if training else "",
+        origins=_origins(found, step.model, operators).to_text() if training else "",
         index_ranges=tuple(entry for entry in found.index_ranges if training or entry.outputs),
     )
 
@@ -118,16 +114,6 @@ def _set_shapes(model: ir.Model, described: Mapping[str, Sequence[int | str]]) -
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name is not None and value.name in described:
             value.shape = ir.Shape(described[value.name])
-
-
-def _fit(model: ir.Model, device: str) -> None:
-    """Puts casts around nodes for whose types the engine has no kernel."""
-    missing = FitToKernelsPass(device, onnx_source_line).call(model).missing
-    if missing:
-        raise ExportError(
-            "ONNX Runtime has no kernel for these operators with these types or wider ones: cast their inputs to "
-            "another type.\n  " + "\n  ".join(missing)
-        )
 
 
 def _outputs(
@@ -167,6 +153,68 @@ def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) ->
     )
 
 
-def _own(name: str) -> str:
-    """Converts a name in the step module to the name in the user's model."""
-    return name.removeprefix("model.")
+def _origins(found: FlatGraph, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
+    """Returns where the nodes of a graph come from.
+
+    PyTorch records with every operator the module that called it, and with a backward operator the module of the
+    forward operator whose gradient it computes.
+
+    Args:
+        found: The captured step, in its final form.
+        model: The user's model.
+        nodes: Name of a node -> the operators that it computes; None for an unknown one.
+    """
+    places = _places(found)
+    kinds = {path: type(part).__name__ for path, part in model.named_modules(remove_duplicate=False)}
+    for node in found.module.graph.nodes:  # the loss function's own modules are not the model's
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            kinds.setdefault(_path(path), "" if not path else str(kind).rpartition(".")[2])
+    wanted = {name: [None if node is None else places.get(node) for node in several] for name, several in nodes.items()}
+    return Origins.of(wanted, list(kinds.items()))
+
+
+def _places(found: FlatGraph) -> dict[Node, Place]:
+    operators = [node for node in found.module.graph.nodes if node.op == "call_function"]
+    first = next((index for index, node in enumerate(operators) if _starts_backward(node, found)), len(operators))
+    # By their order: PyTorch's metadata may put the replacement of a backward operator in the forward pass.
+    backward = set(operators[first:])
+    places: dict[Node, Place] = {}
+    for node in operators:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            places[node] = Place(_path(list(stack.values())[-1][0]), node in backward)
+        else:  # a sum of gradients from several operators belongs where they are
+            _place_beside(node, node.all_input_nodes, places, node in backward)
+    for node in reversed(operators):
+        if node not in places:  # a view added by a rewrite belongs where it is used
+            _place_beside(node, node.users, places, node in backward)
+    return places
+
+
+def _starts_backward(node: Node, found: FlatGraph) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or found.tangent in node.all_input_nodes
+
+
+def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Place], backward: bool) -> None:
+    """Places an operator in the innermost module that contains the others."""
+    paths = [places[other].module for other in others if other in places]
+    if paths:
+        places[node] = Place(_common(paths), backward)
+
+
+def _path(path: str) -> str:
+    """Converts the path of a module in the step module to its path in the user's model."""
+    part, _, rest = path.partition(".")
+    if part == "model":
+        return rest
+    return f"{LOSS}.{rest}" if rest else LOSS
+
+
+def _common(paths: Sequence[str]) -> str:
+    parts = [path.split(".") for path in paths]
+    shared = []
+    for several in zip(*parts, strict=False):
+        if len(set(several)) > 1:
+            break
+        shared.append(several[0])
+    return ".".join(shared)

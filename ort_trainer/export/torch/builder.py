@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -19,8 +22,8 @@ from ...step import Step
 from ..cache import Export, export_cache
 from .borrow import BORROWED, borrowed
 from .isolation import can_isolate, run_in_child
-from .progress import showing_progress
 from .step_module import ExportedStep, StepModule
+from .torch_versions import is_tested
 
 if TYPE_CHECKING:
     import onnx
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphBuilder"]
 
 _STANDARD = ("", "ai.onnx")
+_TO_LINE_START, _CLEAR_TO_LINE_END = "\r", "\x1b[K"
 _log = logging.getLogger(__name__)
 # The settings that disable an option without effect.
 _IDLE: dict[str, dict[str, Any]] = {
@@ -83,7 +87,11 @@ class GraphBuilder:
     def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
-        with showing_progress(type(self.step.model).__name__) as progress:
+        if not is_tested():
+            from .self_check import check_torch
+
+            check_torch(self.step.kernels, cache)
+        with contextlib.closing(_Progress(type(self.step.model).__name__)) as progress:
 
             def made() -> Export:
                 from .export import export  # slow, and only the child needs it
@@ -91,7 +99,9 @@ class GraphBuilder:
                 return export(self.step, batch, training, cache, progress.stage)
 
             draw = progress.draw if progress.shown else None
-            answer = run_in_child(lambda: made().to_bytes(), draw, preload) if can_isolate() else None
+            # A training step on PyTorch's kernels does not need ONNX Runtime.
+            meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
+            answer = run_in_child(lambda: made().to_bytes(), draw, meanwhile) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
         graph = dataclasses.replace(found.step, kept=found.kept)
         if training and self.depends_on_modes is not None:
@@ -139,3 +149,57 @@ def _refuse_contrib_ops(graph: Step) -> None:
             f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(found)}, which is not standard "
             "ONNX: don't add it in _internal_use.extra_postprocess, or set the option to True"
         )
+
+
+class _Progress:
+    """A line on a terminal with the stages of an export, cleared at the end; not shown if warnings are not logged.
+
+    A forked child reports its stages through a pipe, so only one process writes to the terminal.
+
+    Args:
+        what: The name of what is exported.
+    """
+
+    def __init__(self, what: str) -> None:
+        wanted = os.environ.get("ORT_TRAINER_PROGRESS", "") not in ("0", "off") and _log.isEnabledFor(logging.WARNING)
+        try:
+            self.shown = wanted and sys.stderr.isatty()
+        except (AttributeError, ValueError):  # no stream, as under pythonw, or a closed one
+            self.shown = False
+        self._what = what
+        self._stream = sys.stderr  # kept, because the export redirects sys.stderr for a while
+        self._start = time.perf_counter()
+        self._stages: list[str] = []
+        self._owner = os.getpid()
+        self._pipe = os.pipe() if self.shown else None
+        if self._pipe is not None:
+            os.set_blocking(self._pipe[0], False)
+
+    def stage(self, name: str) -> None:
+        """Reports that a stage has begun; called in the process that exports."""
+        if self._pipe is not None:
+            os.write(self._pipe[1], f"{name}\n".encode())
+            if os.getpid() == self._owner:
+                self.draw()
+
+    def draw(self) -> None:
+        """Redraws the line; called in the process that shows it, at any time."""
+        if self._pipe is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            self._stages += os.read(self._pipe[0], 4096).decode().split()
+        seconds = time.perf_counter() - self._start
+        line = f"exporting {self._what}: {', '.join(dict.fromkeys(self._stages))}, {seconds:.1f} s"
+        width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
+        self._stream.write(_TO_LINE_START + line[: width - 1] + _CLEAR_TO_LINE_END)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Clears the line."""
+        if self._pipe is not None:
+            self.draw()  # the final state, for logs of the terminal, which keep overwritten lines
+            self._stream.write(_TO_LINE_START + _CLEAR_TO_LINE_END)
+            self._stream.flush()
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None

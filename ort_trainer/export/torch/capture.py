@@ -18,20 +18,21 @@ import numpy
 import sympy
 import torch
 from torch import nn
-from torch._functorch import utils as functorch_utils
+from torch.autograd import graph as autograd_graph
+from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpointing
 
 from ...core.errors import ExportError
 from ...options import InputDescription
-from .explain import explain
+from .explain import explain, source_line
 from .operators.registry import replacements
-from .source_lines import source_line, users_lines_of_conditions
 from .step_module import StepModule
+from .symbols import users_lines_of_conditions
 from .value_checks import value_checks_passed
 
-__all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions", "names_in_model"]
+__all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions"]
 
 CHECKPOINT = "ort_trainer_checkpoint"
 """Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
@@ -148,31 +149,48 @@ def exportable_functions() -> Iterator[None]:
 def _watch_autograd() -> Iterator[list[str]]:
     """Yields a list that collects the names of the model's custom backward passes: an exported program lacks them.
 
-    ``Function.apply`` itself may have been bound to another name before, so the first function it calls is watched.
+    ``Function.apply`` itself may have been bound to another name before, and is compiled from torch 2.14 on, so the
+    creation of what it hands to forward() as ``ctx`` is watched.
     """
     found: list[str] = []
-    unwrap, register_hook = functorch_utils.unwrap_dead_wrappers, torch.Tensor.register_hook
+    register_hook: Any = torch.Tensor.register_hook
+    grad_fn: Any = torch.Tensor.grad_fn
+    pack = autograd_graph.saved_tensors_hooks.__enter__
 
-    def watched_apply(args: Any) -> Any:
-        function = sys._getframe(1).f_locals.get("cls")
+    def watched_context(context: Any, *_: Any) -> None:
+        function = type(context)._forward_cls
         if function is checkpointing.CheckpointFunction:
             raise ExportError(
                 "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
                 "captured: pass use_reentrant=False"
             )
-        name = getattr(function, "__name__", "a custom function")
         # An operator of torch.library stays whole in an exported program, and keeps its backward pass.
-        if not getattr(function, "made_of_operators", False) and not name.startswith(_OF_OPERATORS):
-            found.append(name)
-        return unwrap(args)  # type: ignore[no-untyped-call]
+        if not getattr(function, "made_of_operators", False) and not function.__name__.startswith(_OF_OPERATORS):
+            found.append(function.__name__)
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
         found.append("register_hook")
-        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+        return register_hook(tensor, hook)
+
+    def watched_node(tensor: torch.Tensor) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            found.append("grad_fn")  # probably for a hook of it
+        return grad_fn.__get__(tensor)
+
+    def watched_packing(hooks: Any) -> None:
+        own = type(hooks) is not autograd_graph.saved_tensors_hooks and type(hooks).__module__.startswith("torch.")
+        if not own:  # PyTorch's own, such as save_on_cpu, change no values
+            raise ExportError(
+                "the model or the loss uses torch.autograd.graph.saved_tensors_hooks, which can change what the "
+                "backward pass reads, and which a graph can't run: remove them, or change the values in forward()"
+            )
+        pack(hooks)
 
     with (
-        mock.patch.object(functorch_utils, "unwrap_dead_wrappers", watched_apply),
+        mock.patch.object(BackwardCFunction, "__init__", watched_context),
         mock.patch.object(torch.Tensor, "register_hook", watched_hook),
+        mock.patch.object(torch.Tensor, "grad_fn", property(watched_node)),
+        mock.patch.object(autograd_graph.saved_tensors_hooks, "__enter__", watched_packing),
     ):
         yield found
 
@@ -254,21 +272,6 @@ def _refuse_hooks(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
-
-
-def names_in_model(module: StepModule) -> dict[str, str]:
-    """Maps the names of the step's tensors that belong to the model to their canonical names.
-
-    Other tensors of a loss function are not part of the model: they are constants.
-    """
-    model, step = (
-        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
-        for m in (module.model, module)
-    )
-    own: dict[int, str] = {}
-    for name, tensor in model:
-        own.setdefault(id(tensor), f"model.{name}")
-    return {name: own[id(tensor)] for name, tensor in step if id(tensor) in own}
 
 
 def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:

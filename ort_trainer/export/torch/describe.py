@@ -14,8 +14,8 @@ from ...core.errors import ExportError
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import borrowed
+from .explain import gradients_within, source_line_of_error
 from .isolation import can_isolate, run_in_child
-from .source_lines import source_line_of_error
 from .step_module import (
     LossFunction,
     label_parameters,
@@ -234,8 +234,6 @@ def _outputs(
         except ExportError:
             raise
         except Exception as error:
-            from .explain import gradients_within  # slow: imports what an export needs
-
             raise ExportError(
                 gradients_within(error, type(model).__name__)
                 or f"model_desc='auto' runs {type(model).__name__} on the first batch to find its outputs, but the run "

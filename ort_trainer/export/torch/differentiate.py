@@ -1,7 +1,7 @@
 """Differentiates a captured step into one flat graph of ATen operators: forward pass, backward pass, buffer updates.
 
-``aot_export_joint_with_descriptors`` is a private function of PyTorch. Only this file calls it, and it is a reason for
-the upper bound on the torch version.
+``aot_export_joint_with_descriptors`` is a private function of PyTorch. Only this file calls it, and it is a reason to
+test each version of torch (``torch_versions.py``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ...core.errors import ExportError
 from ...core.indices import IndexRange
 from ...options import InputDescription
-from .capture import Capture, capturing, names_in_model
+from .capture import Capture, capturing
 from .cell_loops import roll_up_loops
-from .explain import explain, unsupported_input
+from .explain import explain, source_line, way_out
 from .operators.recurrent import layers_for_onnx
 from .operators.registry import Operator, composites
 from .programs.rewrites import rewrite_forward
-from .source_lines import source_line
-from .step_module import StepModule
+from .step_module import StepModule, canonical_names
 from .symbols import SymbolTable
 
 __all__ = ["FlatGraph", "differentiate"]
@@ -52,13 +51,13 @@ class FlatGraph:
 
     Attributes:
         module: The graph; placeholders and results are tensors in no particular order.
-        state: Placeholder -> qualified name of the parameter or buffer in the captured module.
-        constants: Placeholder -> value, for tensors that are neither parameter nor buffer.
+        state: Placeholder -> canonical name of the model's parameter or buffer.
+        constants: Placeholder -> value, for tensors that are not the model's parameters or buffers.
         batch: Placeholder -> index of the batch input.
         tangent: The placeholder of the loss scale; None for evaluation.
         outputs: Results of the captured module, in order.
-        gradients: Qualified parameter name -> its gradient.
-        buffer_updates: Qualified buffer name -> its new value.
+        gradients: Canonical name of a parameter -> its gradient.
+        buffer_updates: Canonical name of a buffer -> its new value.
         symbols: The symbolic sizes.
         index_ranges: The ranges that operators allow for inputs used as indices.
     """
@@ -166,7 +165,7 @@ def differentiate(
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
     constants = captured.exported.constants
-    result = _sort(joint, names_in_model(module), {**tensors, **constants}, symbols)
+    result = _sort(joint, canonical_names(module.model, module), {**tensors, **constants}, symbols)
     _refuse_captured_parameters(result.constants.values(), module.model)
     return result
 
@@ -277,7 +276,7 @@ def _sort(
         elif isinstance(what, TangentAOTInput):
             result.tangent = node
         else:
-            raise ExportError(unsupported_input(what, joint.graph))
+            raise ExportError(_unsupported_input(what, joint.graph))
     _lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
@@ -295,6 +294,29 @@ def _sort(
         else:
             raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
     return result
+
+
+def _unsupported_input(what: Any, graph: torch.fx.Graph) -> str:
+    """Returns what is wrong with an input of a graph that is neither data nor state.
+
+    Args:
+        what: AOTAutograd's descriptor of the input.
+        graph: The graph.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        what = f"{node.args[1]} has no ONNX translation, because it has side effects"
+        return f"{what}: {source_line(node)}\n{way_out([node])}"
+    if hasattr(what, "base_of"):
+        name = getattr(what.base_of, "target", None)
+        changed = "a tensor" if name is None else repr(str(name).removeprefix("model."))
+        return (
+            f"forward() changes in place memory that {changed} shares with a view: in a graph the change would not "
+            "reach the other tensor. Keep only one of the two, and take the view in forward()"
+        )
+    return (
+        f"the graph of the model needs a {type(what).__name__} as an input, which is not supported: it comes from a "
+        "tensor subclass"
+    )
 
 
 def _add_gradient(result: FlatGraph, name: str, node: torch.fx.Node) -> None:

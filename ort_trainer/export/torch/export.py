@@ -14,6 +14,7 @@ Imports that only a cache miss needs are lazy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,9 @@ from ...core.errors import ExportError
 from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
 from .capture import Capture, capture
-from .explain import may_be_sizes
+from .explain import forward_line, may_be_sizes
 from .fingerprint import NoFingerprint, fingerprint
 from .index_ranges import find_index_ranges
-from .source_lines import forward_line
 from .step_module import ExportedStep, StepModule
 
 if TYPE_CHECKING:
@@ -60,12 +60,21 @@ def export(
     Raises:
         ExportError: If the model can't be exported or its outputs don't match the description.
     """
+    attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
     with quiet():
-        return _Exporter(step, batch, training, cache, stage).run()
+        if not training or step.kernels == "onnxruntime":
+            return attempt(for_kernels=False).run()
+        try:
+            return attempt(for_kernels=True).run()
+        except ExportError as error:
+            if step.kernels == "pytorch":
+                raise
+            _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
+        return attempt(for_kernels=False).run()
 
 
 class _Exporter:
-    """One export."""
+    """One export, for PyTorch's kernels or for ONNX Runtime's."""
 
     def __init__(
         self,
@@ -74,35 +83,21 @@ class _Exporter:
         training: bool,
         cache: ExportCache | None,
         stage: Callable[[str], None],
+        for_kernels: bool,
     ) -> None:
-        self._step = step
-        self._training = training
-        self._cache = cache
-        self._stage = stage
+        self._step, self._training, self._for_kernels = step, training, for_kernels
+        self._cache, self._stage = cache, stage
         self._inputs = step.description.inputs
         self._sample = [batch[entry.name] for entry in self._inputs]
         self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
         self._module = StepModule(step)
-        self._keys: list[str] = []
-        self._remarks: list[str] = []
-        self._for_kernels = False
         self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
         self._read: tuple[str, ...] = ()
+        self._key = ""  # in the cache; empty for what can't be cached
+        self._remarks: list[str] = []
 
     def run(self) -> Export:
-        if self._training and self._step.kernels != "onnxruntime":
-            self._for_kernels = True
-            try:
-                return self._run()
-            except ExportError as error:
-                if self._step.kernels == "pytorch":
-                    raise
-                self._for_kernels = False
-                _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
-        return self._run()
-
-    def _run(self) -> Export:
-        step, training, for_kernels = self._step, self._training, self._for_kernels
+        step, training = self._step, self._training
         trainable = {f"model.{name}" for name in step.trainable} if training else set()
         with borrowed(self._module, trainable, training, step.modes if training else None):
             graph = self._flat_graph()
@@ -119,16 +114,16 @@ class _Exporter:
         from .random_inputs import Draws, lift_random_numbers
         from .recompute import apply_recompute, asks_for_recomputation
 
-        draws = Draws(step.fast_random, for_kernels)
+        draws = Draws(step.fast_random, self._for_kernels)
         random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
-        if for_kernels and asks_for_recomputation(step.recompute, graph):
+        if self._for_kernels and asks_for_recomputation(step.recompute, graph):
             raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
         if not training:
             described = zip(step.description.outputs, graph.outputs, strict=True)
             graph.read_sizes_from_needed_inputs([node for entry, node in described if not entry.is_loss])
-        elif not for_kernels:
+        elif not self._for_kernels:
             apply_recompute(step.recompute, graph, random, step.model)
-        made = assemble(step, graph, random, training, for_kernels, self._stage)
+        made = assemble(step, graph, random, self._for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
         return self._kept(Export(dataclasses.replace(made, stored=made.serialized()), reasons, self._read))
 
@@ -144,7 +139,6 @@ class _Exporter:
         """
         enlarged = {symbol for symbol, size in self._sizes.items() if size == 1}
         failure: ExportError | None = None
-        self._held = {}
         while True:
             stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
             autocast = self._step.autocast_for(self._sample)
@@ -192,47 +186,38 @@ class _Exporter:
         A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
         The second key does: it holds a graph that was exported because the first one rejected these sizes.
         """
-        self._keys = []
         self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in captured.checks]
         if self._cache is None:
             return None
         try:
             key = fingerprint(captured, self._module, self._step, self._training)
         except NoFingerprint as reason:
+            self._key = ""
             self._remarks.append(f"this export can't be cached: {reason}")
             return None
         sizes = "-".join(str(size) for _, size in sorted(self._sizes.items()))
-        self._keys = [key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"]
-        for number, key in enumerate(self._keys):
-            data, remark = self._cache.load(key)
-            if remark:
-                self._remarks.append(remark)
+        for self._key in (key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"):
+            data, remark = self._cache.load(self._key)
+            self._remarks += filter(None, [remark])
             if data is None:
-                self._keys = self._keys[number:]
                 return None
+            path = self._cache.path(self._key)
             try:
                 known = Export.from_bytes(data)
             except ValueError as error:
-                damaged = self._cache.path(key)
-                self._remarks.append(f"the cached export {damaged} is damaged, so the model is exported again: {error}")
-                self._keys = self._keys[number:]
+                self._remarks.append(f"the cached export {path} is damaged, so the model is exported again: {error}")
                 return None
             if known.accepts(self._sizes):
-                path = str(self._cache.path(key))
-                return dataclasses.replace(known, kept=path, found=True, remarks=tuple(self._remarks))
-        self._keys = self._keys[-1:]
+                return dataclasses.replace(known, kept=str(path), found=True, remarks=tuple(self._remarks))
         return None
 
     def _kept(self, made: Export) -> Export:
-        if self._cache is None or not self._keys:
-            return dataclasses.replace(made, remarks=tuple(self._remarks))
-        key = self._keys[0]
-        remark = self._cache.store(key, made.to_bytes())
-        if remark and remark not in self._remarks:
-            self._remarks.append(remark)
-        return dataclasses.replace(
-            made, kept="" if remark else str(self._cache.path(key)), remarks=tuple(self._remarks)
-        )
+        kept = ""
+        if self._cache is not None and self._key:
+            remark = self._cache.store(self._key, made.to_bytes())
+            kept = "" if remark else str(self._cache.path(self._key))
+            self._remarks += filter(None, [remark if remark not in self._remarks else ""])
+        return dataclasses.replace(made, kept=kept, remarks=tuple(self._remarks))
 
 
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...engine.ort import engine_identity
 from ...engine.programs.halves import slow_halves
 from ..cache import SOURCES_AT_IMPORT, hash_of_sources
-from .capture import Capture, names_in_model
+from .capture import Capture
 from .operators.registry import is_extended
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
 from .symbols import is_choice_of_library
@@ -127,7 +127,8 @@ def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[
 
 def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:
     """Yields the properties of parameters, buffers and constants; for constants, also the values."""
-    of_model = names_in_model(module)
+    # Other tensors of a loss function are constants.
+    of_model = canonical_names(module.model, module)
     yield f"names {sorted(of_model.items())}"
     storages: dict[int, int] = {}
     for name, tensor in [*captured.exported.state_dict.items(), *captured.exported.constants.items()]:

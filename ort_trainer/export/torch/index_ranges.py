@@ -12,7 +12,7 @@ import torch
 from ...core.indices import STEPS, IndexRange
 from ...options import ModelDescription
 from .capture import Capture
-from .source_lines import source_line
+from .explain import source_line
 from .symbols import SymbolTable
 
 __all__ = ["find_index_ranges"]

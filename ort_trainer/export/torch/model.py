@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...engine.ort import can_call_pytorch, has_cuda, maximum_opset
+from ...engine.ort import has_cuda, maximum_opset
 from ...engine.ownership import shared_groups
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
@@ -72,8 +72,15 @@ class TorchSource(ModelSource):
         return dict(self._model.named_buffers())
 
     def check_joint(self) -> None:
-        """Checks that no module communicates with other processes itself."""
-        _check_joint(self._model)
+        """Checks that no module communicates with other processes during a pass; see the base class."""
+        found = [path for path, module in self._model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+        if found:
+            raise ValueError(
+                f"{found[:3]} of {self.name} are SyncBatchNorm, which exchanges batch statistics with the other "
+                "processes during the forward and backward pass, but these run as one graph here: leave out "
+                "nn.SyncBatchNorm.convert_sync_batchnorm(), and each process normalizes by its own batch, as PyTorch's "
+                "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
+            )
 
     def check(self, training: bool) -> tuple[Hashable, Named]:
         """Asks the guard whether the graphs still mean what the model means; see the base class."""
@@ -116,8 +123,6 @@ class TorchSource(ModelSource):
 
     def _against_pytorch_kernels(self) -> str:
         options = self._options
-        if not can_call_pytorch():
-            return "the installed ONNX Runtime can't call PyTorch (onnxruntime-training can)"
         if torch.device(options.device.id).type != "cpu" and has_cuda():
             return "training does not run on the CPU"
         if any(value.device.type != "cpu" for value in self.parameters.values()):
@@ -242,20 +247,4 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{frozen[:3]} of {name} were made under torch.inference_mode() and can't be differentiated: make the "
             "model outside of it"
-        )
-
-
-def _check_joint(model: nn.Module) -> None:
-    """Checks that several processes can train a model together.
-
-    Raises:
-        ValueError: If one of its modules communicates with other processes during a pass.
-    """
-    found = [path for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if found:
-        raise ValueError(
-            f"{found[:3]} of {type(model).__name__} are SyncBatchNorm, which exchanges batch statistics with the other "
-            "processes during the forward and backward pass, but these run as one graph here: leave out "
-            "nn.SyncBatchNorm.convert_sync_batchnorm(), and each process normalizes by its own batch, as PyTorch's "
-            "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
         )

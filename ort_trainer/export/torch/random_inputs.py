@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.errors import ExportError
 from ...step import Dim, RandomInput, dtype_name
+from .explain import source_line
 from .operators.registry import random_operators
-from .source_lines import source_line
 from .symbols import SymbolTable, hint
 
 __all__ = ["Draws", "Lifter", "lift_random_numbers", "order_when_empty"]

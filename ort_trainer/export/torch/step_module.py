@@ -15,7 +15,7 @@ from ...core.errors import ExportError, shown
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import LeftAttributes, assignments_as_updates
-from .source_lines import forward_line
+from .explain import forward_line
 
 __all__ = [
     "ExportedStep",
@@ -99,11 +99,21 @@ class ExportedStep:
         return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer to the first name of the same tensor: tied weights share a name."""
+def canonical_names(model: nn.Module, within: nn.Module | None = None) -> dict[str, str]:
+    """Maps every name of a parameter or buffer to the first name of the same tensor: tied weights share a name.
+
+    Args:
+        model: The model.
+        within: A module around it, whose names of the model's tensors are mapped; None for the model itself.
+    """
+    of_model, named = (
+        [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for module in (model, within or model)
+    )
     first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    for name, tensor in of_model:
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in named if id(tensor) in first}
 
 
 def check_signature(
@@ -142,10 +152,7 @@ def check_signature(
         given = list(dict.fromkeys(arguments))
         choose = labels_beside_any_name if anything else _last_labels
         labels = tuple(choose(given, keywords, loss_fn, parameters or ()))
-        try:
-            signature = inspect.signature(loss_fn)
-        except ValueError:
-            signature = None  # some built-in functions have none; the export will tell
+        signature = signature_of_loss(loss_fn)
         try:
             if signature is not None:
                 if parameters is None:

@@ -1,26 +1,45 @@
-"""Translates torch's symbolic sizes into expressions over the dimension names of the model description."""
+"""Symbolic sizes as expressions over the dimension names of the model description, and where the model fixes them."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import linecache
 import math
+import os
 import re
-from collections.abc import Collection, Sequence
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
 from torch.utils._sympy.printers import PythonPrinter
 
 from ...core.dims import evaluate
 from ...options import InputDescription
 from ...step import Dim
-from .source_lines import line_of_condition
+from .explain import LIBRARIES, shown_place
 
-__all__ = ["SymbolTable", "hint", "is_choice_of_library", "number_of_elements", "size_in_bytes"]
+__all__ = [
+    "SymbolTable",
+    "hint",
+    "is_choice_of_library",
+    "number_of_elements",
+    "size_in_bytes",
+    "users_lines_of_conditions",
+]
 
 # PyTorch compares sizes (a batch below 16, ...) to choose a convolution library; the results are the same.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
+_PYTHON = str(Path(os.__file__).parent)
+_CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))
+_CALLS_OPERATOR = str(Path(torch.__file__).with_name("_ops.py"))
 
 
 def is_choice_of_library(guard: Any) -> bool:
@@ -126,7 +145,7 @@ class SymbolTable:
         about = [g for g in self._shape_env.guards if any(self._names.get(s) == name for s in g.expr.free_symbols)]
         # An equality fixes the size; an earlier bound may not.
         about.sort(key=lambda guard: not isinstance(guard.expr, sympy.Eq))
-        return line_of_condition(about[0].sloc) if about else ""
+        return _line_of_condition(about[0].sloc) if about else ""
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
         if not expression.free_symbols <= set(self._names):
@@ -140,3 +159,49 @@ class SymbolTable:
         except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
             return None
         return text
+
+
+@contextlib.contextmanager
+def users_lines_of_conditions() -> Iterator[None]:
+    """Makes torch record the user's line with every condition on sizes; by default it records only its own."""
+    original = ShapeEnv._get_sloc
+    uninteresting_files().add(__file__)
+
+    def noted(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        place, line = original(self, *args, **kwargs), _current_line_of_the_user()
+        return place if line is None else dataclasses.replace(place, maybe_user_loc=line)
+
+    with mock.patch.object(ShapeEnv, "_get_sloc", noted):
+        yield
+
+
+def _current_line_of_the_user() -> str | None:
+    """Returns the innermost running line of model and loss, ignoring PyTorch, this package and Python's library."""
+    frame: FrameType | None = sys._getframe(2)
+    found = None
+    while frame is not None and frame.f_code.co_filename != _CALLS_MODEL:
+        file = frame.f_code.co_filename
+        of_python = file.startswith(_PYTHON) and "site-packages" not in file
+        if found is None and not of_python and not file.startswith((*LIBRARIES, "<")):
+            found = frame
+        frame = frame.f_back
+    if frame is None or found is None:
+        return None
+    file, line = found.f_code.co_filename, found.f_lineno
+    return shown_place((file, str(line), found.f_code.co_name, linecache.getline(file, line)))
+
+
+def _line_of_condition(place: Any) -> str:
+    """Returns the line, the user's or a library's, that caused a condition on sizes; "" if it is unknown.
+
+    Args:
+        place: The location that torch records with a condition; its own text truncates the path.
+    """
+    if place.maybe_user_loc is not None:
+        return str(place.maybe_user_loc)
+    frame = place.framework_loc
+    if not isinstance(frame, traceback.FrameSummary):
+        return str(place).strip("()")
+    if frame.filename == _CALLS_OPERATOR:
+        return ""
+    return shown_place((frame.filename, str(frame.lineno), frame.name, frame.line or "")).removesuffix(": ")

@@ -2,7 +2,7 @@
 
 The public ``torch.onnx.export`` decomposes the whole program a second time before translating it, which takes longer
 than the rest of an export. The graphs here are decomposed already, so they are passed directly to its translation
-step. That step is private: another reason for the upper bound on the torch version.
+step. That step is private: another reason to test each version of torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from ...core.errors import ExportError
+from ...engine.kernels import FitToKernelsPass, WidenInterfacePass
 from ...step.emitter import Names
 from ...step.simplify import SimplifyPass, convert_opset
 from .borrow import quiet
-from .explain import way_out
+from .explain import line_of_trace, source_line, way_out
 from .operators.execution_order import lower_after
 from .operators.registry import Operator, decompositions, revision, translations
-from .source_lines import drop_source, operator_of, source_line
 
 __all__ = ["decomposition_table", "to_onnx"]
 
@@ -105,10 +105,10 @@ def to_onnx(
     results: Named,
     constants: Mapping[torch.fx.Node, torch.Tensor],
     opset: int,
-    thoroughly: bool = True,
-    stage: Callable[[str], None] = lambda _: None,
-) -> ir.Model:
-    """Translates a captured graph.
+    thoroughly: bool,
+    stage: Callable[[str], None],
+) -> tuple[ir.Model, dict[str, list[torch.fx.Node | None]]]:
+    """Translates a captured graph to a model that the installed engine has kernels for.
 
     Args:
         module: The graph; it is consumed.
@@ -121,7 +121,10 @@ def to_onnx(
         stage: Called with the name of each stage when it begins.
 
     Returns:
-        The model; its nodes still have metadata on their operators and lines of the user's code.
+        The model, and the name of each of its nodes with the operator that it is a part of; None for an unknown one.
+
+    Raises:
+        ExportError: If an operator has no translation, or the engine has no kernel for it.
     """
     stage("translate")
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -142,8 +145,14 @@ def to_onnx(
     convert_opset(model, opset)
     _name_nodes(model, operators)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
-    drop_source(model, keep_lines=True)
-    return model
+    WidenInterfacePass()(model)
+    _fit(model, results[0][0].meta["val"].device.type)
+    found = _operators(model, module.graph)
+    for made in model.graph.all_nodes():
+        made.metadata_props.clear()
+        made.meta.clear()  # torch.onnx keeps the whole captured graph alive here
+    model.graph.metadata_props.clear()
+    return model, found
 
 
 def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
@@ -315,7 +324,7 @@ def _drop_dimension(graph: torch.fx.Graph, result: torch.fx.Node, shown: torch.T
 def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
     """Names every node after its operator: ONNX Runtime's errors show only the node's name."""
     for number, node in enumerate(model.graph.all_nodes()):
-        operator = operators.get(operator_of(node) or "")
+        operator = operators.get(_operator_of(node))
         node.name = f"{node.op_type}_{number}" if operator is None else f"{operator}/{node.op_type}_{number}"
 
 
@@ -334,3 +343,45 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
         value.name = names.unique("interface")
     for value in (*graph.inputs, *graph.outputs):
         value.name = named[id(value)]
+
+
+def _operator_of(node: ir.Node) -> str:
+    """Returns the name of the operator in the captured graph that a node was translated from; "" if there is none."""
+    found = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+    return "" if found is None else found[1]
+
+
+def _fit(model: ir.Model, device: str) -> None:
+    """Puts casts around nodes for whose types the engine has no kernel."""
+
+    def source(node: ir.Node) -> str:
+        return line_of_trace(node.metadata_props.get("pkg.torch.onnx.stack_trace"))
+
+    missing = FitToKernelsPass(device, source).call(model).missing
+    if missing:
+        raise ExportError(
+            "ONNX Runtime has no kernel for these operators with these types or wider ones: cast their inputs to "
+            "another type.\n  " + "\n  ".join(missing)
+        )
+
+
+def _operators(model: ir.Model, graph: torch.fx.Graph) -> dict[str, list[torch.fx.Node | None]]:
+    """Maps the name of every node of a translated model to the operator that it is a part of.
+
+    A node added after the translation, such as a cast, belongs to the operator that reads its result, or else to the
+    one that computed its input.
+    """
+    operators = {node.name: node for node in graph.nodes}
+    found: dict[ir.Node, torch.fx.Node | None] = {}
+    nodes = list(model.graph.all_nodes())
+    for node in nodes:
+        found[node] = operators.get(_operator_of(node))
+    for node in reversed(nodes):
+        if found[node] is None:
+            users = (user for value in node.outputs for user, _ in value.uses())
+            found[node] = next((found[user] for user in users if found.get(user) is not None), None)
+    for node in nodes:
+        if found[node] is None:
+            makers = (value.producer() for value in node.inputs if value is not None)
+            found[node] = next((found[maker] for maker in makers if maker and found.get(maker) is not None), None)
+    return {str(node.name): [operator] for node, operator in found.items()}

@@ -54,35 +54,32 @@ def run(
 
 def test_training_graph() -> None:
     model = Model()
-    tensors = {f"model.{name}": value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+    tensors = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
     found = captured(model, SHAPES, X, LABEL)
     # A tied weight has one placeholder and one gradient; the frozen bias has no gradient.
-    assert set(found.state.values()) == set(tensors) - {"model.second.weight"}
-    assert set(found.gradients) == {
-        f"model.{name}" for name in ("first.weight", "first.bias", "second.bias", "norm.weight")
-    }
-    updated = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(found.state.values()) == set(tensors) - {"second.weight"}
+    assert set(found.gradients) == {"first.weight", "first.bias", "second.bias", "norm.weight"}
+    updated = {f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert set(found.buffer_updates) == updated
     results = run(found, tensors, X, LABEL, scale=8.0)
     loss = model(X, LABEL)
     torch.testing.assert_close(results.pop("loss"), loss.detach())
     loss.backward()
-    expected = {f"model.{name}": 8.0 * p.grad for name, p in model.named_parameters() if p.grad is not None}
-    expected |= {name: model.get_buffer(name.removeprefix("model.")) for name in updated}
+    expected = {name: 8.0 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected |= {name: model.get_buffer(name) for name in updated}
     torch.testing.assert_close(results, expected)
 
 
 def test_evaluation_graph() -> None:
     model = Model().eval()
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     found = captured(model, SHAPES, X, LABEL, training=False)
     assert found.tangent is None and not found.gradients and not found.buffer_updates
-    torch.testing.assert_close(run(found, tensors, X, LABEL), {"loss": model(X, LABEL).detach()})
+    torch.testing.assert_close(run(found, model.state_dict(), X, LABEL), {"loss": model(X, LABEL).detach()})
 
 
 def test_it_is_right_for_batches_of_other_sizes() -> None:
     model = Model()
-    tensors = {f"model.{name}": value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+    tensors = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
     found = captured(model, SHAPES, X, LABEL)
     larger = torch.randn(9, 4), torch.arange(9) % 4
     torch.testing.assert_close(run(found, tensors, *larger)["loss"], model(*larger).detach())
@@ -93,7 +90,7 @@ def test_what_is_neither_parameter_nor_buffer_is_a_constant() -> None:
     found = captured(
         model, {"input": ["batch", 4], "label": ["batch"]}, X, LABEL, loss_fn=nn.CrossEntropyLoss(weight=weight)
     )
-    assert set(found.state.values()) == {"model.weight", "model.bias"}
+    assert set(found.state.values()) == {"weight", "bias"}
     (constant,) = found.constants.values()
     assert torch.equal(constant, weight)
 

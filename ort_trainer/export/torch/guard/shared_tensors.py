@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -12,9 +12,12 @@ from torch import nn
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
 from ...model_source import Memory, Named
 from ..borrow import BORROWED
-from .model_watch import ModelWatch
 
 __all__ = ["SharedTensors"]
+
+
+class _Watch(Protocol):
+    trainable: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class SharedTensors(Memory):
         watch: Knows which parameters are trained.
     """
 
-    def __init__(self, model: nn.Module, watch: ModelWatch) -> None:
+    def __init__(self, model: nn.Module, watch: _Watch) -> None:
         self._model, self._watch = model, watch
         self._same: list[_Place] = []
         self._rounded: list[_Place] = []

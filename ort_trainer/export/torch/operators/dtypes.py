@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch._decomp import decomposition_table
 
-from .registry import decomposition, untranslated
+from .registry import Value, decomposition, op, translation, untranslated
 
-__all__ = ["is_whole"]
+__all__ = ["is_whole", "number"]
 
 aten = torch.ops.aten
 
@@ -102,3 +103,27 @@ def _power_of_number(base: float, exponent: torch.Tensor) -> Any:
     if exponent.dtype != torch.float64:
         return NotImplemented
     return aten.pow.Tensor_Tensor(aten.scalar_tensor.default(base, dtype=torch.float64), exponent)
+
+
+@translation(aten.scalar_tensor.default)
+def number(s: Any, dtype: int = -1, **placement: Any) -> Value:
+    """Returns a number in the requested precision: torch.onnx rounds it to fp32 on the way to double precision."""
+    if isinstance(s, (bool, int, float)):
+        return op.Constant(value=ir.tensor(s, dtype=ir.DataType.FLOAT if dtype == -1 else ir.DataType(dtype)))
+    return s if dtype == -1 else op.Cast(s, to=dtype)
+
+
+@translation(aten.full.default)
+def _full(size: Sequence[Any], fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
+    """Returns a tensor with the same number in every element."""
+    if dtype == -1 and isinstance(fill_value, (bool, int)):
+        dtype = ir.DataType.BOOL if isinstance(fill_value, bool) else ir.DataType.INT64
+    value = number(fill_value, dtype)
+    sizes = [op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [-1]) for n in size]
+    return op.Expand(value, op.Concat(*sizes, axis=0) if sizes else op.Constant(value_ints=[]))
+
+
+@translation(aten.full_like.default)
+def _full_like(value: Value, fill_value: Any, dtype: int = -1, **placement: Any) -> Value:
+    """Returns a tensor of one number, in the shape of another and, by default, in its dtype."""
+    return op.Expand(number(fill_value, value.dtype if dtype == -1 else dtype), op.Shape(value))

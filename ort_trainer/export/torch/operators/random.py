@@ -11,9 +11,9 @@ import torch
 
 from ....core.errors import ExportError
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
+from ..explain import source_line
 from ..random_inputs import Lifter
-from ..source_lines import source_line
-from .creation import number
+from .dtypes import number
 from .registry import Value, keep, op, random_operator, replacement, translation
 
 aten = torch.ops.aten

@@ -1,16 +1,25 @@
-"""Shape and layout operators that torch.onnx lacks or translates differently."""
+"""Operators of shape and layout that torch.onnx lacks or translates differently."""
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ....core.errors import ExportError
-from .registry import Size, Value, decomposition, op, translation
+from ..random_inputs import order_when_empty
+from .registry import Size, Value, decomposition, op, replacement, translation
 
 aten = torch.ops.aten
+_len = builtins.len
+
+
+@replacement(builtins, "len")
+def _length(value: Any, /) -> Size:
+    """Returns the first size of a tensor, symbolic as in ``value.shape[0]``; Python's own ``len`` returns a number."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else _len(value)
 
 
 @translation(aten.sym_numel.default)
@@ -118,3 +127,21 @@ def _places(like: torch.Tensor, size: Sequence[Size], stride: Sequence[Size], of
         steps = torch.arange(count, device=like.device) * step
         place = place + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
     return place
+
+
+@decomposition(aten.empty_permuted.default, aten._efficientzerotensor.default)
+def _zeros(size: Sequence[Size], *ignored: Any, **options: Any) -> torch.Tensor:
+    """Returns zeros, for zero tensors as well as for uninitialized memory: ONNX has neither."""
+    return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
+
+
+@decomposition(aten.empty_like.default)
+def _empty_like(input: torch.Tensor, **settings: Any) -> Any:
+    """Keeps the memory order of the dimensions, in which a random operator will fill the tensor."""
+    order = order_when_empty(input)
+    if not order or settings.get("memory_format") not in (None, torch.preserve_format):
+        return NotImplemented
+    dtype = settings.get("dtype") or input.dtype
+    device = settings.get("device") or input.device
+    empty = torch.zeros([input.shape[axis] for axis in order], dtype=dtype, device=device)
+    return empty.permute([order.index(axis) for axis in range(input.dim())])

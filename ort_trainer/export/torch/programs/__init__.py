@@ -1,1 +1,1 @@
-"""Graphs whose nodes are programs of PyTorch operators, for an engine that can call PyTorch."""
+"""Graphs whose nodes are programs of PyTorch's operators."""

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ....core.errors import ExportError
-from ....engine.programs.bridge import DOMAIN, OPERATOR
+from ....engine.programs.nodes import DOMAIN, OPERATOR
 from ....engine.programs.program import Order
 from ....options import InputDescription
 from ....step.emitter import Names
@@ -57,7 +57,7 @@ def program_model(
     graph = found.module.graph
     for node, name in inputs:
         if node in found.state and node.meta["val"].dtype == torch.bfloat16:
-            raise ExportError(f"{name!r} is bfloat16, which PyTorch's kernels can't receive from ONNX Runtime")
+            raise ExportError(f"{name!r} is bfloat16, which graphs of PyTorch's kernels don't take")
     _widen_interface(graph, [node for node, _ in inputs])
     (end,) = graph.find_nodes(op="output")
     end.args = (tuple(_widened(node, end) for node, _ in results),)
@@ -68,7 +68,7 @@ def program_model(
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
-    """Makes bfloat16 inputs fp32 and casts them back: ONNX Runtime takes NumPy dtypes, which lack bfloat16."""
+    """Makes bfloat16 inputs fp32 and casts them back: runs on both kinds of kernels take and return NumPy's dtypes."""
     (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
     for node in inputs:
         if node.meta["val"].dtype == torch.bfloat16:
@@ -162,8 +162,7 @@ class _Builder:
         for node in results:
             self._orders[node] = None if node in names else memory_order(node.meta["val"])
         encoder = Encoder(self._symbols, self._sizes, self._orders)
-        program = encoder.write(nodes, results, unread=self._inputs[0][0])
-        program.outputs.update((str(index), names[node]) for index, node in enumerate(results) if node in names)
+        program = encoder.write(nodes, results)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
         inputs = [self._values[node] for node in encoder.inputs]
         key = program.key
@@ -182,15 +181,12 @@ _OPSETS = {"": 18, DOMAIN: 1}
 
 
 def _call(key: str, inputs: list[ir.Value], outputs: list[ir.Value], name: str) -> ir.Node:
-    # Equal programs share a key. A profile must tell their nodes apart, and it sees the second attribute.
-    attributes = {"operator": key, "overload_name": name}
-    return ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, outputs=outputs, name=name)
+    return ir.node(OPERATOR, inputs, {"operator": key}, domain=DOMAIN, outputs=outputs, name=name)
 
 
 def _value(node: Node, name: str) -> ir.Value:
     dtype = node.meta["val"].dtype
-    kind = ir.DataType.UINT8 if dtype == torch.bool and node.op != "placeholder" else _TYPES[dtype]
-    return ir.Value(name=name, type=ir.TensorType(kind))
+    return ir.Value(name=name, type=ir.TensorType(_TYPES[dtype]))
 
 
 def _shape(node: Node) -> ir.Shape:

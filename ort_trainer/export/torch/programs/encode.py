@@ -48,24 +48,21 @@ class Encoder:
         self._places: dict[Node, dict[str, int]] = {}
         self._done: set[Node] = set()
 
-    def write(self, nodes: Sequence[Node], results: Collection[Node], unread: Node) -> Program:
+    def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
         """Returns the program of some operators.
 
         Args:
             nodes: The operators, in order.
             results: What the program returns: some of the operators, or views of them or of inputs.
-            unread: Becomes the input of a program that reads none: ONNX Runtime refuses a node without inputs.
         """
         for node in nodes:
             self._step(node)
         for node in results:
             place = self._place(node)
             if "x" in self._places[base_of(node)] or (is_view(node) and base_of(node) in results):
-                # Memory that ONNX Runtime owns, or that is another result, must not be returned as a second value.
+                # Memory of an input, a constant or another result must not be returned as a second value.
                 place = self._add(node, "aten.clone.default", [place], {})
             self._program.results.append((place["v"], self._orders.get(node)))
-        if not self.inputs:
-            self._take(unread)
         return self._program
 
     def _place(self, node: Node) -> dict[str, int]:
@@ -79,8 +76,7 @@ class Encoder:
 
     def _take(self, node: Node) -> int:
         if node not in self._places:
-            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
-            self._program.inputs.append((dtype, self._orders.get(node)))
+            self._program.inputs.append(self._orders.get(node))
             self._places[node] = {"x": len(self.inputs)}
             self.inputs.append(node)
         return self._places[node]["x"]

@@ -1,7 +1,8 @@
 """Divides a captured graph into the programs that become its nodes.
 
-A call from ONNX Runtime into PyTorch costs about ten microseconds, and values passed between programs hold memory that
-a single program would reuse. So a program collects operators in graph order until they add up to enough work::
+A run without the backward pass leaves out the programs that its outputs do not need, so there must be several; but
+only within a program can an operator overwrite what another has computed. So a program collects operators in graph
+order until they add up to enough work::
 
     layer_norm -> addmm -> gelu -> addmm -> ...    =>    [layer_norm, addmm] -> [gelu, addmm] -> ...
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ....core.errors import ExportError
-from ..source_lines import source_line
+from ..explain import source_line
 from ..symbols import hint, number_of_elements
 
 __all__ = [

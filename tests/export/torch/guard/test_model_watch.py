@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.export.torch.guard.model_watch import ModelWatch
+from ort_trainer.export.torch.guard.guard import ModelWatch
 
 from ....helpers import assert_close, assert_same_weights
 

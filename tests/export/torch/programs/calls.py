@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.engine.ort import can_call_pytorch
 from ort_trainer.engine.programs import Program
 
 from ....helpers import assert_close
 
-needs_pytorch = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not can_call_pytorch(), reason="the engine can't call PyTorch"),
-]
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from ort_trainer.export.torch.programs.reuse import _ROW_BY_ROW
 
-from .calls import LARGE, Function, needs_pytorch, trained
+from .calls import LARGE, Function, trained
 
-pytestmark = needs_pytorch
 WIDE = torch.ones(250, dtype=torch.float64)
 # Functions of a linear layer's (128, 250) results, and the overload that must be called, or must not.
 REUSED: dict[str, tuple[Function, str]] = {

@@ -15,9 +15,8 @@ from ort_trainer.export.torch.programs import rewrites
 from ort_trainer.export.torch.programs.rewrites import halves
 
 from ....helpers import assert_close
-from .calls import LARGE, Function, needs_pytorch, trained
+from .calls import LARGE, Function, trained
 
-pytestmark = needs_pytorch
 ROOT = math.sqrt(2 / math.pi)
 GELUS: dict[str, Function] = {
     "new": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),

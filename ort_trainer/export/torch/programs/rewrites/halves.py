@@ -51,8 +51,9 @@ def widen_products(graph: torch.fx.Graph) -> None:
         mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
 
     On such processors, PyTorch's kernels for halves also add up in fp32, but element by element: 10 to 60 times slower.
-    Operands are rounded as before, so the same values overflow. A result that is cast to fp32 after the product, such
-    as a weight's gradient, is not rounded first, nor are the intermediate values of attention and recurrent layers.
+    Operands are rounded as before, so the same values overflow. The intermediate values of attention and recurrent
+    layers are not rounded, nor is a float16 result that is cast to fp32 after the product, such as a weight's gradient.
+    A bfloat16 result is: its rounding is felt in the loss, which would not be PyTorch's.
     """
     dtypes = slow_halves()
     if dtypes:
@@ -89,8 +90,9 @@ class _Widener:
         """Replaces a result, or a part of one, with the rounded wide result."""
         dtype = node.meta["val"].dtype
         if dtype in self._dtypes:
-            for user in list(filter(_only_widens, node.users)):
-                user.replace_all_uses_with(wide)
+            if dtype == torch.float16:
+                for user in list(filter(_only_widens, node.users)):
+                    user.replace_all_uses_with(wide)
             wide = self._cast(wide, dtype, node)
         node.replace_all_uses_with(wide)
         if node.target is operator.getitem:

@@ -1,4 +1,4 @@
-"""Collects the differences between a state dict and the trainer, so that one error reports all of them."""
+"""Reads values of a state dict, and collects how they differ from the trainer's, so that one error reports all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.ownership import owned_dtype
+from .state import Array
 
-__all__ = ["Differences", "compare_keys", "to_tensor"]
+__all__ = ["Differences", "compare_keys"]
 
 
 class Differences:
@@ -38,20 +38,53 @@ class Differences:
         if unexpected:
             self._names.append(f"Unexpected keys: {unexpected} in {where}")
 
-    def fitting(self, value: Any, like: torch.Tensor, where: str) -> torch.Tensor | None:
-        """Returns a tensor in the trainer's dtype; None if its shape or dtype is wrong, which is recorded.
+    def fitting(self, value: Any, like: torch.Tensor, dtype: torch.dtype, where: str) -> Array | None:
+        """Returns a value in the trainer's dtype; None if its shape or dtype is wrong, which is recorded.
+
+        Args:
+            value: A tensor or array.
+            like: The model's tensor.
+            dtype: The dtype in which the trainer keeps it.
+            where: The value's place, for messages.
 
         Raises:
-            TypeError: If it is not a tensor.
+            TypeError: If it is neither a tensor nor an array.
         """
-        tensor = to_tensor(value, where)
+        tensor = self.tensor(value, where)
         if tensor.shape != like.shape:
             self._shapes.append(f"{where} has shape {list(tensor.shape)}, but the trainer has {list(like.shape)}")
             return None
         if tensor.dtype != like.dtype and (tensor.is_floating_point() != like.is_floating_point()):
             self._dtypes.append(f"{where} has dtype {tensor.dtype}, but the trainer has {like.dtype}")
             return None
-        return tensor.to(owned_dtype(like.dtype))
+        return tensor.to(dtype).numpy(force=True)
+
+    def tensor(self, value: Any, where: str) -> torch.Tensor:
+        """Returns a tensor or array as a tensor that shares its memory.
+
+        Raises:
+            TypeError: If it is neither a tensor nor an array.
+        """
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (np.ndarray, np.generic)):
+            return torch.from_numpy(np.asarray(value))
+        raise TypeError(f"{where} must be a tensor or a numpy array, but it is a {type(value).__name__}")
+
+    def random_state(self, value: Any, device: torch.device, where: str) -> Array:
+        """Returns a copy of the state of a random generator.
+
+        Raises:
+            TypeError: If it is neither a tensor nor an array.
+            ValueError: If it is not a state of a generator on the device.
+        """
+        # A copy, as PyTorch crashes on unaligned memory, as in a mapped file.
+        state = self.tensor(value, where).to(torch.uint8, copy=True)
+        try:
+            torch.Generator(device).set_state(state)
+        except RuntimeError as error:
+            raise ValueError(f"{where} is not a state of a random generator on {device}: {error}") from error
+        return state.numpy()
 
     def check(self) -> None:
         """Raises one error for all recorded differences.
@@ -78,16 +111,3 @@ def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, wh
     differences = Differences(strict)
     differences.compare_keys(expected, found, where)
     differences.check()
-
-
-def to_tensor(value: Any, where: str) -> torch.Tensor:
-    """Returns a tensor or array as a tensor that shares its memory.
-
-    Raises:
-        TypeError: If it is neither a tensor nor an array.
-    """
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, (np.ndarray, np.generic)):
-        return torch.from_numpy(np.asarray(value))
-    raise TypeError(f"{where} must be a tensor or a numpy array, but it is a {type(value).__name__}")

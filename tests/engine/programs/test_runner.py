@@ -1,0 +1,123 @@
+"""Graphs of programs as one function, against their programs run one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ort_trainer import ORTTrainer, optim
+from ort_trainer.core.dims import evaluate, evaluate_number
+from ort_trainer.engine.programs import Program
+from ort_trainer.engine.programs.nodes import read_nodes
+from ort_trainer.engine.programs.program import find_operator
+from ort_trainer.engine.programs.runner import ProgramRunner
+from ort_trainer.step import Step
+
+from ...helpers import MLP, mlp_batches, mlp_trainer
+from ...train.test_kernels import MODELS, trainer
+
+
+def interpreted(graph: Step, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a graph as ONNX reads it, node after node; nothing is compiled or freed."""
+    values = dict(values)
+    for name, value in graph.model.graph.initializers.items():
+        assert value.const_value is not None
+        values[name] = torch.from_numpy(value.const_value.numpy().copy())
+    for node in graph.model.graph:
+        program = Program.from_text(graph.programs[node.attributes["operator"].as_string()])
+        taken = [values[str(value.name)] for value in node.inputs if value is not None]
+        sizes = {symbol: taken[index].shape[axis] for symbol, (index, axis) in program.symbols.items()}
+        for value, result in zip(node.outputs, results_of(program, taken, sizes), strict=True):
+            values[str(value.name)] = result
+    return values
+
+
+def results_of(program: Program, taken: list[torch.Tensor], sizes: dict[str, int]) -> list[torch.Tensor]:
+    known: dict[str, list[Any]] = {"v": [], "x": [back(*pair) for pair in zip(taken, program.inputs, strict=True)]}
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [value(entry) for entry in argument]
+        if not isinstance(argument, dict):
+            return argument
+        ((kind, what),) = argument.items()
+        computed = {"dim": evaluate, "number": evaluate_number, "torch": lambda name, _: getattr(torch, name)}
+        return computed[kind](what, sizes) if kind in computed else known[kind][what]
+
+    for target, args, kwargs in program.steps:
+        known["v"].append(find_operator(target)(*map(value, args), **{name: value(kwargs[name]) for name in kwargs}))
+    results = [(known["v"][step], order) for step, order in program.results]
+    return [(result if order is None else result.permute(order)).contiguous() for result, order in results]
+
+
+def back(value: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    return value if order is None else value.permute([order.index(axis) for axis in range(len(order))])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_as_one_function_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several steps: dropout, attention, an LSTM, convolutions with batch norm, and batches of several sizes."""
+    make, batch, shape = MODELS[name]
+    model = make()
+
+    def train() -> tuple[list[torch.Tensor], ORTTrainer]:
+        torch.manual_seed(1)
+        ours = trainer(copy.deepcopy(model), shape, kernels="pytorch")
+        return [value for size in (4, 4, 6, 1) for value in ours.train_step(*batch(size))], ours
+
+    found, ours = train()
+
+    def uncompiled(runner: ProgramRunner, timed: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            results = interpreted(runner.step, dict(zip(runner.inputs, values, strict=True)))
+            return tuple(results[name] for name in runner.outputs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgramRunner, "_compiled", uncompiled)
+        expected, theirs = train()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    states = [each.state_dict(pytorch_format=True) for each in (ours, theirs)]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_a_node_that_is_no_program_is_refused() -> None:
+    ours = mlp_trainer({"utils": {"kernels": "pytorch"}})
+    ours.prepare(mlp_batches(1)[0])
+    graph = ours.session.graphs(True)[0]
+    with pytest.raises(ValueError, match=r"operator org\.pytorch\.aten::ATen, is not a program of PyTorch's operators"):
+        read_nodes(graph.serialized(), {})
+
+
+def test_scatters_are_deterministic_if_that_is_asked_for() -> None:
+    """PyTorch adds values at equal indices in any order, with several threads."""
+
+    class Gathers(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x[:, 0].abs().long().clamp(max=2).repeat_interleave(200_000)
+            return super().forward(x) + (self.table[rows] * x[0, 0]).view(len(x), -1).sum(1, keepdim=True).sin()
+
+    (x, label), *_ = mlp_batches(1, 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        options = {"utils": {"kernels": "pytorch"}, "debug": {"deterministic_compute": True}}
+        ours = mlp_trainer(options, optim.SGDConfig(lr=0.0), Gathers())
+        gradients = []
+        for _ in range(4):
+            ours.train_step(x, label)
+            gradients.append(ours.get_gradient("table").clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert all(torch.equal(gradients[0], other) for other in gradients)
