@@ -20,7 +20,7 @@ RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants test-python312
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
 .PHONY: test-browser dist dist-test lint format torture bench fidelity operators recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
@@ -103,9 +103,11 @@ mutants: setup
 torture: setup
 	$(BIN)/python -m pytest -m torture
 
-# A few of them on Python 3.12, where there is one; it needs 5 GB for a torch with CUDA if pip finds no other.
-test-python312:
-	tests/python312.sh
+# A tenth of them on other versions of Python, torch and all else, where that Python is: noxfile.py lists them. An hour.
+matrix: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[matrix]'
+	$(BIN)/nox
+	$(BIN)/nox -s table
 
 # The wheel is built from the source distribution, so that both are complete.
 dist: setup

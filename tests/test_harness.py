@@ -128,8 +128,9 @@ def _functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(import_map.tree(path)) if isinstance(node, ast.FunctionDef)]
 
 
-def test_what_runs_on_python_312_is_there() -> None:
-    named = re.findall(r"^  (tests/\S+)$", (TESTS / "python312.sh").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("file", ["noxfile.py", "tests/wheel.sh"])
+def test_what_runs_on_other_versions_and_on_the_wheel_is_there(file: str) -> None:
+    named = re.findall(r"^ +\"?(tests/[\w/.:]+)\"?,?$", (ROOT / file).read_text(), re.MULTILINE)
     assert len(named) > 5
     for path, _, function in (test.partition("::") for test in named):
         assert (ROOT / path).exists() and (

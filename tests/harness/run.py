@@ -66,7 +66,6 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield pytest_step(folder, ENGINES[0], "-m", "not torture", isolated=True, environment=cold)
     yield pytest_step(folder, ENGINES[1], "-m", "engine and not torture", isolated=True, environment=cold | STOCK)
     yield pytest_step(folder, "torture", "-m", "torture", "-n0", isolated=True, environment=cold)
-    yield Step("Python 3.12", (str(ROOT / "tests" / "python312.sh"),), folder=folder)
     yield Step("wheel", ("make", "dist-test"))
     yield Step("site", ("make", "site"))
     yield Step("browser", ("make", "test-browser"))
@@ -124,10 +123,8 @@ def _run(step: Step, after_failure: bool) -> Ended:
         return Ended(step, 0, 0.0, f"an earlier step failed; to run this one anyway: {step.line()}")
     print(f"== {step.name}", flush=True)
     start = time.perf_counter()
-    skipped = step.file("skipped")
-    environment = {**os.environ, **step.environment, "SKIPPED": str(skipped)}
-    code = subprocess.run(step.command, cwd=ROOT, env=environment, check=False).returncode
-    return Ended(step, code, time.perf_counter() - start, skipped.read_text().strip() if skipped.exists() else "")
+    code = subprocess.run(step.command, cwd=ROOT, env={**os.environ, **step.environment}, check=False).returncode
+    return Ended(step, code, time.perf_counter() - start)
 
 
 if __name__ == "__main__":

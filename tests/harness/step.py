@@ -51,7 +51,7 @@ class Step:
         return self.folder / self.name.replace(" ", "_")
 
     def file(self, ending: str) -> Path:
-        """Returns a file of this step; ``jsonl`` has a line per test, ``skipped`` says why the step did nothing."""
+        """Returns a file of this step; ``jsonl`` has a line per test."""
         return self.folder / f"{self.place.name}.{ending}"
 
     def line(self, test: str = "") -> str:

@@ -1,0 +1,113 @@
+"""Runs a tenth of the tests on other versions of Python, torch and the libraries beneath: ``make matrix``.
+
+Each session installs one combination in an environment of its own, which is deleted when its tests have run: it takes 6
+GB, as the torch of a package index comes with CUDA (the tests run on the CPU). ``nox -l`` lists the sessions, and
+``nox -s 'versions(torch 2.12)' table`` runs one, and then writes what was ever run here to docs/versions.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+FOUND = ROOT / "build" / "matrix"
+nox.options.default_venv_backend = "uv"
+nox.options.envdir = str(FOUND / "environments")
+
+# What versions break: captured programs and private functions of torch, kernels, optimizers, files, kept exports.
+TESTS = (
+    "tests/engine",
+    "tests/export/test_cache.py",
+    "tests/export/torch",
+    "tests/golden",
+    "tests/optim",
+    "tests/state",
+    "tests/test_fidelity.py",
+    "tests/test_imports.py::test_the_package_imports_nothing_heavy_but_torch",
+    "tests/train/test_dropout.py",
+    "tests/train/test_kernels.py",
+    "tests/train/test_models.py",
+    "tests/train/test_torch_optimizers.py",
+)
+TOOLS = ("hypothesis", "psutil", "pytest", "pytest-xdist", "safetensors")
+# Those whose versions the table shows, besides Python's.
+SHOWN = ("torch", "onnxruntime-training-cpu", "onnxruntime", "onnx", "onnxscript", "numpy", "transformers")
+# Python, the extra with the engine, torch (all others are pinned by constraints.txt), how other versions are chosen.
+COMBINATIONS = {
+    "torch 2.11": ("3.11", "cpu", "2.11.0", "pinned"),
+    "torch 2.12": ("3.11", "cpu", "2.12.1", "pinned"),
+    "torch 2.14": ("3.11", "cpu", "2.14.1", "pinned"),
+    "torch 2.15": ("3.11", "cpu", "2.15.0", "pinned"),
+    "Python 3.10": ("3.10", "cpu", "2.13.0", "pinned"),
+    "Python 3.12": ("3.12", "cpu", "2.13.0", "pinned"),
+    "Python 3.13": ("3.13", "stock", "2.13.0", "pinned"),
+    "Python 3.14": ("3.14", "stock", "2.15.0", "pinned"),
+    "lowest": ("3.11", "cpu", "2.11.0", "lowest-direct"),
+    "newest": ("3.12", "stock", "2.15.0", "highest"),
+}
+
+
+MARKS = ("<!-- make matrix: generated -->", "<!-- end of make matrix -->")
+
+
+@nox.session
+@nox.parametrize(
+    "python,engine,torch,resolution", [nox.param(*chosen, id=name) for name, chosen in COMBINATIONS.items()]
+)
+def versions(session: nox.Session, engine: str, torch: str, resolution: str) -> None:
+    """Installs a combination, and runs the tests on it."""
+    place = FOUND / re.sub(r".*\((.*)\)", r"\1", session.name)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    chosen = ["--resolution", resolution]
+    if resolution == "pinned":
+        # torch requires other versions of these itself.
+        pinned = re.sub(r"^(torch|setuptools|sympy)==.*\n", "", Path("constraints.txt").read_text(), flags=re.MULTILINE)
+        (place / "constraints.txt").write_text(pinned)
+        chosen = ["--constraint", str(place / "constraints.txt")]
+    session.install(*chosen, f"torch=={torch}", f"ort_trainer[{engine},transformers,legacy] @ {ROOT.as_uri()}")
+    session.install(*TOOLS)
+    tests = ("pytest", "-q", "-n", "2", "--gate", "--seed", "matrix", "-m", "not slow and not torture", *TESTS)
+    environment = {"ORT_TRAINER_CACHE": str(place / "exports")}
+    said = session.run(
+        "python", "-m", *tests, *session.posargs, env=environment, silent=True, success_codes=[0, 1], stderr=None
+    )
+    assert isinstance(said, str)
+    (place / "tests.txt").write_text(said)
+    listed = session.run("uv", "pip", "list", "--format", "json", silent=True, external=True, stderr=None)
+    installed = {entry["name"]: entry["version"] for entry in json.loads(str(listed))}
+    installed["Python"] = str(session.run("python", "-V", silent=True)).split()[1]
+    last = said.strip().splitlines()[-1]
+    found = {"installed": installed, "tests": last, "date": datetime.date.today().isoformat()}
+    (place / "found.json").write_text(json.dumps(found, indent=1))
+    shutil.rmtree(session.virtualenv.location)
+    if "failed" in last or "error" in last:
+        session.error(f"{last}; {place / 'tests.txt'} says which")
+
+
+@nox.session(python=False, default=False)
+def table(session: nox.Session) -> None:
+    """Writes what was run here to docs/versions.md, and keeps the other rows."""
+    page = ROOT / "docs" / "versions.md"
+    before, rest = page.read_text().split(MARKS[0])
+    old, after = rest.split(MARKS[1])
+    known = dict(re.findall(r"^\| ([^|]+) (\|.*)$", old, re.MULTILINE))
+    lines = ["| | " + " | ".join(("Python", *SHOWN, "passed", "skipped", "failed", "date")) + " |"]
+    lines.append("| --- " * (lines[0].count("|") - 1) + "|")
+    for name in COMBINATIONS:
+        path = FOUND / name / "found.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            outcomes = {kind: count for count, kind in re.findall(r"(\d+) (passed|skipped|failed)", found["tests"])}
+            cells = [found["installed"].get(library, "") for library in ("Python", *SHOWN)]
+            cells += [outcomes.get(kind, "0") for kind in ("passed", "skipped", "failed")]
+            known[name] = "| " + " | ".join([*cells, found["date"]]) + " |"
+        if name in known:
+            lines.append(f"| {name} {known[name]}")
+    page.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]))
