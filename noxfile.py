@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 
@@ -36,23 +37,21 @@ TESTS = (
     "tests/train/test_torch_optimizers.py",
 )
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-xdist", "safetensors")
-# Those whose versions the table shows, besides Python's.
-SHOWN = ("torch", "onnxruntime-training-cpu", "onnxruntime", "onnx", "onnxscript", "numpy", "transformers")
+# Whose versions the table shows.
+SHOWN = ("Python", "torch", "onnxruntime-training-cpu", "onnxruntime", "onnx", "onnxscript", "numpy", "transformers")
 # Python, the extra with the engine, torch (all others are pinned by constraints.txt), how other versions are chosen.
 COMBINATIONS = {
-    "torch 2.11": ("3.11", "cpu", "2.11.0", "pinned"),
-    "torch 2.12": ("3.11", "cpu", "2.12.1", "pinned"),
-    "torch 2.14": ("3.11", "cpu", "2.14.1", "pinned"),
-    "torch 2.15": ("3.11", "cpu", "2.15.0", "pinned"),
-    "Python 3.10": ("3.10", "cpu", "2.13.0", "pinned"),
-    "Python 3.12": ("3.12", "cpu", "2.13.0", "pinned"),
-    "Python 3.13": ("3.13", "stock", "2.13.0", "pinned"),
-    "Python 3.14": ("3.14", "stock", "2.15.0", "pinned"),
-    "lowest": ("3.11", "cpu", "2.11.0", "lowest-direct"),
-    "newest": ("3.12", "stock", "2.15.0", "highest"),
+    "torch 2.11": ("3.11", "cpu", "torch==2.11.0", "pinned"),
+    "torch 2.12": ("3.11", "cpu", "torch==2.12.1", "pinned"),
+    "torch 2.14": ("3.11", "cpu", "torch==2.14.1", "pinned"),
+    "torch 2.15": ("3.11", "cpu", "torch==2.15.0", "pinned"),
+    "Python 3.10": ("3.10", "cpu", "torch==2.13.0", "pinned"),
+    "Python 3.12": ("3.12", "cpu", "torch==2.13.0", "pinned"),
+    "Python 3.13": ("3.13", "stock", "torch==2.13.0", "pinned"),
+    "Python 3.14": ("3.14", "stock", "torch==2.15.0", "pinned"),
+    "lowest": ("3.11", "cpu", "torch", "lowest-direct"),
+    "newest": ("3.12", "stock", "torch", "highest"),
 }
-
-
 MARKS = ("<!-- make matrix: generated -->", "<!-- end of make matrix -->")
 
 
@@ -71,24 +70,23 @@ def versions(session: nox.Session, engine: str, torch: str, resolution: str) -> 
         pinned = re.sub(r"^(torch|setuptools|sympy)==.*\n", "", Path("constraints.txt").read_text(), flags=re.MULTILINE)
         (place / "constraints.txt").write_text(pinned)
         chosen = ["--constraint", str(place / "constraints.txt")]
-    session.install(*chosen, f"torch=={torch}", f"ort_trainer[{engine},transformers,legacy] @ {ROOT.as_uri()}")
+    session.install(*chosen, torch, f"ort_trainer[{engine},transformers,legacy] @ {ROOT.as_uri()}")
     session.install(*TOOLS)
     tests = ("pytest", "-q", "-n", "2", "--gate", "--seed", "matrix", "-m", "not slow and not torture", *TESTS)
+    outcomes = ("--junitxml", str(place / "tests.xml"))
     environment = {"ORT_TRAINER_CACHE": str(place / "exports")}
-    said = session.run(
-        "python", "-m", *tests, *session.posargs, env=environment, silent=True, success_codes=[0, 1], stderr=None
-    )
-    assert isinstance(said, str)
-    (place / "tests.txt").write_text(said)
+    session.run("python", "-m", *tests, *outcomes, *session.posargs, env=environment, success_codes=[0, 1])
+    counts = next(ElementTree.parse(place / "tests.xml").iter("testsuite")).attrib
+    failed, skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
     listed = session.run("uv", "pip", "list", "--format", "json", silent=True, external=True, stderr=None)
     installed = {entry["name"]: entry["version"] for entry in json.loads(str(listed))}
     installed["Python"] = str(session.run("python", "-V", silent=True)).split()[1]
-    last = said.strip().splitlines()[-1]
-    found = {"installed": installed, "tests": last, "date": datetime.date.today().isoformat()}
-    (place / "found.json").write_text(json.dumps(found, indent=1))
+    cells = [installed.get(library, "") for library in SHOWN]
+    cells += map(str, (int(counts["tests"]) - failed - skipped, skipped, failed, datetime.date.today()))
+    (place / "row.md").write_text(" | ".join(cells))
     shutil.rmtree(session.virtualenv.location)
-    if "failed" in last or "error" in last:
-        session.error(f"{last}; {place / 'tests.txt'} says which")
+    if failed:
+        session.error(f"{failed} tests failed")
 
 
 @nox.session(python=False, default=False)
@@ -98,16 +96,12 @@ def table(session: nox.Session) -> None:
     before, rest = page.read_text().split(MARKS[0])
     old, after = rest.split(MARKS[1])
     known = dict(re.findall(r"^\| ([^|]+) (\|.*)$", old, re.MULTILINE))
-    lines = ["| | " + " | ".join(("Python", *SHOWN, "passed", "skipped", "failed", "date")) + " |"]
-    lines.append("| --- " * (lines[0].count("|") - 1) + "|")
+    columns = ("", *SHOWN, "passed", "skipped", "failed", "date")
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for name in COMBINATIONS:
-        path = FOUND / name / "found.json"
+        path = FOUND / name / "row.md"
         if path.exists():
-            found = json.loads(path.read_text())
-            outcomes = {kind: count for count, kind in re.findall(r"(\d+) (passed|skipped|failed)", found["tests"])}
-            cells = [found["installed"].get(library, "") for library in ("Python", *SHOWN)]
-            cells += [outcomes.get(kind, "0") for kind in ("passed", "skipped", "failed")]
-            known[name] = "| " + " | ".join([*cells, found["date"]]) + " |"
+            known[name] = f"| {path.read_text()} |"
         if name in known:
             lines.append(f"| {name} {known[name]}")
     page.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]))
