@@ -167,7 +167,7 @@ def describe_folder(folder: Path) -> dict[str, Any]:
     latest = folder / "latest"
     found: dict[str, Any] = {"folder": str(folder), "files": entries}
     if latest.is_file() and latest.stat().st_size < 1000:
-        found["latest"] = latest.read_text(errors="replace").strip()
+        found["latest"] = latest.read_text(encoding="utf-8", errors="replace").strip()
     return found
 
 

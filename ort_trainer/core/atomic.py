@@ -23,6 +23,8 @@ __all__ = ["atomic_path", "check_target", "explained", "remove_abandoned", "sync
 
 _FULL = "make room there, or write to another disk"
 _DENIED = "let this user write there, or choose another folder"
+if os.name == "nt":  # which does not replace an open file
+    _DENIED += "; if a program has the file open, close it there"
 _WAYS_OUT = {
     errno.ENOSPC: _FULL,
     getattr(errno, "EDQUOT", errno.ENOSPC): _FULL,
@@ -76,7 +78,7 @@ def explained(target: Path) -> Iterator[None]:
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yields a temporary path beside ``target``; if the block succeeds, syncs the file and moves it to ``target``.
 
-    A killed process leaves its temporary file; the next write to the same path removes it.
+    A killed process leaves its temporary file; the next write to the same path removes it, except on Windows.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -114,7 +116,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
     """Yields a new folder for files that will be moved, and removes it when the block ends.
 
-    A killed process leaves its folder; the next write of the same name removes it.
+    A killed process leaves its folder; the next write of the same name removes it, except on Windows.
 
     Args:
         folder: The parent folder.
@@ -144,7 +146,8 @@ def _temporary_name(name: str) -> str:
 def remove_abandoned(folder: Path, pattern: str) -> None:
     """Removes the temporary files and folders of processes that were killed while writing.
 
-    A writing process holds a lock on its own, which the system releases when the process ends.
+    A writing process holds a lock on its own, which the system releases when the process ends. Windows has no such
+    locks, so nothing is removed there.
 
     Args:
         folder: Where to look.
@@ -187,7 +190,7 @@ def _locked(handle: int) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk."""
+    """Waits until a file, or the entries of a folder, are on the disk; on macOS, until the disk has received them."""
     if path.is_dir() and os.name == "nt":
         return  # Windows can't open a folder to sync it
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -12,9 +12,9 @@ from typing import Any
 
 __all__ = ["insisted", "uninterrupted"]
 
-# Signals whose handlers commonly raise: Ctrl-C, time limits, what a job scheduler sends before it kills, and the end of
-# a child, for which PyTorch's DataLoader raises if the child was one of its workers.
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+# Signals whose handlers commonly raise: Ctrl-C, time limits, what a job scheduler sends before it kills, Windows's
+# Ctrl-Break, and the end of a child, for which PyTorch's DataLoader raises if the child was one of its workers.
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK", "SIGCHLD")
 _SIGNALS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
 # The signals that are delayed now.
 _held: list[int] = []

@@ -64,15 +64,15 @@ class CSVLogger(Callback):
             self._columns += new
             self._write([*self._read(), row])
             return
-        with self.path.open("a", newline="") as opened:
+        with self.path.open("a", newline="", encoding="utf-8") as opened:
             csv.DictWriter(opened, self._columns).writerow(row)
 
     def _read(self) -> list[dict[str, Any]]:
-        with self.path.open(newline="") as opened:
+        with self.path.open(newline="", encoding="utf-8") as opened:
             return list(csv.DictReader(opened))
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as opened:
+        with atomic_path(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as opened:
             writer = csv.DictWriter(opened, self._columns)
             writer.writeheader()
             writer.writerows(rows)

@@ -39,7 +39,7 @@ def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins
         {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}} for kind, track, name in names
     ]
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}))
+        temporary.write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def _event(

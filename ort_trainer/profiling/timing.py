@@ -230,7 +230,7 @@ class _TimedSession(_TimedRunner, SessionRunner):
         """Fills in the operations of the runs from the profiler's file."""
         path = Path(self.inference_session.end_profiling())
         with contextlib.suppress(FileNotFoundError):  # nothing was recorded
-            events = json.loads(path.read_text())
+            events = json.loads(path.read_bytes())
             self._fill(events)
 
     def _fill(self, events: list[dict[str, Any]]) -> None:

@@ -343,7 +343,7 @@ class CheckpointManager:
         save_checkpoint_file(path, state, user, overwrite=True, parts=parts)
         found = self.checkpoints
         with atomic_path(self.directory / "latest") as temporary:
-            temporary.write_text(found[-1].path.name + "\n")
+            temporary.write_text(found[-1].path.name + "\n", encoding="utf-8")
         kept = found if self.keep_last is None else [*found[-self.keep_last :], _best_of(found, self.keep_best)]
         for entry in found:
             if entry not in kept:

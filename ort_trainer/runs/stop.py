@@ -26,7 +26,7 @@ class StopSignals:
 
     Args:
         signals: Signal names: job schedulers and container runtimes send ``SIGTERM`` before they kill a process;
-            ``SIGINT`` is Ctrl-C.
+            ``SIGINT`` is Ctrl-C. On Windows nothing sends ``SIGTERM``, and Ctrl-Break is ``SIGBREAK``.
 
     Attributes:
         signals: The names.
@@ -94,9 +94,9 @@ def _names(signals: Iterable[str]) -> list[str]:
 
 def _number(name: str) -> int:
     """Returns the number of a signal that a process can handle."""
-    known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    # Windows has few signals, and lists others that can only be sent (CTRL_C_EVENT).
+    known = {each.name for each in signal.Signals if each.name.startswith("SIG")} - {"SIGKILL", "SIGSTOP"}
     if not isinstance(name, str) or name not in known:
-        raise ValueError(
-            f"{shown(name)} is not a signal that can be handled, such as 'SIGTERM', 'SIGINT', 'SIGUSR1' or 'SIGHUP'"
-        )
+        examples = [each for each in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGBREAK") if each in known]
+        raise ValueError(f"{shown(name)} is not a signal that can be handled, such as {', '.join(map(repr, examples))}")
     return int(signal.Signals[name])

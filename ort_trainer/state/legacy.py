@@ -7,6 +7,7 @@ is a pickle, which can execute anything when it is loaded.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -283,7 +284,7 @@ def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
     """Concatenates the ranks' parts of a tensor, or returns the value that is equal in all ranks."""
     if shape is not None:
         whole = [int(size) for size in np.ravel(shape)]
-        if sum(np.size(value) for value in values) == np.prod(whole):
+        if sum(np.size(value) for value in values) == math.prod(whole):
             return np.concatenate([np.ravel(value) for value in values]).reshape(whole)
     if all(np.array_equal(value, values[0]) for value in values[1:]):
         return values[0] if shape is None else _checked_whole(values[0], whole, path)
@@ -291,10 +292,10 @@ def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
 
 
 def _checked_whole(value: Any, whole: list[int], path: tuple[str, ...]) -> Any:
-    if np.size(value) != np.prod(whole):
+    if np.size(value) != math.prod(whole):
         raise CheckpointError(
             f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} of "
-            f"{int(np.prod(whole))} elements"
+            f"{math.prod(whole)} elements"
         )
     return np.reshape(value, whole)
 
@@ -303,7 +304,7 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
     """Calls a function in a forked child process with bounds on memory and time, and discards its result.
 
     The HDF5 library is written in C and trusts its files: a damaged file can make it run forever, or allocate any
-    amount of memory. Without fork (on Windows), this does nothing.
+    amount of memory. Without fork (on Windows) this does nothing; memory is limited on Linux only.
 
     Args:
         function: Reads a file.
@@ -374,7 +375,7 @@ def _bound(memory: int, seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if highest < 0 else min(seconds, highest), highest))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         limit = pages * resource.getpagesize() + memory
         _, highest = resource.getrlimit(resource.RLIMIT_AS)
         if highest == resource.RLIM_INFINITY or limit < highest:

@@ -6,7 +6,8 @@ import torch
 
 __all__ = ["grouped_mm", "grouped_mm_fake", "linear"]
 
-_linear = torch.ops.mkldnn._linear_pointwise.default
+# macOS's builds of PyTorch have no oneDNN, and graphs don't ask for it there.
+_linear = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -18,7 +19,7 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         bias: (outputs), or None.
         activation: ``none`` or ``relu``.
     """
-    if value.numel() and weight.numel():
+    if _linear is not None and value.numel() and weight.numel():
         result: torch.Tensor = _linear(value, weight, bias, activation, [], "")
         return result
     result = torch.nn.functional.linear(value, weight, bias)  # oneDNN does not support empty products

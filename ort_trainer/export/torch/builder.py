@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["GraphBuilder"]
 
 _STANDARD = ("", "ai.onnx")
-_TO_LINE_START, _CLEAR_TO_LINE_END = "\r", "\x1b[K"
 _log = logging.getLogger(__name__)
 # The settings that disable an option without effect.
 _IDLE: dict[str, dict[str, Any]] = {
@@ -154,7 +153,8 @@ def _refuse_contrib_ops(graph: Step) -> None:
 class _Progress:
     """A line on a terminal with the stages of an export, cleared at the end; not shown if warnings are not logged.
 
-    A forked child reports its stages through a pipe, so only one process writes to the terminal.
+    A forked child reports its stages through a pipe, so only one process writes to the terminal. Some terminals of
+    Windows print control sequences as they are, so blanks clear the line.
 
     Args:
         what: The name of what is exported.
@@ -171,35 +171,42 @@ class _Progress:
         self._start = time.perf_counter()
         self._stages: list[str] = []
         self._owner = os.getpid()
-        self._pipe = os.pipe() if self.shown else None
+        self._width = 0  # of what the line shows
+        self._pipe = os.pipe() if self.shown and can_isolate() else None
         if self._pipe is not None:
             os.set_blocking(self._pipe[0], False)
 
     def stage(self, name: str) -> None:
         """Reports that a stage has begun; called in the process that exports."""
-        if self._pipe is not None:
+        if os.getpid() == self._owner:
+            self._stages.append(name)
+            self.draw()
+        elif self._pipe is not None:
             os.write(self._pipe[1], f"{name}\n".encode())
-            if os.getpid() == self._owner:
-                self.draw()
 
     def draw(self) -> None:
         """Redraws the line; called in the process that shows it, at any time."""
-        if self._pipe is None:
+        if not self.shown:
             return
-        with contextlib.suppress(BlockingIOError):
-            self._stages += os.read(self._pipe[0], 4096).decode().split()
+        if self._pipe is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._stages += os.read(self._pipe[0], 4096).decode().split()
         seconds = time.perf_counter() - self._start
         line = f"exporting {self._what}: {', '.join(dict.fromkeys(self._stages))}, {seconds:.1f} s"
         width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
-        self._stream.write(_TO_LINE_START + line[: width - 1] + _CLEAR_TO_LINE_END)
-        self._stream.flush()
+        self._show(line[: width - 1])
 
     def close(self) -> None:
         """Clears the line."""
-        if self._pipe is not None:
+        if self.shown:
             self.draw()  # the final state, for logs of the terminal, which keep overwritten lines
-            self._stream.write(_TO_LINE_START + _CLEAR_TO_LINE_END)
-            self._stream.flush()
-            for end in self._pipe:
-                os.close(end)
-            self._pipe = None
+            self._show("")
+            self.shown = False
+        for end in self._pipe or ():
+            os.close(end)
+        self._pipe = None
+
+    def _show(self, line: str) -> None:
+        self._stream.write(f"\r{line.ljust(self._width)}" + ("" if line else "\r"))
+        self._stream.flush()
+        self._width = len(line)

@@ -48,8 +48,8 @@ def test_on_a_terminal(in_process: str) -> None:
     text = written(True, ORT_TRAINER_EXPORT_IN_PROCESS=in_process)
     lines = text.split("\r")
     assert any(line.startswith("exporting MLP: capture, ") for line in lines)
-    assert STAGES in text and re.search(r"(translate|simplify), \d+\.\d s\x1b\[K", text)
-    assert lines[-1] == "\x1b[K", "the line is erased"
+    assert STAGES in text and re.search(r"(translate|simplify), \d+\.\d s *\r", text)
+    assert len(lines[-2]) > len(STAGES) and not lines[-2].strip() and not lines[-1], "the line is erased"
     assert "\n" not in text[text.index("exporting") :]
 
 
