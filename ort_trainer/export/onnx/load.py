@@ -76,7 +76,7 @@ class OnnxModel:
         return tuple(str(value.name) for value in self.model.graph.outputs)
 
 
-def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
+def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool = False) -> OnnxModel:
     """Returns the forward pass and the weights of an ONNX model.
 
     Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
@@ -85,6 +85,8 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 
     Args:
         source: A model, which is not changed; a path, with or without external data; or a serialized model.
+        as_it_is: Whether to keep its opsets, for the importer, which refuses operators that it does not know by itself.
+            Otherwise they are converted to one that the gradient builder supports.
 
     Raises:
         FileNotFoundError: If the file, or a file of its external data, does not exist.
@@ -92,14 +94,14 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
             operators.
     """
     try:
-        return _load(source)
+        return _load(source, as_it_is)
     except (ir.serde.SerdeError, ir.passes.PassError) as error:
         reason = error.__cause__ or error
         raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
 
 
-def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
-    model = _read(source)
+def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool) -> OnnxModel:
+    model = _read(source, as_it_is)
     ir.passes.Sequential(
         common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
         common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -125,7 +127,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     state: dict[ir.Value, torch.Tensor] = {}
     for name, value in list(graph.initializers.items()):
         if name in weights or name in statistics:
-            state[graph.initializers.pop(name)] = _weight(value)
+            state[graph.initializers.pop(name)] = _weight(value, as_it_is)
             value.const_value = None
     for part in model.graphs():
         for name, value in part.initializers.items():
@@ -134,9 +136,12 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     graph.inputs.clear()
     graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
     graph.inputs.extend(value for value in state if value.name in statistics)
-    model.ir_version = min(max(model.ir_version, 8), 10)
     # A round trip, so nothing in the model keeps the file's weights or the user's proto alive.
-    model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
+    if as_it_is:
+        model = ir.from_proto(ir.to_proto(model))
+    else:
+        model.ir_version = min(max(model.ir_version, 8), 10)
+        model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
     tensors = {str(value.name): tensor for value, tensor in state.items()}
     return OnnxModel(
         model,
@@ -147,7 +152,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     )
 
 
-def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
+def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool) -> ir.Model:
     """Returns a model with its external data located."""
     what, folder = "the model", None
     if isinstance(source, onnx.ModelProto):
@@ -171,7 +176,8 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> ir.Model:
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
     check_external_data(proto, folder, what)
-    check_operators(proto, what)
+    if not as_it_is:
+        check_operators(proto, what)
     model = ir.from_proto(proto)
     ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
     return model
@@ -224,7 +230,9 @@ def _array(value: ir.Value) -> np.ndarray[Any, Any]:
         raise ExportError(f"the external data of {value.name!r} can't be read: {error}") from error
 
 
-def _weight(value: ir.Value) -> torch.Tensor:
+def _weight(value: ir.Value, as_it_is: bool) -> torch.Tensor:
+    if value.dtype == ir.DataType.BFLOAT16 and as_it_is:
+        return torch.from_numpy(_array(value).view(np.int16).copy()).view(torch.bfloat16)
     if value.dtype == ir.DataType.BFLOAT16:
         raise ExportError(
             f"weight {value.name!r} is bfloat16, which is not supported: use float32 weights, and set the precision of "

@@ -1,0 +1,267 @@
+"""An ONNX model as a PyTorch module."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from ....core.errors import ExportError
+from ..load import OnnxModel, load_onnx_model
+from .plan import Graph, Plan, Step, plan_model
+from .registry import Operator, with_mode
+from .values import Value, as_tensor, is_known, known, tensor_of
+
+__all__ = ["Body", "OnnxModule"]
+
+# Larger constants are never sizes; a size that is computed from so many others is not known, but a tensor.
+_MOST_KNOWN = 1024
+
+
+class OnnxModule(nn.Module):
+    """An ONNX model, whose nodes are run as PyTorch operators.
+
+    Its parameters are the weights of the model, under their own names; its buffers are the running statistics of batch
+    norms, and, not saved, the other constants.
+
+    Args:
+        model: The model, or where it is.
+
+    Attributes:
+        names: The name of a parameter or buffer of the module -> its name in the model. They differ only where the
+            model's can't be the name of an attribute.
+        inputs: The names of the model's inputs.
+        outputs: The names of its outputs.
+
+    Raises:
+        ExportError: If a node can't be run with PyTorch; the message names it.
+    """
+
+    def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
+        super().__init__()
+        loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model, as_it_is=True)
+        self._plan: Plan = plan_model(loaded.model)
+        self.inputs, self.outputs = loaded.inputs, loaded.outputs
+        self.names: dict[str, str] = {}
+        self._stored: dict[int, tuple[nn.Module, str]] = {}
+        self._known: dict[int, np.ndarray[Any, Any]] = {}
+        for name, tensor in loaded.parameters.items():
+            trainable = name not in loaded.frozen
+            self._store(self._plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable), saved=True)
+        for name, tensor in loaded.buffers.items():
+            self._store(self._plan.inputs[name], name, tensor, saved=True)
+        for number, constant in self._plan.constants.items():
+            value = tensor_of(constant.value)
+            self._store(number, constant.name, value, saved=False)
+            if value.numel() <= _MOST_KNOWN and value.dtype not in _NOT_KNOWN:
+                self._known[number] = value.numpy()
+        self.forward = _Forward(self, _signature(self.inputs))  # type: ignore[method-assign]
+
+    def forward(self, *args: Value, **inputs: Value) -> dict[str, Value]:
+        """Runs the model.
+
+        Args:
+            args: The first inputs, in order.
+            inputs: The others by name, of the model's dtypes.
+
+        Returns:
+            The outputs by name.
+
+        Raises:
+            TypeError: If an input is missing or unknown.
+            ExportError: If a node fails; the message names it.
+        """
+        given = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        if set(given) != set(self.inputs) or len(args) + len(inputs) != len(given):
+            raise TypeError(
+                f"the ONNX model takes the inputs {list(self.inputs)}, but was given {len(args)} and {list(inputs)}"
+            )
+        run = _Run(self, {self._plan.inputs[name]: value for name, value in given.items()})
+        values = run.graph(self._plan.graph)
+        return {
+            name: run.as_tensor(number, value)
+            for name, number, value in zip(self.outputs, self._plan.graph.outputs, values, strict=True)
+        }
+
+    def _store(self, number: int, name: str, tensor: torch.Tensor, saved: bool) -> None:
+        """Makes a tensor a parameter or buffer, in modules that are named like the parts of its name."""
+        parts = name.split(".")
+        owner: nn.Module | None = self
+        for part in parts[:-1]:
+            owner = _inner(owner, part)
+        if owner is None or not parts[-1] or hasattr(owner, parts[-1]):
+            owner, parts = self, [name.replace(".", "_") or "_"]
+            while hasattr(self, parts[-1]):
+                parts[-1] += "_"
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(parts[-1], tensor)
+        else:
+            owner.register_buffer(parts[-1], tensor, persistent=saved)
+        self._stored[number] = owner, parts[-1]
+        if saved:
+            self.names[".".join(parts)] = name
+
+
+_NOT_KNOWN = (
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+
+
+class _Forward:
+    """``forward`` of one module, with the names of its inputs as signature."""
+
+    def __init__(self, module: OnnxModule, signature: inspect.Signature) -> None:
+        self._module, self.__signature__ = module, signature
+
+    def __call__(self, *args: Value, **inputs: Value) -> dict[str, Value]:
+        return OnnxModule.forward(self._module, *args, **inputs)
+
+
+def _signature(names: Sequence[str]) -> inspect.Signature:
+    if all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return inspect.Signature([inspect.Parameter("inputs", inspect.Parameter.VAR_KEYWORD)])
+
+
+class _Part(nn.Module):
+    """Holds tensors whose names begin in the same way."""
+
+
+def _inner(owner: nn.Module | None, part: str) -> nn.Module | None:
+    """Returns the module for a part of a name, which is made if it is new; None if it can't be had."""
+    if owner is None or not part:
+        return None
+    if part not in owner._modules:
+        if hasattr(owner, part):
+            return None
+        owner.add_module(part, _Part())
+    return owner._modules[part]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A graph in an attribute of a node, as the function of the node's operator sees it.
+
+    Attributes:
+        graph: The graph.
+        run: The run of the model.
+    """
+
+    graph: Graph
+    run: _Run
+
+    def __call__(self, *inputs: Value) -> list[Value]:
+        """Runs the graph and returns its outputs."""
+        self.run.values.update(zip(self.graph.inputs, inputs, strict=False))
+        return self.run.graph(self.graph)
+
+    @property
+    def inputs(self) -> int:
+        """The number of its inputs."""
+        return len(self.graph.inputs)
+
+    def tensors(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """Returns its outputs as tensors."""
+        return [self.run.as_tensor(n, value) for n, value in zip(self.graph.outputs, values, strict=True)]
+
+
+class _Run:
+    """One run of a model.
+
+    Args:
+        module: The module.
+        values: The inputs by number.
+    """
+
+    def __init__(self, module: OnnxModule, values: dict[int, Value]) -> None:
+        self.module, self.values = module, values
+
+    def graph(self, graph: Graph) -> list[Value]:
+        """Runs a graph whose inputs are in ``values``, and returns its outputs."""
+        for step in graph.steps:
+            self._step(step)
+            for number in step.last:
+                self.values.pop(number, None)
+        return [self._value(number) for number in graph.outputs]
+
+    def as_tensor(self, number: int, value: Value) -> Value:
+        """Returns a value as a tensor, if it is a known array."""
+        if not is_known(value):
+            return value
+        stored = self.module._stored.get(number)
+        return as_tensor(value, self.module._plan.dtypes.get(number)) if stored is None else getattr(*stored)
+
+    def _value(self, number: int) -> Value:
+        if number in self.values:
+            return self.values[number]
+        if number in self.module._known:
+            return self.module._known[number]
+        if number in self.module._stored:
+            return getattr(*self.module._stored[number])
+        return None
+
+    def _step(self, step: Step) -> None:
+        node = with_mode(step.node, self.module.training)
+        inputs = [None if number is None else self._value(number) for number in step.inputs]
+        attributes = {k: Body(v, self) if isinstance(v, Graph) else v for k, v in step.attributes.items()}
+        results: Any = NotImplemented
+        try:
+            if step.known is not None and all(value is None or is_known(value) for value in inputs):
+                results = self._call(step.known, node, inputs, attributes)
+            if results is NotImplemented:
+                results = self._call(step.tensors, node, self._taken(step, inputs), attributes)
+        except ExportError:
+            raise
+        except Exception as error:
+            shapes = [list(getattr(value, "shape", [])) for value in inputs]
+            raise node.error(f"it fails for inputs of the shapes {shapes}: {type(error).__name__}: {error}") from error
+        if not isinstance(results, tuple):
+            results = (results,)
+        for number, value in zip(step.outputs, results, strict=False):
+            if number is not None:
+                self.values[number] = self._kept(number, value)
+
+    def _taken(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
+        """Returns the inputs as the function for tensors takes them."""
+        with_tensor = any(isinstance(value, torch.Tensor) for value in inputs)
+        taken: list[Value] = []
+        for i, (number, value) in enumerate(zip(step.inputs, inputs, strict=True)):
+            if number is None or not is_known(value) or step.tensors.takes_known(i):
+                taken.append(value)
+            elif with_tensor and value.ndim == 0 and value.dtype != object and step.tensors.takes_scalar(i):
+                taken.append(value.item())
+            else:
+                taken.append(self.as_tensor(number, value))
+        return taken
+
+    def _call(self, chosen: Operator, node: Any, inputs: Sequence[Value], attributes: Mapping[str, Any]) -> Any:
+        keywords = {name: value for name, value in attributes.items() if name in chosen.attributes}
+        if chosen.takes_node:
+            keywords["node"] = node
+        return chosen.function(*inputs, *[None] * (_required(chosen) - len(inputs)), **keywords)
+
+    def _kept(self, number: int, value: Value) -> Value:
+        """Returns a result, as a known array only if it is small."""
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, np.generic)):
+            value = known(value)
+        if is_known(value) and value.size > _MOST_KNOWN:
+            return as_tensor(value, self.module._plan.dtypes.get(number))
+        return value
+
+
+def _required(chosen: Operator) -> int:
+    return 0 if chosen.inputs is None else chosen.inputs

@@ -1,0 +1,308 @@
+"""Plans how to run a model: which function computes each node, and when a value is needed for the last time.
+
+Everything that can be refused without a batch is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from ....core.errors import ExportError, shown
+from .registry import Node, Operator, attributes_of, find_operator
+from .values import torch_dtype
+
+__all__ = ["Constant", "Graph", "Plan", "Step", "plan_model"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node to run. Values have numbers, which no two values of a model share.
+
+    Attributes:
+        node: The node.
+        tensors: The function for tensors.
+        known: The function for known arrays, or None.
+        inputs: Its inputs; None for an absent one.
+        outputs: Its outputs; None for one that has no name.
+        attributes: Keyword arguments of the function; a graph is a :class:`Graph`.
+        last: The values that nothing needs any more.
+    """
+
+    node: Node
+    tensors: Operator
+    known: Operator | None
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    attributes: Mapping[str, Any]
+    last: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph: the model's, or one of an attribute, whose nodes also see the values around it.
+
+    Attributes:
+        inputs: Its inputs.
+        outputs: Its outputs.
+        names: The names of the outputs.
+        steps: Its nodes in order.
+        outside: The values around it that its nodes use.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    outside: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the model.
+
+    Attributes:
+        name: Its name.
+        value: Its value.
+    """
+
+    name: str
+    value: ir.TensorProtocol
+
+
+@dataclass
+class Plan:
+    """The plan of a model.
+
+    Attributes:
+        graph: The model's own graph.
+        inputs: The names of its inputs with their numbers.
+        constants: The constants in it and in all graphs of attributes.
+        dtypes: The dtype of each value, as far as ONNX infers it.
+    """
+
+    graph: Graph
+    inputs: Mapping[str, int]
+    constants: Mapping[int, Constant]
+    dtypes: Mapping[int, torch.dtype]
+
+
+def plan_model(model: ir.Model) -> Plan:
+    """Plans how to run a model.
+
+    Raises:
+        ExportError: If it imports an unknown opset, or a node can't be run.
+    """
+    opsets = _opsets(model.opset_imports)
+    _infer_types(model)
+    planner = _Planner(dict(model.functions.items()))
+    graph = planner.graph(model.graph, opsets, {})
+    if planner.refused:
+        more = "" if len(planner.refused) == 1 else f" ({len(planner.refused) - 1} other nodes can't be used either)"
+        raise ExportError(f"the ONNX model can't be used: {planner.refused[0]}{more}")
+    inputs = {str(value.name): number for value, number in zip(model.graph.inputs, graph.inputs, strict=True)}
+    return Plan(graph, inputs, planner.constants, planner.dtypes)
+
+
+def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
+    opsets = {"" if domain == "ai.onnx" else domain: version for domain, version in imports.items()}
+    newest = onnx.defs.onnx_opset_version()
+    if opsets.get("", 0) > newest:
+        raise ExportError(
+            f"the ONNX model uses opset {opsets['']}, but the installed onnx package knows opsets up to {newest}: "
+            "install a newer onnx, or export the model for an older opset"
+        )
+    return opsets
+
+
+def _infer_types(model: ir.Model) -> None:
+    """Writes the types into the model that ONNX infers: a value whose type is unknown then has the type None."""
+    inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+    for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):
+        for node, same in zip(graph, other, strict=True):
+            for value, known in zip(node.outputs, same.outputs, strict=True):
+                value.type = known.type
+
+
+@dataclass
+class _Planner:
+    """Numbers the values, and collects what is found on the way."""
+
+    functions: Mapping[Any, ir.Function]
+    constants: dict[int, Constant] = field(default_factory=dict)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    refused: list[ExportError] = field(default_factory=list)
+    numbers: dict[ir.Value, int] = field(default_factory=dict)
+
+    def number(self, value: ir.Value) -> int:
+        """Returns the number of a value."""
+        if value not in self.numbers:
+            number = self.numbers[value] = len(self.numbers)
+            if isinstance(value.type, ir.TensorType) and value.type.dtype not in _WITHOUT_DTYPE:
+                self.dtypes[number] = torch_dtype(value.type.dtype)
+        return self.numbers[value]
+
+    def graph(
+        self, graph: ir.Graph | ir.Function, opsets: Mapping[str, int], references: Mapping[str, ir.Attr]
+    ) -> Graph:
+        """Plans a graph.
+
+        Args:
+            graph: The graph.
+            opsets: The opsets that it imports.
+            references: The attributes of the function that it belongs to.
+        """
+        inputs = tuple(self.number(value) for value in graph.inputs)
+        own = set(inputs)
+        for value in graph.initializers.values() if isinstance(graph, ir.Graph) else ():
+            if value.const_value is not None:
+                self._constant(value, value.const_value)
+                own.add(self.number(value))
+        steps: list[Step] = []
+        outputs = [self.number(value) for value in graph.outputs]
+        for node in graph:
+            try:
+                self._node(node, opsets, references, steps)
+            except ExportError as error:
+                self.refused.append(error)
+            own.update(self.number(value) for value in node.outputs)
+        uses = [_uses(step) for step in steps]
+        own |= {number for step in steps for number in step.outputs if number is not None}
+        outside = tuple(dict.fromkeys(n for used in [*uses, outputs] for n in used if n not in own))
+        return Graph(
+            inputs,
+            tuple(outputs),
+            tuple(str(value.name) for value in graph.outputs),
+            tuple(_with_last_uses(steps, own - set(outputs) - set(self.constants))),
+            outside,
+        )
+
+    def _node(
+        self, node: ir.Node, opsets: Mapping[str, int], references: Mapping[str, ir.Attr], steps: list[Step]
+    ) -> None:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        attributes = {
+            name: references[attr.ref_attr_name] if attr.is_ref() else attr  # type: ignore[index]
+            for name, attr in node.attributes.items()
+            if not attr.is_ref() or attr.ref_attr_name in references
+        }
+        function = self.functions.get(node.op_identifier())
+        if function is not None:
+            self._call(node, function, attributes, steps)
+            return
+        wanted = [bool(value.name) and (bool(value.uses()) or value.is_graph_output()) for value in node.outputs]
+        while wanted and not wanted[-1] and not node.outputs[len(wanted) - 1].name:
+            wanted.pop()
+        name = node.name or next((str(value.name) for value in node.outputs if value.name), "")
+        described = Node(name, node.op_type, domain, opsets.get(domain, 0), tuple(wanted))
+        if domain not in opsets:
+            raise described.error(f"the model does not import its domain: it imports {sorted(opsets)}")
+        if not domain and node.op_type == "Constant":
+            self._constant(node.outputs[0], _constant_of(described, attributes))
+            return
+        tensors, known = find_operator(described)
+        inputs = [None if value is None or not value.name else self.number(value) for value in node.inputs]
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        if tensors.inputs is not None and len(inputs) > tensors.inputs:
+            raise described.error(f"it has {len(inputs)} inputs, but only {tensors.inputs} are supported")
+        convert = _Converter(self, opsets, references).convert
+        steps.append(
+            Step(
+                described,
+                tensors,
+                known,
+                tuple(inputs),
+                tuple(self.number(value) if value.name else None for value in node.outputs),
+                attributes_of(described, tensors, attributes, convert),
+                (),
+            )
+        )
+
+    def _call(self, node: ir.Node, function: ir.Function, attributes: Mapping[str, ir.Attr], steps: list[Step]) -> None:
+        """Adds the steps of a function, whose opset differs from the model's: others were inlined before."""
+        # A copy for this call, so that its values have numbers of their own.
+        copied = function.clone()
+        given = [*node.inputs, *[None] * (len(copied.inputs) - len(node.inputs))]
+        defaults = {name: attr for name, attr in copied.attributes.items() if attr.value is not None}
+        for inner, outer in zip(copied.inputs, given, strict=True):
+            if outer is not None:
+                self.numbers[inner] = self.number(outer)
+            else:
+                inner.name = ""
+        planned = self.graph(copied, _opsets(copied.opset_imports), {**defaults, **attributes})
+        steps += planned.steps
+        for outer_value, number in zip(node.outputs, planned.outputs, strict=False):
+            self.numbers[outer_value] = number
+
+    def _constant(self, value: ir.Value, tensor: ir.TensorProtocol) -> None:
+        if tensor.dtype == ir.DataType.STRING:
+            raise ExportError(f"constant {shown(value.name)} is of strings, which PyTorch has no tensors of")
+        number = self.number(value)
+        self.constants[number] = Constant(str(value.name), tensor)
+        self.dtypes[number] = torch_dtype(tensor.dtype)
+
+
+_WITHOUT_DTYPE = (ir.DataType.UNDEFINED, ir.DataType.STRING, ir.DataType.FLOAT6E2M3, ir.DataType.FLOAT6E3M2)
+
+
+@dataclass(frozen=True)
+class _Converter:
+    planner: _Planner
+    opsets: Mapping[str, int]
+    references: Mapping[str, ir.Attr]
+
+    def convert(self, attribute: ir.Attr) -> Any:
+        """Returns an attribute as a value of Python; a tensor is a NumPy array."""
+        value: Any = attribute.value
+        if attribute.type == ir.AttributeType.GRAPH:
+            return self.planner.graph(value, self.opsets, self.references)
+        if attribute.type == ir.AttributeType.TENSOR:
+            return value.numpy()
+        if attribute.type == ir.AttributeType.STRING:
+            return value.decode() if isinstance(value, bytes) else value
+        if attribute.type == ir.AttributeType.STRINGS:
+            return [entry.decode() if isinstance(entry, bytes) else entry for entry in value]
+        if attribute.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS):
+            return list(value)
+        return value
+
+
+def _constant_of(node: Node, attributes: Mapping[str, ir.Attr]) -> ir.TensorProtocol:
+    kinds: dict[str, Any] = {
+        "value_int": np.int64,
+        "value_ints": np.int64,
+        "value_float": np.float32,
+        "value_floats": np.float32,
+    }
+    for name, attribute in attributes.items():
+        if name == "value":
+            return attribute.as_tensor()
+        if name in kinds:
+            return ir.tensor(np.array(attribute.value, dtype=kinds[name]))
+    raise node.error(f"a constant with {sorted(attributes)} is not supported: give it as a dense tensor of numbers")
+
+
+def _uses(step: Step) -> list[int]:
+    """Returns the values that a step needs, also in graphs of its attributes."""
+    used = [number for number in step.inputs if number is not None]
+    for value in step.attributes.values():
+        if isinstance(value, Graph):
+            used += value.outside
+    return used
+
+
+def _with_last_uses(steps: Sequence[Step], own: Iterable[int]) -> Iterable[Step]:
+    remaining, done = set(own), []
+    for step in reversed(steps):
+        produced = [number for number in step.outputs if number is not None]
+        last = {number for number in [*_uses(step), *produced] if number in remaining} | set(step.last)
+        remaining -= last
+        done.append(Step(**{**vars(step), "last": tuple(sorted(last))}))
+    return reversed(done)

@@ -1,0 +1,280 @@
+"""The table of operators: which function computes an operator of ONNX with PyTorch's.
+
+Every file of ``operators/`` is a family of operators; new files are found automatically. A function
+
+- takes the inputs positionally, as tensors; absent optional ones are None, and a variadic input is ``*args``;
+- takes attributes by keyword. Defaults are those of ONNX's schema; where that has none, the function's own;
+- may take the keyword ``node``, for errors, the number of outputs, and whether the model is in training mode;
+- returns a tensor, a known array (see ``values.py``), or a tuple of them, one for each output.
+
+An attribute that a node sets and the function does not take is refused, unless it has its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import onnx
+import onnx_ir as ir
+
+from ....core.errors import ExportError, shown
+
+__all__ = ["NEWEST", "Node", "Operator", "find_operator", "known_operator", "operator", "schema_of"]
+
+NEWEST = 28
+"""The newest version of ONNX's standard operators that this package was written for."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the model, as functions of operators see it.
+
+    Attributes:
+        name: Its name.
+        op_type: Its operator.
+        domain: The operator's domain; "" is ONNX's own.
+        opset: The version of the domain that the model imports.
+        wanted: For each output whether anything uses it.
+        training: Whether the model is in training mode.
+    """
+
+    name: str
+    op_type: str
+    domain: str
+    opset: int
+    wanted: tuple[bool, ...] = (True,)
+    training: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs, up to the last that is used."""
+        return len(self.wanted)
+
+    def wants(self, index: int) -> bool:
+        """Returns whether anything uses an output."""
+        return index < len(self.wanted) and self.wanted[index]
+
+    def error(self, reason: str) -> ExportError:
+        """Returns the error that the node can't be run, for that reason."""
+        return ExportError(f"{self}: {reason}")
+
+    def __str__(self) -> str:
+        return f"node {shown(self.name)}, operator {self.op_type} of {self.domain or 'ai.onnx'} {self.opset}"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function for an operator, and how to call it.
+
+    Attributes:
+        function: The function.
+        since: The first version of the operator that it computes.
+        until: The last, or None.
+        known: The positions of inputs that it takes as they come, known arrays too; other inputs are made tensors.
+        scalars: The positions of inputs that it takes as numbers of Python, if they are known and have no dimensions.
+        inputs: The greatest number of inputs; None if any number.
+        attributes: The names of the attributes that it takes.
+        required: Those without a default of the function.
+        takes_node: Whether it takes the node.
+    """
+
+    function: Callable[..., Any]
+    since: int
+    until: int | None
+    known: Collection[int] | bool
+    scalars: Collection[int] | bool
+    inputs: int | None
+    attributes: frozenset[str]
+    required: frozenset[str]
+    takes_node: bool
+
+    def takes_known(self, index: int) -> bool:
+        """Returns whether an input may be a known array."""
+        return self.known if isinstance(self.known, bool) else index in self.known
+
+    def takes_scalar(self, index: int) -> bool:
+        """Returns whether an input may be a number of Python."""
+        return self.scalars if isinstance(self.scalars, bool) else index in self.scalars
+
+
+_operators: dict[tuple[str, str], list[Operator]] = defaultdict(list)
+_for_known: dict[tuple[str, str], list[Operator]] = defaultdict(list)
+
+
+def operator(
+    *names: str,
+    since: int = 1,
+    until: int | None = None,
+    domain: str = "",
+    known: Collection[int] | bool = (),
+    scalars: Collection[int] | bool = (),
+) -> Callable[[_Function], _Function]:
+    """Registers a function for operators.
+
+    Args:
+        names: The operators.
+        since: The first version of the operator, not of the opset, that the function computes.
+        until: The last one; None for all later ones.
+        domain: The operators' domain.
+        known: The positions of inputs that the function takes as known arrays or tensors, as they come, for
+            :func:`~.values.integers` for example; True for all. Other known inputs are made tensors before.
+        scalars: The positions of inputs that the function takes as numbers of Python, if they are constants without
+            dimensions and another input is a tensor: arithmetic with a number is faster than with a tensor.
+    """
+    return _registering(_operators, names, since, until, domain, known, scalars)
+
+
+def known_operator(
+    *names: str, since: int = 1, until: int | None = None, domain: str = ""
+) -> Callable[[_Function], _Function]:
+    """Registers a function for operators whose inputs are all known arrays, such as arithmetic on sizes.
+
+    It returns known arrays, or ``NotImplemented`` to leave the node to the function for tensors.
+    """
+    return _registering(_for_known, names, since, until, domain, True, ())
+
+
+def _registering(
+    table: dict[tuple[str, str], list[Operator]],
+    names: tuple[str, ...],
+    since: int,
+    until: int | None,
+    domain: str,
+    known: Collection[int] | bool,
+    scalars: Collection[int] | bool,
+) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
+        entry = _describe(function, since, until, known, scalars)
+        for name in names:
+            for other in table[domain, name]:
+                if since <= (other.until or since) and other.since <= (until or other.since):
+                    raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
+            table[domain, name].append(entry)
+        return function
+
+    return register
+
+
+def _describe(
+    function: Callable[..., Any],
+    since: int,
+    until: int | None,
+    known: Collection[int] | bool,
+    scalars: Collection[int] | bool,
+) -> Operator:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name != "node"]
+    return Operator(
+        function,
+        since,
+        until,
+        known,
+        scalars,
+        None if variadic else len(positional),
+        frozenset(p.name for p in keywords),
+        frozenset(p.name for p in keywords if p.default is p.empty),
+        any(p.name == "node" for p in parameters),
+    )
+
+
+@functools.cache
+def schema_of(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+    """Returns ONNX's schema of an operator in a version of its domain; None if ONNX has none."""
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def find_operator(node: Node) -> tuple[Operator, Operator | None]:
+    """Returns the functions for a node: for tensors, and for known arrays if there is one.
+
+    Raises:
+        ExportError: If there is none.
+    """
+    _find_families()
+    schema = schema_of(node.op_type, node.domain, node.opset)
+    version = node.opset if schema is None else schema.since_version
+    if not node.domain and version > NEWEST:
+        raise node.error(
+            f"this version of the operator, {version}, is newer than this package, which knows opsets up to {NEWEST}: "
+            "export the model for an older opset, or install a newer ort_trainer"
+        )
+    found = _of_version(_operators[node.domain, node.op_type], version)
+    if found is not None:
+        return found, _of_version(_for_known[node.domain, node.op_type], version)
+    versions = [
+        f"{o.since}" + (f" to {o.until}" if o.until else " and newer") for o in _operators[node.domain, node.op_type]
+    ]
+    if schema is None and not node.domain:
+        raise node.error("ONNX has no such operator in this opset: the model is damaged, or its opset is wrong")
+    raise node.error(
+        f"version {version} is not supported, only {', '.join(versions)}"
+        if versions
+        else "it is not supported: compose it of standard operators, or make it a function in the model"
+    )
+
+
+def _of_version(entries: list[Operator], version: int) -> Operator | None:
+    for entry in entries:
+        if entry.since <= version and (entry.until is None or version <= entry.until):
+            return entry
+    return None
+
+
+def attributes_of(
+    node: Node, chosen: Operator, given: Mapping[str, ir.Attr], convert: Callable[[ir.Attr], Any]
+) -> dict[str, Any]:
+    """Returns the keyword arguments for a node's function: its attributes, and ONNX's defaults of others.
+
+    Args:
+        node: The node.
+        chosen: The function.
+        given: The attributes that the node sets.
+        convert: Makes an attribute a value of Python.
+
+    Raises:
+        ExportError: If the node sets an attribute that the function does not take, or lacks one that it requires.
+    """
+    schema = schema_of(node.op_type, node.domain, node.opset)
+    defaults: dict[str, Any] = {}
+    if schema is not None:
+        for name, attribute in schema.attributes.items():
+            if attribute.default_value.type:
+                defaults[name] = convert(ir.serde.deserialize_attribute(attribute.default_value))
+    values = {name: convert(attribute) for name, attribute in given.items()}
+    for name, value in values.items():
+        if name not in chosen.attributes and (name not in defaults or defaults[name] != value):
+            raise node.error(
+                f"its attribute {name!r} is {shown(value)}, which is not supported: leave it out"
+                + (f", or set it to {shown(defaults[name])}" if name in defaults else "")
+            )
+    values = {name: value for name, value in {**defaults, **values}.items() if name in chosen.attributes}
+    missing = sorted(chosen.required - set(values))
+    if missing:
+        raise node.error(f"it lacks the attributes {missing}, which are required: the model is damaged")
+    return values
+
+
+def with_mode(node: Node, training: bool) -> Node:
+    """Returns a node in training or evaluation mode."""
+    return dataclasses.replace(node, training=True) if training else node
+
+
+@functools.cache
+def _find_families() -> None:
+    package = importlib.import_module(f"{__package__}.operators")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")

@@ -1,0 +1,183 @@
+"""The values that flow through an imported model: tensors, and numbers that are known while it is traced.
+
+A known value is a NumPy array. One of dtype ``object`` holds symbolic sizes, as Shape returns them; others hold
+constants of the model. What is computed from known values alone stays known, until an operator needs a tensor: so one
+graph serves all sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ....core.errors import ExportError
+
+__all__ = [
+    "Known",
+    "Number",
+    "Value",
+    "as_tensor",
+    "integers",
+    "is_known",
+    "known",
+    "numbers",
+    "tensor_of",
+    "torch_dtype",
+]
+
+Known = np.ndarray[Any, np.dtype[Any]]
+"""An array of numbers that are known while the model is traced, some of them symbolic."""
+Number = Any
+"""A Python number, or a symbolic one."""
+Value = Any
+"""A tensor, a known array, a sequence (a list of values) or an absent optional (None)."""
+
+# torch packs two numbers of 4 bits in a byte, and has no arithmetic on them: they are kept in the next wider type that
+# represents each of them.
+_WIDER = {
+    ir.DataType.INT4: torch.int8,
+    ir.DataType.UINT4: torch.uint8,
+    ir.DataType.INT2: torch.int8,
+    ir.DataType.UINT2: torch.uint8,
+    ir.DataType.FLOAT4E2M1: torch.float8_e4m3fn,
+}
+# Types that NumPy lacks, and their bits.
+_BITS: dict[torch.dtype, Any] = {
+    torch.bfloat16: np.int16,
+    torch.float8_e4m3fn: np.uint8,
+    torch.float8_e4m3fnuz: np.uint8,
+    torch.float8_e5m2: np.uint8,
+    torch.float8_e5m2fnuz: np.uint8,
+    torch.float8_e8m0fnu: np.uint8,
+}
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Refusing(Protocol):
+    """What makes errors: a node of the model."""
+
+    def error(self, reason: str) -> ExportError:
+        """Returns the error that names the node."""
+        ...
+
+
+def torch_dtype(dtype: ir.DataType | int) -> torch.dtype:
+    """Returns the dtype of tensors that hold values of an ONNX type.
+
+    Raises:
+        ExportError: If torch has none.
+    """
+    dtype = ir.DataType(dtype)
+    if dtype in _WIDER:
+        return _WIDER[dtype]
+    try:
+        return ir.tensor_adapters.to_torch_dtype(dtype)
+    except TypeError:
+        raise ExportError(
+            f"PyTorch has no tensors of {dtype.name}: change the model's type, for example with a Cast before it"
+        ) from None
+
+
+def tensor_of(tensor: ir.TensorProtocol) -> torch.Tensor:
+    """Returns a copy of a tensor of the model."""
+    dtype = torch_dtype(tensor.dtype)
+    values = np.asarray(tensor.numpy())
+    if tensor.dtype == ir.DataType.FLOAT4E2M1:
+        return torch.from_numpy(values.astype(np.float32)).to(dtype)
+    if tensor.dtype in _WIDER:
+        return torch.from_numpy(values.astype(np.int8 if dtype == torch.int8 else np.uint8))
+    if dtype in _BITS:
+        return torch.from_numpy(np.array(values, order="C").view(_BITS[dtype])).view(dtype)
+    return torch.from_numpy(np.array(values, order="C"))
+
+
+def is_known(value: Value) -> TypeGuard[Known]:
+    """Returns whether a value is known while the model is traced."""
+    return isinstance(value, np.ndarray)
+
+
+def known(values: Any) -> Known:
+    """Returns numbers as a known array: of int64, float32 or bool, or of objects if one is symbolic.
+
+    Args:
+        values: A number, an array, or a (nested) sequence of numbers.
+    """
+    array = np.asarray(values) if isinstance(values, (np.ndarray, np.generic)) else _objects(values)
+    if array.dtype != object or any(isinstance(value, _SYMBOLIC) for value in array.flat):
+        return array
+    if any(isinstance(value, (float, np.floating)) for value in array.flat):
+        return array.astype(np.float32)
+    if array.size and all(isinstance(value, (bool, np.bool_)) for value in array.flat):
+        return array.astype(np.bool_)
+    return array.astype(np.int64)
+
+
+def _objects(values: Any) -> Known:
+    """Returns an array of objects; NumPy itself would look into symbolic numbers."""
+    if not isinstance(values, (list, tuple)):
+        array = np.empty((), dtype=object)
+        array[()] = values
+        return array
+    parts = [_objects(value) for value in values]
+    return np.stack(parts) if parts else np.empty((0,), dtype=object)
+
+
+def as_tensor(value: Value, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a value as a tensor.
+
+    Args:
+        value: A tensor, which is returned as it is, or a known array.
+        dtype: The dtype for a known array; by default its own, or int64 or float32 if it is symbolic.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if value.dtype != object:
+        tensor = torch.from_numpy(np.array(value, order="C"))
+        return tensor if dtype is None else tensor.to(dtype)
+    if dtype is None:
+        is_float = any(isinstance(entry, (float, torch.SymFloat)) for entry in value.flat)
+        is_bool = bool(value.size) and all(isinstance(entry, (bool, torch.SymBool)) for entry in value.flat)
+        dtype = torch.float32 if is_float else torch.bool if is_bool else torch.int64
+    if not value.size:
+        return torch.zeros(value.shape, dtype=dtype)
+    scalars = [torch.scalar_tensor(entry, dtype=dtype) for entry in value.flat]
+    return scalars[0] if value.ndim == 0 else torch.stack(scalars).reshape(value.shape)
+
+
+def integers(value: Value, what: str, node: Refusing) -> list[Any]:
+    """Returns integers that an operator needs as numbers, such as the sizes for Reshape, as a list.
+
+    Args:
+        value: A known array or a tensor, whose values can be read only outside of a trace.
+        what: What they are, for the error.
+        node: The node.
+
+    Raises:
+        ExportError: If they depend on the values of a batch.
+    """
+    return [_integer(entry) for entry in _entries(value, what, node)]
+
+
+def numbers(value: Value, what: str, node: Refusing) -> list[Any]:
+    """Returns numbers like :func:`integers`, but of any type."""
+    return [entry.item() if isinstance(entry, np.generic) else entry for entry in _entries(value, what, node)]
+
+
+def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
+    if is_known(value):
+        return list(value.reshape(-1))
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return list(value.detach().reshape(-1).tolist())
+    raise node.error(
+        f"{what} depends on the values of a batch, but a graph for training needs to know it from the model or from "
+        "the shapes of the inputs: make it a constant, or compute it from shapes"
+    )
+
+
+def _integer(entry: Any) -> Any:
+    return entry if isinstance(entry, torch.SymInt) else math.trunc(entry)
