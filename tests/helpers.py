@@ -16,6 +16,8 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 class MLP(nn.Module):
     """Two layers: 8 features in, 3 classes out."""

@@ -382,7 +382,7 @@ def _reductions(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
     summary = [
         hidden.std(-1), hidden.var(-1, unbiased=False), hidden.logsumexp(-1), hidden.norm(dim=-1), hidden.amax(-1),
         hidden.amin(-1), hidden.median(-1).values, hidden.sigmoid().prod(-1), hidden.max(), hidden.min(), hidden.mean(),
-        hidden.aminmax(dim=-1).max, hidden.norm(p=1), hidden.kthvalue(2).values, hidden.max(0).values.sum(),
+        hidden.norm(p=1), hidden.kthvalue(2).values, hidden.max(0).values.sum(),
     ]  # fmt: skip
     return own[1](hidden) + sum(value.unsqueeze(-1) if value.dim() else value for value in summary)
 

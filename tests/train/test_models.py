@@ -14,7 +14,7 @@ from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
 
-from ..helpers import MLP, MLP_DESC, assert_close, assert_same_training, mlp_batches
+from ..helpers import MLP, MLP_DESC, TORCH, assert_close, assert_same_training, mlp_batches
 
 pytestmark = pytest.mark.engine
 
@@ -569,7 +569,10 @@ def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda logits, label: F.cross_entropy(logits[label > 0], label[label > 0]),
+        pytest.param(
+            lambda logits, label: F.cross_entropy(logits[label > 0], label[label > 0]),
+            marks=pytest.mark.skipif(TORCH < (2, 12), reason="torch's cross_entropy reads the number of rows"),
+        ),
         lambda logits, label: (
             (F.cross_entropy(logits, label, reduction="none") * (label > 0)).sum() / label.nonzero().shape[0]
         ),

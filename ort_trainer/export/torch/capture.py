@@ -30,6 +30,7 @@ from .explain import explain, source_line
 from .operators.registry import replacements
 from .step_module import StepModule
 from .symbols import users_lines_of_conditions
+from .torch_versions import CHECKPOINT_GENERATOR
 from .value_checks import value_checks_passed
 
 __all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions"]
@@ -164,8 +165,10 @@ def _watch_autograd() -> Iterator[list[str]]:
                 "torch.utils.checkpoint with use_reentrant=True calls backward() while it runs, which can't be "
                 "captured: pass use_reentrant=False"
             )
-        # An operator of torch.library stays whole in an exported program, and keeps its backward pass.
-        if not getattr(function, "made_of_operators", False) and not function.__name__.startswith(_OF_OPERATORS):
+        # An operator of torch.library stays whole in an exported program, and keeps its backward pass. A checkpoint's
+        # own function (until torch 2.11) only holds its inputs.
+        whole = getattr(function, "made_of_operators", False) or function.__name__.startswith(_OF_OPERATORS)
+        if not whole and function.__module__ != checkpointing.__name__:
             found.append(function.__name__)
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
@@ -231,7 +234,7 @@ def _watch_size_one() -> Iterator[set[sympy.Symbol]]:
 @contextlib.contextmanager
 def _marked_checkpoints() -> Iterator[None]:
     """Marks operators inside ``torch.utils.checkpoint``, which leaves no other trace: a capture saves no tensors."""
-    enclosed = checkpointing._checkpoint_without_reentrant_generator
+    enclosed = getattr(checkpointing, CHECKPOINT_GENERATOR)
     numbers = itertools.count()
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -240,7 +243,7 @@ def _marked_checkpoints() -> Iterator[None]:
 
     with (
         fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
-        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", marked),
+        mock.patch.object(checkpointing, CHECKPOINT_GENERATOR, marked),
     ):
         yield
 

@@ -60,7 +60,8 @@ def run_in_child(
         meanwhile: Called once in this process while the child works.
 
     Returns:
-        The bytes; None if the child died, or was killed because it was stuck: the caller must do the work itself.
+        The bytes; None if the child died, was killed because it was stuck, or can't differentiate because the parent
+        has threads of autograd: the caller must do the work itself.
 
     Raises:
         IdleOptionError, TypeError, ValueError: If the function raised one of these.
@@ -112,9 +113,24 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _can_differentiate() -> bool:
+    """Returns whether autograd works here: not in a fork of a process in which it has begun threads.
+
+    Builds of torch with CUDA begin them even without a GPU, if backward() follows the first use of torch.export.
+    """
+    value = torch.ones((), requires_grad=True)
+    try:
+        torch.autograd.grad(value * 1.0, value)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _answer(function: Callable[[], bytes], writer: int) -> None:
     """Runs the function in the child. It uses one thread, because the parent's threads do not exist after a fork."""
     torch.set_num_threads(1)
+    if not _can_differentiate():
+        return
     try:
         answer = b"+" + function()
     except Exception as error:

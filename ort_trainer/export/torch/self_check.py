@@ -18,6 +18,7 @@ from ...options import ModelDescription
 from ..cache import SOURCES_AT_IMPORT, ExportCache
 from . import torch_versions
 from .export import export
+from .isolation import can_isolate, run_in_child
 from .step_module import ExportedStep
 
 __all__ = ["check_torch"]
@@ -41,18 +42,11 @@ def check_torch(kernels: str, cache: ExportCache | None) -> None:
         return
     key = f"torch-{torch.__version__}-{kernels}-{SOURCES_AT_IMPORT[:16]}"
     if cache is None or cache.load(key)[0] is None:
-        for custom in (False, True):
-            for kind in dict.fromkeys((kernels, "onnxruntime")):
-                try:
-                    difference = _difference(custom, kind)
-                except Exception as error:
-                    raise ExportError(f"{_advice('can not train with it')}\n  {error}") from error
-                if not difference <= _TOLERANCE:  # NaN as well
-                    what = "with" if custom else "without"
-                    raise ExportError(
-                        f"{_advice('trains wrongly with it')}\n  {what} a custom autograd.Function, after {_STEPS} "
-                        f"steps the values differ by {difference:.1g} from those of eager PyTorch"
-                    )
+        # In a child, as the export itself, so that this process does not import what only exports need.
+        answer = run_in_child(lambda: _fault(kernels).encode()) if can_isolate() else None
+        fault = _fault(kernels) if answer is None else answer.decode()
+        if fault:
+            raise ExportError(fault)
         if cache is not None:
             cache.store(key, b"passed")
     warn(
@@ -60,6 +54,23 @@ def check_torch(kernels: str, cache: ExportCache | None) -> None:
         f"{', '.join(torch_versions.TESTED)}. A small model trained correctly with it"
     )
     _passed.add(kernels)
+
+
+def _fault(kernels: str) -> str:
+    """Returns what is wrong with training the small model; "" if nothing."""
+    for custom in (False, True):
+        for kind in dict.fromkeys((kernels, "onnxruntime")):
+            try:
+                difference = _difference(custom, kind)
+            except Exception as error:
+                return f"{_advice('can not train with it')}\n  {error}"
+            if not difference <= _TOLERANCE:  # NaN as well
+                return (
+                    f"{_advice('trains wrongly with it')}\n  {'with' if custom else 'without'} a custom "
+                    f"autograd.Function, after {_STEPS} steps the values differ by {difference:.1g} from those of "
+                    "eager PyTorch"
+                )
+    return ""
 
 
 def _advice(what: str) -> str:

@@ -23,6 +23,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 __all__ = ["value_checks_passed"]
 
 _IS_FINITE = ("isfinite", "isinf", "isnan")
+# NOT_TAKEN, from Python 3.14 on, has the line of the condition before it.
+_NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN")
 
 
 @contextlib.contextmanager
@@ -77,7 +79,7 @@ def _choice(frame: FrameType, lines: list[str]) -> bool | None:
 @functools.lru_cache(maxsize=256)
 def _passing(code: CodeType, offset: int) -> bool | None:
     """Returns the value of a jump's condition that avoids a branch that only raises, or enters one that clamps."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     (at,) = (index for index, step in enumerate(steps) if step.offset == offset)
     if steps[at].opname in ("TO_BOOL", "COMPARE_OP"):  # from Python 3.13 on, evaluated before the jump
         at += 1

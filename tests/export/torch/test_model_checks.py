@@ -204,10 +204,7 @@ def test_buffers_can_be_assigned_from_inputs_and_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "cayley",
-            "_linalg_check_errors.default has no ONNX translation, because it has side effects: module '0.param",
-        ),
+        ("cayley", r"_linalg_(check_errors|solve_ex).default has no ONNX translation.*: module '0\.parametrizations"),
         ("householder", "linalg_householder_product.default has no ONNX translation: module '0.parametrizations"),
     ],
 )
