@@ -90,7 +90,7 @@ def main() -> None:
             lines.append("")
     if arguments.only is None:
         operators = read_section(arguments.out, "operators")  # benchmarks/operators.py wrote it
-        arguments.out.write_text("\n".join([*lines, operators]).rstrip() + "\n")
+        arguments.out.write_text("\n".join([*lines, operators]).rstrip() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def write(findings: Sequence[Finding], limit: int) -> None:
     for finding in sorted(findings, key=lambda finding: finding["operator"]):
         counts = " | ".join(str(finding["counts"].get(outcome, "")) for outcome in OUTCOMES)
         lines.append(f"| {finding['operator']} | {counts} |")
-    (DOCS / "operators.md").write_text("\n".join(lines) + "\n")
+    (DOCS / "operators.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     summary = [
         "## PyTorch's own samples of its operators", "",
         f"Forward and backward, with edge values; [operators.md](operators.md) has the details. Of the samples of "

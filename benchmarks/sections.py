@@ -14,7 +14,7 @@ def _marks(name: str) -> tuple[str, str]:
 def read_section(path: Path, name: str) -> str:
     """Returns a section with its marks; empty if the document does not have it."""
     start, end = _marks(name)
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     _, found, rest = text.partition(start)
     return start + rest.partition(end)[0] + end if found else ""
 
@@ -22,6 +22,6 @@ def read_section(path: Path, name: str) -> str:
 def write_section(path: Path, name: str, content: str) -> None:
     """Replaces the section of this name, or appends it to the document."""
     start, end = _marks(name)
-    text, old = path.read_text(), read_section(path, name)
+    text, old = path.read_text(encoding="utf-8"), read_section(path, name)
     section = f"{start}{content.rstrip()}\n{end}"
-    path.write_text(text.replace(old, section) if old else f"{text.rstrip()}\n\n{section}")
+    path.write_text(text.replace(old, section) if old else f"{text.rstrip()}\n\n{section}", encoding="utf-8")

@@ -57,4 +57,6 @@ def _contents(caption: str, *pages: str) -> str:
 
 def _with_first_page(app: Sphinx, error: Exception | None) -> None:
     page = app.builder.get_relative_uri("", root_doc)
-    (Path(app.outdir) / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={page}">\n')
+    (Path(app.outdir) / "index.html").write_text(
+        f'<meta http-equiv="refresh" content="0; url={page}">\n', encoding="utf-8"
+    )

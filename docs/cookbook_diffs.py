@@ -21,7 +21,9 @@ def with_diffs(page: str, folder: Path) -> str:
     """
 
     def block(found: re.Match[str]) -> str:
-        before, after = ((folder / f"{found[1]}{form}.py").read_text().splitlines() for form in ("_torch", ""))
+        before, after = (
+            (folder / f"{found[1]}{form}.py").read_text(encoding="utf-8").splitlines() for form in ("_torch", "")
+        )
         head = f"<!-- diff: {found[1]}, written by make docs -->"
         return "\n".join((head, "```diff", *_changes(before, after), "```", "<!-- /diff -->"))
 

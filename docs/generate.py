@@ -76,18 +76,20 @@ def main() -> None:
         ROOT / "ort_trainer" / "options" / "sections.py": option_types(
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
-        names: re.sub(f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(), flags=re.DOTALL),
-        HERE / "images" / "against_eager.svg": speed_picture((HERE / "benchmarks.md").read_text()),
+        names: re.sub(
+            f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(encoding="utf-8"), flags=re.DOTALL
+        ),
+        HERE / "images" / "against_eager.svg": speed_picture((HERE / "benchmarks.md").read_text(encoding="utf-8")),
         HERE / "images" / "rooms.svg": room_picture(),
         **{
-            page: with_diffs(page.read_text(), ROOT / "examples" / page.stem)
+            page: with_diffs(page.read_text(encoding="utf-8"), ROOT / "examples" / page.stem)
             for page in (HERE / "cookbook.md", HERE / "recipes.md")
         },
     }
     for target, text in targets.items():
         if "--check" not in sys.argv:
-            target.write_text(text)
-        elif not target.exists() or target.read_text() != text:
+            target.write_text(text, encoding="utf-8")
+        elif not target.exists() or target.read_text(encoding="utf-8") != text:
             sys.exit(f"{target.relative_to(ROOT)} is out of date: run make docs")
 
 
