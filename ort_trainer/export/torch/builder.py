@@ -21,7 +21,7 @@ from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
 from .borrow import BORROWED, borrowed
-from .isolation import can_isolate, run_in_child
+from .isolation import can_differentiate, can_isolate, run_in_child
 from .step_module import ExportedStep, StepModule
 from .torch_versions import is_tested
 
@@ -97,10 +97,13 @@ class GraphBuilder:
 
                 return export(self.step, batch, training, cache, progress.stage)
 
+            def in_child() -> bytes | None:
+                return made().to_bytes() if can_differentiate() else None
+
             draw = progress.draw if progress.shown else None
             # A training step on PyTorch's kernels does not need ONNX Runtime.
             meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
-            answer = run_in_child(lambda: made().to_bytes(), draw, meanwhile) if can_isolate() else None
+            answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
         graph = dataclasses.replace(found.step, kept=found.kept)
         if training and self.depends_on_modes is not None:

@@ -19,7 +19,7 @@ import torch
 from ...core.errors import ExportError, IdleOptionError
 from ...core.forked import forked
 
-__all__ = ["can_isolate", "run_in_child"]
+__all__ = ["can_differentiate", "can_isolate", "run_in_child"]
 
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ExportError, IdleOptionError, TypeError, ValueError)
@@ -48,7 +48,7 @@ def can_isolate() -> bool:
 
 
 def run_in_child(
-    function: Callable[[], bytes],
+    function: Callable[[], bytes | None],
     while_waiting: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> bytes | None:
@@ -60,8 +60,8 @@ def run_in_child(
         meanwhile: Called once in this process while the child works.
 
     Returns:
-        The bytes; None if the child died, was killed because it was stuck, or can't differentiate because the parent
-        has threads of autograd: the caller must do the work itself.
+        The bytes; None if the function returned None, or the child died or was killed because it was stuck: the caller
+        must do the work itself.
 
     Raises:
         IdleOptionError, TypeError, ValueError: If the function raised one of these.
@@ -113,8 +113,8 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _can_differentiate() -> bool:
-    """Returns whether autograd works here: not in a fork of a process in which it has begun threads.
+def can_differentiate() -> bool:
+    """Returns whether autograd works in this process: not in a fork of a process in which it has begun threads.
 
     Builds of torch with CUDA begin them even without a GPU, if backward() follows the first use of torch.export.
     """
@@ -126,13 +126,12 @@ def _can_differentiate() -> bool:
     return True
 
 
-def _answer(function: Callable[[], bytes], writer: int) -> None:
+def _answer(function: Callable[[], bytes | None], writer: int) -> None:
     """Runs the function in the child. It uses one thread, because the parent's threads do not exist after a fork."""
     torch.set_num_threads(1)
-    if not _can_differentiate():
-        return
     try:
-        answer = b"+" + function()
+        made = function()
+        answer = b"" if made is None else b"+" + made
     except Exception as error:
         known = type(error).__name__ in _ERRORS
         message = str(error) if known else "".join(traceback.format_exception(error))

@@ -18,7 +18,7 @@ from ...options import ModelDescription
 from ..cache import SOURCES_AT_IMPORT, ExportCache
 from . import torch_versions
 from .export import export
-from .isolation import can_isolate, run_in_child
+from .isolation import can_differentiate, can_isolate, run_in_child
 from .step_module import ExportedStep
 
 __all__ = ["check_torch"]
@@ -42,8 +42,12 @@ def check_torch(kernels: str, cache: ExportCache | None) -> None:
         return
     key = f"torch-{torch.__version__}-{kernels}-{SOURCES_AT_IMPORT[:16]}"
     if cache is None or cache.load(key)[0] is None:
-        # In a child, as the export itself, so that this process does not import what only exports need.
-        answer = run_in_child(lambda: _fault(kernels).encode()) if can_isolate() else None
+
+        def in_child() -> bytes | None:
+            return _fault(kernels).encode() if can_differentiate() else None
+
+        # As the export itself, so that this process does not import what only exports need.
+        answer = run_in_child(in_child) if can_isolate() else None
         fault = _fault(kernels) if answer is None else answer.decode()
         if fault:
             raise ExportError(fault)
