@@ -16,7 +16,7 @@ from torch import nn
 
 from ....core.errors import ExportError
 from ..load import OnnxModel, load_onnx_model
-from .plan import Graph, Plan, Step, plan_model
+from .plan import Graph, Step, plan_model
 from .registry import Operator, with_mode
 from .values import Value, as_tensor, is_known, known, tensor_of
 
@@ -48,17 +48,18 @@ class OnnxModule(nn.Module):
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
         super().__init__()
         loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model, as_it_is=True)
-        self._plan: Plan = plan_model(loaded.model)
+        plan = plan_model(loaded.model)
+        self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
         self.inputs, self.outputs = loaded.inputs, loaded.outputs
         self.names: dict[str, str] = {}
         self._stored: dict[int, tuple[nn.Module, str]] = {}
         self._known: dict[int, np.ndarray[Any, Any]] = {}
         for name, tensor in loaded.parameters.items():
             trainable = name not in loaded.frozen
-            self._store(self._plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable), saved=True)
+            self._store(plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable), saved=True)
         for name, tensor in loaded.buffers.items():
-            self._store(self._plan.inputs[name], name, tensor, saved=True)
-        for number, constant in self._plan.constants.items():
+            self._store(plan.inputs[name], name, tensor, saved=True)
+        for number, constant in plan.constants.items():
             value = tensor_of(constant.value)
             self._store(number, constant.name, value, saved=False)
             if value.numel() <= _MOST_KNOWN and value.dtype not in _NOT_KNOWN:
@@ -84,11 +85,11 @@ class OnnxModule(nn.Module):
             raise TypeError(
                 f"the ONNX model takes the inputs {list(self.inputs)}, but was given {len(args)} and {list(inputs)}"
             )
-        run = _Run(self, {self._plan.inputs[name]: value for name, value in given.items()})
-        values = run.graph(self._plan.graph)
+        run = _Run(self, {self._numbers[name]: value for name, value in given.items()})
+        values = run.graph(self._graph)
         return {
             name: run.as_tensor(number, value)
-            for name, number, value in zip(self.outputs, self._plan.graph.outputs, values, strict=True)
+            for name, number, value in zip(self.outputs, self._graph.outputs, values, strict=True)
         }
 
     def _store(self, number: int, name: str, tensor: torch.Tensor, saved: bool) -> None:
@@ -170,9 +171,23 @@ class Body:
         return self.run.graph(self.graph)
 
     @property
-    def inputs(self) -> int:
-        """The number of its inputs."""
-        return len(self.graph.inputs)
+    def outputs(self) -> int:
+        """The number of its outputs."""
+        return len(self.graph.outputs)
+
+    def dtype(self, output: int) -> torch.dtype | None:
+        """Returns the dtype of an output; None if it is unknown."""
+        return self.run.module._dtypes.get(self.graph.outputs[output])
+
+    def outside_tensors(self) -> list[tuple[int, torch.Tensor]]:
+        """Returns the tensors around it that its nodes use, each with its number."""
+        found = [(number, self.run.value(number)) for number in self.graph.outside]
+        return [(number, value) for number, value in found if isinstance(value, torch.Tensor)]
+
+    def with_outside(self, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Runs it with other tensors around it, and returns the outputs as tensors."""
+        body = Body(self.graph, _Run(self.run.module, {**self.run.values, **tensors}))
+        return body.tensors(body())
 
     def tensors(self, values: Sequence[Value]) -> list[torch.Tensor]:
         """Returns its outputs as tensors."""
@@ -196,16 +211,17 @@ class _Run:
             self._step(step)
             for number in step.last:
                 self.values.pop(number, None)
-        return [self._value(number) for number in graph.outputs]
+        return [self.value(number) for number in graph.outputs]
 
     def as_tensor(self, number: int, value: Value) -> Value:
         """Returns a value as a tensor, if it is a known array."""
         if not is_known(value):
             return value
         stored = self.module._stored.get(number)
-        return as_tensor(value, self.module._plan.dtypes.get(number)) if stored is None else getattr(*stored)
+        return as_tensor(value, self.module._dtypes.get(number)) if stored is None else getattr(*stored)
 
-    def _value(self, number: int) -> Value:
+    def value(self, number: int) -> Value:
+        """Returns a value of the model."""
         if number in self.values:
             return self.values[number]
         if number in self.module._known:
@@ -216,7 +232,7 @@ class _Run:
 
     def _step(self, step: Step) -> None:
         node = with_mode(step.node, self.module.training)
-        inputs = [None if number is None else self._value(number) for number in step.inputs]
+        inputs = [None if number is None else self.value(number) for number in step.inputs]
         attributes = {k: Body(v, self) if isinstance(v, Graph) else v for k, v in step.attributes.items()}
         results: Any = NotImplemented
         try:
@@ -259,7 +275,7 @@ class _Run:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, np.generic)):
             value = known(value)
         if is_known(value) and value.size > _MOST_KNOWN:
-            return as_tensor(value, self.module._plan.dtypes.get(number))
+            return as_tensor(value, self.module._dtypes.get(number))
         return value
 
 

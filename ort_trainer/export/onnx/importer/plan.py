@@ -197,8 +197,6 @@ class _Planner:
             self._call(node, function, attributes, steps)
             return
         wanted = [bool(value.name) and (bool(value.uses()) or value.is_graph_output()) for value in node.outputs]
-        while wanted and not wanted[-1] and not node.outputs[len(wanted) - 1].name:
-            wanted.pop()
         name = node.name or next((str(value.name) for value in node.outputs if value.name), "")
         described = Node(name, node.op_type, domain, opsets.get(domain, 0), tuple(wanted))
         if domain not in opsets:

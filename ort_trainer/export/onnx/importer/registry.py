@@ -57,7 +57,7 @@ class Node:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs, up to the last that is used."""
+        """The number of outputs."""
         return len(self.wanted)
 
     def wants(self, index: int) -> bool:
@@ -77,6 +77,7 @@ class Operator:
     """A function for an operator, and how to call it.
 
     Attributes:
+        key: Where it is in the table: for known arrays or not, domain, operator and position.
         function: The function.
         since: The first version of the operator that it computes.
         until: The last, or None.
@@ -88,6 +89,7 @@ class Operator:
         takes_node: Whether it takes the node.
     """
 
+    key: tuple[bool, str, str, int]
     function: Callable[..., Any]
     since: int
     until: int | None
@@ -97,6 +99,10 @@ class Operator:
     attributes: frozenset[str]
     required: frozenset[str]
     takes_node: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the place in the table: many of the functions can't be pickled."""
+        return _entry, self.key
 
     def takes_known(self, index: int) -> bool:
         """Returns whether an input may be a known array."""
@@ -154,8 +160,9 @@ def _registering(
     scalars: Collection[int] | bool,
 ) -> Callable[[_Function], _Function]:
     def register(function: _Function) -> _Function:
-        entry = _describe(function, since, until, known, scalars)
         for name in names:
+            key = (table is _for_known, domain, name, len(table[domain, name]))
+            entry = _describe(key, function, since, until, known, scalars)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
                     raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
@@ -165,7 +172,13 @@ def _registering(
     return register
 
 
+def _entry(for_known: bool, domain: str, name: str, index: int) -> Operator:
+    _find_families()
+    return (_for_known if for_known else _operators)[domain, name][index]
+
+
 def _describe(
+    key: tuple[bool, str, str, int],
     function: Callable[..., Any],
     since: int,
     until: int | None,
@@ -177,6 +190,7 @@ def _describe(
     variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name != "node"]
     return Operator(
+        key,
         function,
         since,
         until,

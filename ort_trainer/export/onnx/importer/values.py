@@ -7,7 +7,6 @@ graph serves all sizes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeGuard
 
@@ -24,6 +23,7 @@ __all__ = [
     "as_tensor",
     "integers",
     "is_known",
+    "is_traced",
     "known",
     "numbers",
     "tensor_of",
@@ -171,7 +171,7 @@ def numbers(value: Value, what: str, node: Refusing) -> list[Any]:
 def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
     if is_known(value):
         return list(value.reshape(-1))
-    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+    if isinstance(value, torch.Tensor) and not is_traced(value):
         return list(value.detach().reshape(-1).tolist())
     raise node.error(
         f"{what} depends on the values of a batch, but a graph for training needs to know it from the model or from "
@@ -179,5 +179,12 @@ def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
     )
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor stands for those of all batches, so that it has no values to look at."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
 def _integer(entry: Any) -> Any:
-    return entry if isinstance(entry, torch.SymInt) else math.trunc(entry)
+    if isinstance(entry, torch.SymFloat):
+        return torch.sym_int(entry)  # type: ignore[no-untyped-call]
+    return entry if isinstance(entry, torch.SymInt) else int(entry)

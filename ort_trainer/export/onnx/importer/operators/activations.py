@@ -89,6 +89,11 @@ def _gelu(x: _Tensor, *, approximate: str, node: Node) -> _Tensor:
     return F.gelu(x, approximate=approximate)
 
 
+@operator("SwiGLU", since=28)
+def _swiglu(gate: _Tensor, x: _Tensor, *, alpha: float) -> _Tensor:
+    return gate * torch.sigmoid(alpha * gate) * x
+
+
 @operator("Swish", since=24)
 def _swish(x: _Tensor, *, alpha: float) -> _Tensor:
     return x * torch.sigmoid(alpha * x)

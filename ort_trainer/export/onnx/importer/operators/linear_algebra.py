@@ -1,0 +1,43 @@
+"""Products of matrices, sums of products, determinants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..registry import operator
+
+_Tensor = torch.Tensor
+
+
+@operator("MatMul")
+def _matmul(a: _Tensor, b: _Tensor) -> _Tensor:
+    return torch.matmul(a, b)
+
+
+@operator("Gemm", since=7)
+def _gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, *, alpha: float, beta: float, transA: int, transB: int) -> Any:
+    a = a.t() if transA else a
+    if alpha == beta == 1 and transB and (c is None or c.dim() == 1) and a.is_floating_point():
+        return F.linear(a, b, c)
+    product = a @ (b.t() if transB else b)
+    product = product if alpha == 1 else _scaled(product, alpha)
+    return product if c is None else product + (c if beta == 1 else _scaled(c, beta))
+
+
+def _scaled(x: _Tensor, factor: float) -> _Tensor:
+    return (x * factor).to(x.dtype)
+
+
+@operator("Einsum", since=12)
+def _einsum(*values: _Tensor, equation: str) -> _Tensor:
+    product: _Tensor = torch.einsum(equation, *values)
+    return product
+
+
+@operator("Det", since=11)
+def _determinant(x: _Tensor) -> _Tensor:
+    determinant: _Tensor = torch.linalg.det(x)
+    return determinant
