@@ -121,7 +121,7 @@ def test_what_was_measured_is_of_these_tests() -> None:
     known = {f"{p.relative_to(ROOT)}::{node.name}" for p in TESTS.rglob("test_*.py") for node in _functions(p)}
     assert len(functions - known) <= 0.05 * len(functions), sorted(functions - known)
     files = {str(path.relative_to(ROOT)) for path in import_map.FILES}
-    assert len(measured.reach.keys() & files) >= 0.8 * len(files), sorted(files - measured.reach.keys())
+    assert len(measured.reach.keys() & files) >= 0.7 * len(files), sorted(files - measured.reach.keys())
 
 
 def _functions(path: Path) -> list[ast.FunctionDef]:

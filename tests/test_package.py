@@ -108,10 +108,13 @@ def test_the_constraints_have_one_version_of_all_that_is_asked_for() -> None:
 
 
 def test_the_tested_versions_of_torch_are_those_of_the_documentation() -> None:
-    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE)
-    assert set(TESTED) <= set(rows)
-    assert f'"torch>={rows[0]}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"torch {rows[0]} or newer" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| torch (\d+\.\d+) \|.*\| 0 \| [\d-]+ \|$", page, re.MULTILINE)  # no test failed
+    (pinned,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert set(TESTED) == {*rows, pinned}
+    assert f"{TESTED[0]} to {TESTED[-1]} are tested: {pinned} with all" in page
+    assert f'"torch>={TESTED[0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {TESTED[0]} or newer" in (ROOT / "README.md").read_text()
 
 
 def test_the_wheel_trains_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
