@@ -198,7 +198,16 @@ class _Planner:
             return
         wanted = [bool(value.name) and (bool(value.uses()) or value.is_graph_output()) for value in node.outputs]
         name = node.name or next((str(value.name) for value in node.outputs if value.name), "")
-        described = Node(name, node.op_type, domain, opsets.get(domain, 0), tuple(wanted))
+        described = Node(
+            name,
+            node.op_type,
+            domain,
+            opsets.get(domain, 0),
+            tuple(wanted),
+            tuple(None if value is None else value.dtype for value in node.inputs),
+            tuple(value.dtype for value in node.outputs),
+            frozenset(_consumers(node.outputs[0])) if node.outputs else frozenset(),
+        )
         if domain not in opsets:
             raise described.error(f"the model does not import its domain: it imports {sorted(opsets)}")
         if not domain and node.op_type == "Constant":
@@ -285,6 +294,14 @@ def _constant_of(node: Node, attributes: Mapping[str, ir.Attr]) -> ir.TensorProt
         if name in kinds:
             return ir.tensor(np.array(attribute.value, dtype=kinds[name]))
     raise node.error(f"a constant with {sorted(attributes)} is not supported: give it as a dense tensor of numbers")
+
+
+def _consumers(value: ir.Value) -> Iterable[str]:
+    """Yields the operators that use a value, directly or after a Cast."""
+    for user, _ in value.uses():
+        if user.op_type == "Cast":
+            yield from _consumers(user.outputs[0])
+        yield user.op_type
 
 
 def _uses(step: Step) -> list[int]:

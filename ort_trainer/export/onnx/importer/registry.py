@@ -45,6 +45,9 @@ class Node:
         domain: The operator's domain; "" is ONNX's own.
         opset: The version of the domain that the model imports.
         wanted: For each output whether anything uses it.
+        input_types: The ONNX type of each input; None if it is absent, no tensor or unknown.
+        output_types: The ONNX type of each output.
+        consumers: The operators that use the first output, directly or after a Cast.
         training: Whether the model is in training mode.
     """
 
@@ -53,6 +56,9 @@ class Node:
     domain: str
     opset: int
     wanted: tuple[bool, ...] = (True,)
+    input_types: tuple[ir.DataType | None, ...] = ()
+    output_types: tuple[ir.DataType | None, ...] = ()
+    consumers: frozenset[str] = frozenset()
     training: bool = False
 
     @property
@@ -63,6 +69,10 @@ class Node:
     def wants(self, index: int) -> bool:
         """Returns whether anything uses an output."""
         return index < len(self.wanted) and self.wanted[index]
+
+    def input_type(self, index: int) -> ir.DataType | None:
+        """Returns the ONNX type of an input, which tells types of 2 and 4 bits from those that tensors have."""
+        return self.input_types[index] if index < len(self.input_types) else None
 
     def error(self, reason: str) -> ExportError:
         """Returns the error that the node can't be run, for that reason."""

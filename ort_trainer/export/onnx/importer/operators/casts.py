@@ -59,7 +59,10 @@ def _each(function: Any, values: Known) -> Known:
 
 @operator("CastLike", since=15)
 def _cast_like(x: _Tensor, like: _Tensor, *, saturate: int = 1, round_mode: str = "up", node: Node) -> _Tensor:
-    return cast_to(x, like.dtype, bool(saturate), round_mode, node)
+    kind = node.input_type(1)
+    if kind is None:
+        return cast_to(x, like.dtype, bool(saturate), round_mode, node)
+    return cast(x, kind, bool(saturate), round_mode, node)
 
 
 def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: Node) -> _Tensor:
@@ -104,7 +107,8 @@ def _to_float4(x: _Tensor) -> _Tensor:
     x = x.float()
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.copysign((torch.round(size / step) * step).clamp(max=6), x)
+    rounded = torch.copysign((torch.round(size / step) * step).clamp(max=6), x)
+    return torch.where(torch.isnan(x), -0.0, rounded)  # there is no NaN
 
 
 def _to_float8(x: _Tensor, dtype: torch.dtype, saturate: bool) -> _Tensor:

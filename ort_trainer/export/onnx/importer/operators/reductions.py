@@ -149,32 +149,32 @@ def _cumulative(
     return result.flip(axis) if reverse else result
 
 
-def _over_rest(function: Callable[[_Tensor, int], _Tensor], x: _Tensor, axis: int) -> _Tensor:
-    """Applies a function over an axis and all after it together, as ONNX did until opset 12."""
-    axis = axis % x.dim()
-    return function(x.flatten(axis), axis).reshape(x.shape)
+def _softmax(x: _Tensor, axis: int, node: Node) -> _Tensor:
+    if not node.consumers & {"IsNaN", "Where"}:
+        return torch.softmax(x, axis)
+    # Attention may replace the NaN of rows that are masked entirely, but that does not replace the NaN in the gradient.
+    masked = (x == -math.inf).all(axis, keepdim=True)
+    return torch.where(masked, math.nan, torch.softmax(torch.where(masked, 0, x), axis))
 
 
-def _softmax(x: _Tensor, axis: int) -> _Tensor:
-    return torch.softmax(x, axis)
-
-
-def _log_softmax(x: _Tensor, axis: int) -> _Tensor:
+def _log_softmax(x: _Tensor, axis: int, node: Node) -> _Tensor:
     return torch.log_softmax(x, axis)
 
 
-def _hardmax(x: _Tensor, axis: int) -> _Tensor:
+def _hardmax(x: _Tensor, axis: int, node: Node) -> _Tensor:
     return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1)
 
 
-def _register_softmax(name: str, function: Callable[[_Tensor, int], _Tensor]) -> None:
+def _register_softmax(name: str, function: Callable[[_Tensor, int, Node], _Tensor]) -> None:
     @operator(name, until=12)
-    def over_rest(x: _Tensor, *, axis: int) -> _Tensor:
-        return _over_rest(function, x, axis)
+    def over_rest(x: _Tensor, *, axis: int, node: Node) -> _Tensor:
+        # An axis and all after it together.
+        axis = axis % x.dim()
+        return function(x.flatten(axis), axis, node).reshape(x.shape)
 
     @operator(name, since=13)
-    def over_axis(x: _Tensor, *, axis: int) -> _Tensor:
-        return function(x, axis)
+    def over_axis(x: _Tensor, *, axis: int, node: Node) -> _Tensor:
+        return function(x, axis, node)
 
 
 for _name, _function in {"Softmax": _softmax, "LogSoftmax": _log_softmax, "Hardmax": _hardmax}.items():

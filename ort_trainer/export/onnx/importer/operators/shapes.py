@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..registry import Node, known_operator, operator
-from ..values import Known, integers, known, numbers
+from ..values import Known, as_tensor, integers, known, numbers
 
 _Tensor = torch.Tensor
 
@@ -166,7 +167,10 @@ def _concat_known(*values: Known, axis: int) -> Known:
 def _range(start: Any, limit: Any, delta: Any, *, node: Node) -> _Tensor:
     dtype = next((_dtype_of(value) for value in (start, limit, delta) if _dtype_of(value) is not None), torch.int64)
     first, last, step = (numbers(value, "its length", node)[0] for value in (start, limit, delta))
-    return torch.arange(first, last, step, dtype=dtype)
+    if not any(isinstance(value, _Tensor) and value.requires_grad for value in (start, delta)):
+        return torch.arange(first, last, step, dtype=dtype)
+    count = max(math.ceil((last - first) / step), 0)
+    return as_tensor(start) + torch.arange(count, dtype=dtype) * as_tensor(delta)
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:
