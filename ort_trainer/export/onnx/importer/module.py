@@ -57,6 +57,7 @@ class OnnxModule(nn.Module):
         for name, tensor in loaded.parameters.items():
             trainable = name not in loaded.frozen
             self._store(plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable), saved=True)
+        self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
         for name, tensor in loaded.buffers.items():
             self._store(plan.inputs[name], name, tensor, saved=True)
         for number, constant in plan.constants.items():
@@ -250,6 +251,16 @@ class _Run:
         for number, value in zip(step.outputs, results, strict=False):
             if number is not None:
                 self.values[number] = self._kept(number, value)
+        if node.training:
+            self._update(step, results)
+
+    def _update(self, step: Step, results: Sequence[Value]) -> None:
+        """Writes new running statistics into the buffers."""
+        for output, index in step.tensors.updates.items():
+            number = step.inputs[index]
+            if number in self.module._statistics and output < len(results):
+                with torch.no_grad():
+                    getattr(*self.module._stored[number]).copy_(results[output])
 
     def _taken(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
         """Returns the inputs as the function for tensors takes them."""

@@ -97,6 +97,7 @@ class Operator:
         attributes: The names of the attributes that it takes.
         required: Those without a default of the function.
         takes_node: Whether it takes the node.
+        updates: Its outputs that are new values of inputs in training mode, with those inputs.
     """
 
     key: tuple[bool, str, str, int]
@@ -109,6 +110,7 @@ class Operator:
     attributes: frozenset[str]
     required: frozenset[str]
     takes_node: bool
+    updates: Mapping[int, int]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the place in the table: many of the functions can't be pickled."""
@@ -134,6 +136,7 @@ def operator(
     domain: str = "",
     known: Collection[int] | bool = (),
     scalars: Collection[int] | bool = (),
+    updates: Mapping[int, int] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Registers a function for operators.
 
@@ -146,8 +149,10 @@ def operator(
             :func:`~.values.integers` for example; True for all. Other known inputs are made tensors before.
         scalars: The positions of inputs that the function takes as numbers of Python, if they are constants without
             dimensions and another input is a tensor: arithmetic with a number is faster than with a tensor.
+        updates: The outputs that are new values of inputs, with those inputs: in training mode they are written into
+            the module's buffers, if the inputs are running statistics.
     """
-    return _registering(_operators, names, since, until, domain, known, scalars)
+    return _registering(_operators, names, since, until, domain, known, scalars, updates or {})
 
 
 def known_operator(
@@ -157,7 +162,7 @@ def known_operator(
 
     It returns known arrays, or ``NotImplemented`` to leave the node to the function for tensors.
     """
-    return _registering(_for_known, names, since, until, domain, True, ())
+    return _registering(_for_known, names, since, until, domain, True, (), {})
 
 
 def _registering(
@@ -168,11 +173,12 @@ def _registering(
     domain: str,
     known: Collection[int] | bool,
     scalars: Collection[int] | bool,
+    updates: Mapping[int, int],
 ) -> Callable[[_Function], _Function]:
     def register(function: _Function) -> _Function:
         for name in names:
             key = (table is _for_known, domain, name, len(table[domain, name]))
-            entry = _describe(key, function, since, until, known, scalars)
+            entry = _describe(key, function, since, until, known, scalars, updates)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
                     raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
@@ -194,6 +200,7 @@ def _describe(
     until: int | None,
     known: Collection[int] | bool,
     scalars: Collection[int] | bool,
+    updates: Mapping[int, int],
 ) -> Operator:
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -210,6 +217,7 @@ def _describe(
         frozenset(p.name for p in keywords),
         frozenset(p.name for p in keywords if p.default is p.empty),
         any(p.name == "node" for p in parameters),
+        updates,
     )
 
 

@@ -1,0 +1,177 @@
+"""Normalizations by means and variances: of batches, instances, layers, groups, and of neighbouring channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..registry import Node, operator
+
+_Tensor = torch.Tensor
+
+
+@operator("BatchNormalization", since=7, until=13, updates={1: 3, 2: 4})
+def _batch_normalization_by_outputs(
+    x: _Tensor,
+    scale: _Tensor,
+    bias: _Tensor,
+    mean: _Tensor,
+    variance: _Tensor,
+    *,
+    epsilon: float,
+    momentum: float,
+    node: Node,
+) -> Any:
+    # The number of outputs says whether it was exported for training.
+    return _batch_normalization(x, scale, bias, mean, variance, epsilon, momentum, node, node.outputs > 1)
+
+
+@operator("BatchNormalization", since=14, updates={1: 3, 2: 4})
+def _batch_normalization_by_attribute(
+    x: _Tensor,
+    scale: _Tensor,
+    bias: _Tensor,
+    mean: _Tensor,
+    variance: _Tensor,
+    *,
+    epsilon: float,
+    momentum: float,
+    training_mode: int,
+    node: Node,
+) -> Any:
+    return _batch_normalization(x, scale, bias, mean, variance, epsilon, momentum, node, bool(training_mode))
+
+
+def _batch_normalization(
+    x: _Tensor,
+    scale: _Tensor,
+    bias: _Tensor,
+    mean: _Tensor,
+    variance: _Tensor,
+    epsilon: float,
+    momentum: float,
+    node: Node,
+    for_training: bool,
+) -> tuple[_Tensor, ...]:
+    """Normalizes by the statistics of the batch, if both the node and the model are in training mode.
+
+    Returns:
+        The output, the new running statistics, and, as up to version 13, those of the batch.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype != scale.dtype or x.dtype != mean.dtype else x.dtype
+    scale, bias = scale.to(dtype), bias.to(dtype)
+    values = x.to(dtype)
+    if not (for_training and node.training):
+        if mean.requires_grad or variance.requires_grad:
+            shape = [-1] + [1] * (x.dim() - 2)
+            factor = scale * torch.rsqrt(variance.to(dtype) + epsilon)
+            y = (values - mean.to(dtype).reshape(shape)) * factor.reshape(shape) + bias.reshape(shape)
+            return y.to(x.dtype), mean, variance, mean, variance
+        y = torch.batch_norm(values, scale, bias, mean.to(dtype), variance.to(dtype), False, 0.0, epsilon, False)
+        return y.to(x.dtype), mean, variance, mean, variance
+    # With momentum 1, PyTorch stores the statistics of the batch themselves. Its variance is that of a sample, ONNX's
+    # that of the population.
+    of_batch, sample = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(variance, dtype=dtype)
+    y = torch.batch_norm(values, scale, bias, of_batch, sample, True, 1.0, epsilon, False)
+    count = x.numel() // x.shape[1]
+    found = of_batch.to(mean.dtype), (sample * ((count - 1) / count)).to(variance.dtype)
+    updated = [old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), found, strict=True)]
+    return y.to(x.dtype), *updated, *found
+
+
+@operator("InstanceNormalization", since=6)
+def _instance_normalization(x: _Tensor, scale: _Tensor, bias: _Tensor, *, epsilon: float) -> _Tensor:
+    return torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
+
+
+@operator("LayerNormalization", since=17)
+def _layer_normalization(
+    x: _Tensor,
+    scale: _Tensor,
+    bias: _Tensor | None,
+    *,
+    axis: int,
+    epsilon: float,
+    stash_type: int,
+    node: Node,
+) -> tuple[_Tensor, ...]:
+    return layer_normalized(x, scale, bias, axis, epsilon, stash_type, node)
+
+
+def layer_normalized(
+    x: _Tensor, scale: _Tensor, bias: _Tensor | None, axis: int, epsilon: float, stash_type: int, node: Node
+) -> tuple[_Tensor, ...]:
+    """Computes ONNX's LayerNormalization.
+
+    Returns:
+        The output; mean and inverse standard deviation only if something uses them.
+
+    Raises:
+        ExportError: If ``stash_type`` is not float.
+    """
+    check_stash_type(stash_type, node)
+    sizes = x.shape[axis:]
+    if scale.shape == sizes and (bias is None or bias.shape == sizes) and x.dtype == scale.dtype:
+        y = F.layer_norm(x, sizes, scale, bias, epsilon)
+    else:
+        y = F.layer_norm(x, sizes, None, None, epsilon) * scale
+        y = (y if bias is None else y + bias).to(x.dtype)
+    if not (node.wants(1) or node.wants(2)):
+        return (y,)
+    axes = tuple(range(axis % x.dim(), x.dim()))
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), axes, correction=0, keepdim=True)
+    return y, mean.float(), torch.rsqrt(variance + epsilon).float()
+
+
+def check_stash_type(stash_type: int, node: Node) -> None:
+    """Refuses to compute statistics in another type than float."""
+    if stash_type != 1:
+        raise node.error(f"stash_type is {stash_type}, but only 1, float32, is supported")
+
+
+@operator("GroupNormalization", since=18, until=20)
+def _group_normalization_of_groups(
+    x: _Tensor, scale: _Tensor, bias: _Tensor, *, epsilon: float, num_groups: int
+) -> _Tensor:
+    each = x.shape[1] // num_groups
+    scale, bias = (v.unsqueeze(1).expand(num_groups, each).reshape(num_groups * each) for v in (scale, bias))
+    return F.group_norm(x, num_groups, scale, bias, epsilon)
+
+
+@operator("GroupNormalization", since=21)
+def _group_normalization(
+    x: _Tensor, scale: _Tensor, bias: _Tensor, *, epsilon: float, num_groups: int, stash_type: int, node: Node
+) -> _Tensor:
+    check_stash_type(stash_type, node)
+    return F.group_norm(x, num_groups, scale, bias, epsilon)
+
+
+@operator("RMSNormalization", since=23)
+def _rms_normalization(
+    x: _Tensor, scale: _Tensor, *, axis: int, epsilon: float, stash_type: int, node: Node
+) -> _Tensor:
+    check_stash_type(stash_type, node)
+    return rms_normalized(x, scale, axis, epsilon)[0]
+
+
+def rms_normalized(x: _Tensor, scale: _Tensor, axis: int, epsilon: float) -> tuple[_Tensor, _Tensor]:
+    """Divides by the root of the mean square.
+
+    Returns:
+        The output, and the inverse root in float32 or wider.
+    """
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    axes = tuple(range(axis % x.dim(), x.dim()))
+    inverse = torch.rsqrt(values.square().mean(axes, keepdim=True) + epsilon)
+    return ((values * inverse).to(x.dtype) * scale).to(scale.dtype), inverse
+
+
+@operator("LRN")
+def _local_response_normalization(x: _Tensor, *, alpha: float, beta: float, bias: float, size: int) -> _Tensor:
+    # PyTorch's lies on other channels if the size is even.
+    before = (size - 1) // 2
+    squares = F.pad(x.square().flatten(2).unsqueeze(1), [0, 0, before, size - 1 - before])
+    mean = F.avg_pool2d(squares, (size, 1), 1).reshape(x.shape)
+    return x / (bias + alpha * mean).pow(beta)
