@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from .registry import Node
 from .values import Number
 
-__all__ = ["Windows", "padded", "same_pads", "windows_of"]
+__all__ = ["Windows", "greatest", "least", "padded", "same_pads", "windows_of"]
+
+greatest: Any = torch.sym_max
+"""The greater of two numbers that may be symbolic."""
+least: Any = torch.sym_min
+"""The smaller of two numbers that may be symbolic."""
 
 
 class Windows:
@@ -58,9 +63,7 @@ class Windows:
         for i, size in enumerate(self.sizes):
             rest, stride = size + self.before[i] + self.after[i] - self.extents[i], self.strides[i]
             if ceil:
-                counts.append(
-                    torch.sym_min((rest + stride - 1) // stride + 1, (size + self.before[i] + stride - 1) // stride)
-                )
+                counts.append(least((rest + stride - 1) // stride + 1, (size + self.before[i] + stride - 1) // stride))
             else:
                 counts.append(rest // stride + 1)
         return counts
@@ -103,7 +106,7 @@ def windows_of(
     elif auto_pad != "VALID":
         # As many windows as fit with this stride, the rest divided.
         totals = [
-            torch.sym_max(((size + stride - 1) // stride - 1) * stride + extent - size, 0) if stride > 1 else extent - 1
+            greatest(((size + stride - 1) // stride - 1) * stride + extent - size, 0) if stride > 1 else extent - 1
             for size, stride, extent in zip(found.sizes, found.strides, found.extents, strict=True)
         ]
         found.before, found.after = same_pads(node, totals, auto_pad)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..registry import Node, operator
 from ..sampling import bilinear
 from ..values import Number, integers
-from ..windows import padded, same_pads, windows_of
+from ..windows import greatest, padded, same_pads, windows_of
 
 _Tensor = torch.Tensor
 _CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -132,11 +132,11 @@ def _transposed_convolution(
         excess = [size + extra - wanted for size, extra, wanted in zip(full, more, shape, strict=True)]
         before, after = same_pads(
             node,
-            [torch.sym_max(total, 0) for total in excess],
+            [greatest(total, 0) for total in excess],
             auto_pad if auto_pad == "SAME_UPPER" else "SAME_LOWER",
         )
         # What is missing from the shape is added at the end.
-        more = [extra + torch.sym_max(-total, 0) for extra, total in zip(more, excess, strict=True)]
+        more = [extra + greatest(-total, 0) for extra, total in zip(more, excess, strict=True)]
     else:
         if auto_pad not in ("NOTSET", "VALID"):
             same_pads(node, [], auto_pad)

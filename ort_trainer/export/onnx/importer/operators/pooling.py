@@ -141,7 +141,8 @@ def _global_max_pool(x: _Tensor) -> _Tensor:
 
 @operator("GlobalLpPool", since=2)
 def _global_norm_pool(x: _Tensor, *, p: int) -> _Tensor:
-    return torch.linalg.vector_norm(x, p, tuple(range(2, x.dim())), keepdim=True)
+    norm: _Tensor = torch.linalg.vector_norm(x, p, tuple(range(2, x.dim())), keepdim=True)
+    return norm
 
 
 @operator("MaxUnpool", since=9, known=(2,))
