@@ -68,9 +68,9 @@ def _batch_normalization(
             shape = [-1] + [1] * (x.dim() - 2)
             factor = scale * torch.rsqrt(variance.to(dtype) + epsilon)
             y = (values - mean.to(dtype).reshape(shape)) * factor.reshape(shape) + bias.reshape(shape)
-            return y.to(x.dtype), mean, variance, mean, variance
+            return (y.to(x.dtype), mean, variance, mean, variance)[: node.outputs]
         y = torch.batch_norm(values, scale, bias, mean.to(dtype), variance.to(dtype), False, 0.0, epsilon, False)
-        return y.to(x.dtype), mean, variance, mean, variance
+        return (y.to(x.dtype), mean, variance, mean, variance)[: node.outputs]
     # With momentum 1, PyTorch stores the statistics of the batch themselves. Its variance is that of a sample, ONNX's
     # that of the population.
     of_batch, sample = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(variance, dtype=dtype)
