@@ -23,6 +23,7 @@ nox.options.envdir = str(FOUND / "environments")
 
 # What versions break: captured programs and private functions of torch, kernels, optimizers, files, kept exports.
 TESTS = (
+    "tests/core",
     "tests/engine",
     "tests/export/test_cache.py",
     "tests/export/torch/programs",

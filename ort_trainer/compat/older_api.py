@@ -6,7 +6,6 @@ scale are inputs of each step unless the constructor gets a function or an objec
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from .. import amp
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
+from ..core.signatures import signature_of
 from ..engine import Plan
 from ..export.onnx import OnnxModel, load_onnx_model
 from ..optim.rules import CONFIGS
@@ -537,7 +537,7 @@ def _arguments_of(model: Any, description: ModelDescription, has_loss: bool) -> 
         return {}
     names = [entry.name_ for entry in description.inputs_]
     names = names[:-1] if has_loss else names
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model.forward).parameters.values()
     own = [parameter.name for parameter in parameters]
     plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     if not plain or len(own) != len(names) or set(names) <= set(own):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..core.errors import shown
+from ..core.signatures import signature_of
 from ..optim import SGDConfig
 from ..options import ORTTrainerOptions
 from ..trainer import ORTTrainer
@@ -171,7 +171,7 @@ class _InOnnxRuntime:
         self._trainer, self._model = trainer, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(self._model.forward).parameters
+        names = signature_of(self._model.forward).parameters
         return self._trainer.run_model(self._model, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def __getattr__(self, name: str) -> Any:

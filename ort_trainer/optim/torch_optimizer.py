@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..core.errors import shown
+from ..core.signatures import signature_of
 from .config import OptimizerConfig, number
 from .parts import global_norm
 from .rule import RULES, Rule
@@ -207,7 +208,7 @@ class TorchOptimizerConfig(_OverTorch):
             )
         kind = type(optimizer)
         self.name = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
-        closure = inspect.signature(kind.step).parameters.get("closure")
+        closure = signature_of(kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
     def check_joint(self, zero_stage: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import ExportError
+from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import borrowed
@@ -81,11 +81,11 @@ def _label_names(loss_fn: LossFunction, others: Collection[str], least: int) -> 
 
 
 def _takes_any_name(model: nn.Module) -> bool:
-    return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    return any(p.kind == p.VAR_KEYWORD for p in signature_of(model.forward).parameters.values())
 
 
 def _argument_names(model: nn.Module) -> list[str]:
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model.forward).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...core.signatures import signature_of
 from ...engine.ort import has_cuda, maximum_opset
 from ...engine.ownership import shared_groups
 from ...optim import OptimizerConfig
@@ -40,7 +40,7 @@ class TorchSource(ModelSource):
     ) -> None:
         self.name, self.fixed = type(model).__name__, False
         _check_model(model)
-        self.inputs = list(inspect.signature(model.forward).parameters)
+        self.inputs = list(signature_of(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
         named = dict(model.named_parameters(remove_duplicate=False))
         check_names(list(named), optim_config, options)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...core.errors import ExportError, shown
+from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import LeftAttributes, assignments_as_updates
@@ -143,7 +144,7 @@ def check_signature(
     """
     arguments = [name for name in map(argument_of, description.input_names) if name not in (parameters or ())]
     names = list(dict.fromkeys([*arguments, *layouts, *(parameters or () if loss_fn is None else ())]))
-    taken = inspect.signature(model.forward).parameters.values()
+    taken = signature_of(model.forward).parameters.values()
     keywords = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     anything = any(p.kind == p.VAR_KEYWORD for p in taken)
     labels: tuple[str, ...] = ()
@@ -202,7 +203,7 @@ def check_signature(
 def signature_of_loss(loss_fn: LossFunction) -> inspect.Signature | None:
     """Returns the signature of a loss function, or of a loss module's ``forward``; None if it has none."""
     try:
-        return inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        return signature_of(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
     except (TypeError, ValueError):  # some built-in functions
         return None
 
@@ -235,7 +236,7 @@ def label_parameters(loss_fn: LossFunction) -> list[inspect.Parameter] | None:
 
 def unset_labels(model: nn.Module, given: Collection[str]) -> str:
     """Returns advice to pass a label that ``forward`` takes but was not given; "" if there is none."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model.forward).parameters.values()
     unset = [p.name for p in parameters if p.default is None and p.name not in given]
     unset = [name for name in unset if "label" in name or "target" in name] or unset[: len(unset) == 1]
     if not unset:

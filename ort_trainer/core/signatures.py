@@ -1,0 +1,26 @@
+"""The signatures of the user's functions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["signature_of"]
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of a function, without evaluating its annotations.
+
+    From Python 3.14 on, ``inspect.signature`` evaluates them, which fails for names that are imported for type checkers
+    only.
+
+    Raises:
+        TypeError, ValueError: If it has none, as some built-in functions.
+    """
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
