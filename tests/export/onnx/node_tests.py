@@ -277,20 +277,30 @@ class _Reference:
             return [r if isinstance(r, list) else np.asarray(r) for r in self._evaluator.run(None, feeds)]
 
 
-def captured(case: Case, module: OnnxModule) -> str:
-    """Captures a module with dynamic sizes, and returns how the program's outputs differ; empty if they agree."""
-    values = [_value(array) for array in case.inputs]
-    sizes = [{axis: torch.export.Dim.AUTO for axis, size in enumerate(value.shape) if size > 1} for value in values]
-    given = dict(zip(module.inputs, values, strict=True))
-    shapes = dict(zip(module.inputs, sizes, strict=True))
+def captured(case: Case) -> str:
+    """Captures a model with symbolic sizes, and returns how the program's outputs differ; empty if they agree.
+
+    Integers that ONNX calls non-differentiable and that have one dimension at most are constants: shapes, axes, counts.
+    """
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    given = {}
+    for value, array in zip(case.model.graph.input, case.inputs, strict=True):
+        tensor = _value(array)
+        if tensor.dtype == torch.int64 and tensor.dim() <= 1:
+            model.graph.input.remove(value)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), value.name))
+        else:
+            given[value.name] = tensor
+    module = OnnxModule(model)
+    shapes = {
+        name: {axis: torch.export.Dim.AUTO for axis, size in enumerate(value.shape) if size > 1}
+        for name, value in given.items()
+    }
     exported = torch.export.export(_Flat(module), (given,), dynamic_shapes=(shapes,), strict=False)
     results = exported.module()(given)
-    return next(
-        filter(
-            None, (_difference(f, _value(e), case.rtol, case.atol) for f, e in zip(results, case.outputs, strict=True))
-        ),
-        "",
-    )
+    pairs = zip(results, map(_value, case.outputs), strict=True)
+    return next(filter(None, (_difference(*pair, case.rtol, case.atol) for pair in pairs)), "")
 
 
 class _Flat(torch.nn.Module):

@@ -5,6 +5,7 @@ Everything that can be refused without a batch is refused here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,12 @@ def plan_model(model: ir.Model) -> Plan:
         ExportError: If it imports an unknown opset, or a node can't be run.
     """
     opsets = _opsets(model.opset_imports)
+    for node in model.graph.all_nodes():
+        if ("" if node.domain == "ai.onnx" else node.domain) not in opsets:
+            raise ExportError(
+                f"node {shown(_name(node))}, operator {node.op_type}: the model does not import its domain "
+                f"{node.domain!r}, only {sorted(model.opset_imports)}: the model is damaged"
+            )
     _infer_types(model)
     planner = _Planner(dict(model.functions.items()))
     graph = planner.graph(model.graph, opsets, {})
@@ -123,7 +130,10 @@ def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
 
 def _infer_types(model: ir.Model) -> None:
     """Writes the types into the model that ONNX infers: a value whose type is unknown then has the type None."""
-    inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+    try:
+        inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+    except onnx.shape_inference.InferenceError as error:
+        raise ExportError(f"the ONNX model is damaged: ONNX can't infer its types: {error}") from None
     for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):
         for node, same in zip(graph, other, strict=True):
             for value, known in zip(node.outputs, same.outputs, strict=True):
@@ -165,13 +175,13 @@ class _Planner:
                 self._constant(value, value.const_value)
                 own.add(self.number(value))
         steps: list[Step] = []
-        outputs = [self.number(value) for value in graph.outputs]
         for node in graph:
             try:
                 self._node(node, opsets, references, steps)
             except ExportError as error:
                 self.refused.append(error)
             own.update(self.number(value) for value in node.outputs)
+        outputs = [self.number(value) for value in graph.outputs]
         uses = [_uses(step) for step in steps]
         own |= {number for step in steps for number in step.outputs if number is not None}
         outside = tuple(dict.fromkeys(n for used in [*uses, outputs] for n in used if n not in own))
@@ -197,9 +207,8 @@ class _Planner:
             self._call(node, function, attributes, steps)
             return
         wanted = [bool(value.name) and (bool(value.uses()) or value.is_graph_output()) for value in node.outputs]
-        name = node.name or next((str(value.name) for value in node.outputs if value.name), "")
         described = Node(
-            name,
+            _name(node),
             node.op_type,
             domain,
             opsets.get(domain, 0),
@@ -208,8 +217,6 @@ class _Planner:
             tuple(value.dtype for value in node.outputs),
             frozenset(_consumers(node.outputs[0])) if node.outputs else frozenset(),
         )
-        if domain not in opsets:
-            raise described.error(f"the model does not import its domain: it imports {sorted(opsets)}")
         if not domain and node.op_type == "Constant":
             self._constant(node.outputs[0], _constant_of(described, attributes))
             return
@@ -244,7 +251,8 @@ class _Planner:
             else:
                 inner.name = ""
         planned = self.graph(copied, _opsets(copied.opset_imports), {**defaults, **attributes})
-        steps += planned.steps
+        # The outer graph knows how long its values are needed.
+        steps += [dataclasses.replace(step, last=()) for step in planned.steps]
         for outer_value, number in zip(node.outputs, planned.outputs, strict=False):
             self.numbers[outer_value] = number
 
@@ -296,6 +304,10 @@ def _constant_of(node: Node, attributes: Mapping[str, ir.Attr]) -> ir.TensorProt
     raise node.error(f"a constant with {sorted(attributes)} is not supported: give it as a dense tensor of numbers")
 
 
+def _name(node: ir.Node) -> str:
+    return node.name or next((str(value.name) for value in node.outputs if value.name), "")
+
+
 def _consumers(value: ir.Value) -> Iterable[str]:
     """Yields the operators that use a value, directly or after a Cast."""
     for user, _ in value.uses():
@@ -319,5 +331,5 @@ def _with_last_uses(steps: Sequence[Step], own: Iterable[int]) -> Iterable[Step]
         produced = [number for number in step.outputs if number is not None]
         last = {number for number in [*_uses(step), *produced] if number in remaining} | set(step.last)
         remaining -= last
-        done.append(Step(**{**vars(step), "last": tuple(sorted(last))}))
+        done.append(dataclasses.replace(step, last=tuple(sorted(last))))
     return reversed(done)

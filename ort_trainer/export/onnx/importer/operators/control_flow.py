@@ -1,13 +1,12 @@
 """Conditions and loops.
 
-What is known while the model is traced is decided and unrolled then; a condition on a batch's values becomes
-PyTorch's own ``torch.cond``.
+What is known while the model is traced is decided and unrolled then. For a condition on a batch's values, both branches
+are computed, and the results of one are selected: ``torch.cond`` would have to be supported by all that follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,25 +26,29 @@ def _if(condition: Value, *, then_branch: Body, else_branch: Body, node: Node) -
 
 
 def _by_batch(condition: _Tensor, then_branch: Body, else_branch: Body, node: Node) -> tuple[Value, ...]:
-    """Runs the branch that a batch's values choose."""
-    outside = [*then_branch.outside_tensors(), *else_branch.outside_tensors()]
-    numbers = list(dict(outside))
-    tensors = [dict(outside)[number] for number in numbers]
-
-    def branch(body: Body) -> Any:
-        def run(*values: _Tensor) -> tuple[_Tensor, ...]:
-            # A copy, because a branch must not return what it was given.
-            return tuple(value.clone() for value in body.with_outside(dict(zip(numbers, values, strict=True))))
-
-        return run
-
-    try:
-        return tuple(torch.cond(condition.reshape(()), branch(then_branch), branch(else_branch), tuple(tensors)))
-    except Exception as error:
-        raise node.error(
-            f"its condition depends on the values of a batch, and torch.cond can't capture its branches: {error}. "
-            "Compute both and select with Where"
-        ) from error
+    """Runs both branches, and selects the results of the one that a batch's values choose."""
+    chosen = condition.reshape(())
+    results = []
+    for branch, taken in ((then_branch, chosen), (else_branch, ~chosen)):
+        # No gradient flows through the other branch: it may be infinite there, and infinite times zero is NaN.
+        outside = {
+            number: torch.where(taken, value, value.detach()) if value.is_floating_point() else value
+            for number, value in branch.outside_tensors()
+        }
+        results.append(branch.with_outside(outside))
+    selected = []
+    for a, b in zip(*results, strict=True):
+        tensors = isinstance(a, _Tensor) and isinstance(b, _Tensor)
+        if not tensors or a.shape != b.shape or a.dtype != b.dtype:
+            shapes = " and ".join(
+                f"{x.dtype} {list(x.shape)}" if isinstance(x, _Tensor) else "a sequence" for x in (a, b)
+            )
+            raise node.error(
+                f"its condition depends on the values of a batch, so both branches are computed, but they return "
+                f"{shapes}: make the condition depend on shapes only, or let both return the same shape"
+            )
+        selected.append(torch.where(chosen, a, b))
+    return tuple(selected)
 
 
 def _known_condition(condition: Value, node: Node) -> bool:
