@@ -1,0 +1,47 @@
+"""Losses of classes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..registry import Node, operator
+
+_Tensor = torch.Tensor
+
+
+@operator("SoftmaxCrossEntropyLoss", since=12)
+def _softmax_cross_entropy(
+    scores: _Tensor,
+    labels: _Tensor,
+    weights: _Tensor | None,
+    *,
+    ignore_index: int | None = None,
+    reduction: str,
+    node: Node,
+) -> tuple[_Tensor, _Tensor]:
+    logarithms = F.log_softmax(scores, 1)
+    return _likelihood(logarithms, labels, weights, ignore_index, reduction, node), logarithms
+
+
+@operator("NegativeLogLikelihoodLoss", since=12)
+def _negative_log_likelihood(
+    logarithms: _Tensor,
+    labels: _Tensor,
+    weights: _Tensor | None,
+    *,
+    ignore_index: int | None = None,
+    reduction: str,
+    node: Node,
+) -> _Tensor:
+    return _likelihood(logarithms, labels, weights, ignore_index, reduction, node)
+
+
+def _likelihood(
+    logarithms: _Tensor, labels: _Tensor, weights: _Tensor | None, ignore_index: int | None, reduction: str, node: Node
+) -> _Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise node.error(f"reduction is {reduction!r}, but must be 'none', 'mean' or 'sum'")
+    # Without an ignored class, no label is negative: PyTorch's default ignores nothing.
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.nll_loss(logarithms, labels.long(), weights, ignore_index=ignored, reduction=reduction)
