@@ -1,0 +1,212 @@
+"""Quantization: scales and zero points, and products of quantized numbers.
+
+DequantizeLinear has the gradient of its scale, if that is trained, and of an input of small floats. What rounds,
+QuantizeLinear and products of quantized numbers, passes no gradient on to any of its inputs; the scale that
+DynamicQuantizeLinear finds has one.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import torch
+
+from ..registry import Node, operator
+from ..values import torch_dtype
+from .casts import cast
+from .convolution import convolved
+
+_Tensor = torch.Tensor
+
+# The least and the greatest number of types that are kept in a wider type of torch, or that torch has no limits of.
+_LIMITS = {
+    ir.DataType.UINT2: (0, 3),
+    ir.DataType.INT2: (-2, 1),
+    ir.DataType.UINT4: (0, 15),
+    ir.DataType.INT4: (-8, 7),
+    ir.DataType.UINT8: (0, 255),
+    ir.DataType.INT8: (-128, 127),
+    ir.DataType.UINT16: (0, 65535),
+    ir.DataType.INT16: (-32768, 32767),
+}
+
+
+@operator("DequantizeLinear", since=10)
+def _dequantize(
+    x: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    node: Node,
+) -> _Tensor:
+    return dequantized(x, scale, zero, axis, block_size, node, torch_dtype(output_dtype) if output_dtype else None)
+
+
+def dequantized(
+    x: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+    axis: int,
+    block_size: int,
+    node: Node,
+    dtype: torch.dtype | None = None,
+) -> _Tensor:
+    """Returns the floats that quantized numbers stand for.
+
+    Args:
+        x: The numbers.
+        scale: The scale: of the tensor, of each entry along an axis, or of each block.
+        zero: The zero point, or None.
+        axis: The axis.
+        block_size: The size of blocks along the axis; 0 if there are none.
+        node: The node, for errors.
+        dtype: The dtype of the result; by default that of the scale.
+    """
+    dtype = dtype or scale.dtype
+    # Small integers are exact in float32, those of 32 bits only before the product.
+    wide = torch.float64 if x.dtype == torch.int32 else torch.promote_types(dtype, torch.float32)
+    values = x.to(wide)
+    if zero is not None:
+        values = values - _spread(zero, x, axis, block_size, node).to(wide)
+    return (values * _spread(scale, x, axis, block_size, node).to(wide)).to(dtype)
+
+
+def _spread(of_parts: _Tensor, x: _Tensor, axis: int, block_size: int, node: Node) -> _Tensor:
+    """Returns a scale or zero point in a shape that can be broadcast to the tensor."""
+    if block_size:
+        whole = of_parts.repeat_interleave(block_size, axis)
+        return whole.narrow(axis, 0, x.shape[axis])
+    if of_parts.dim() == 0 or (of_parts.dim() == 1 and of_parts.shape[0] == 1):
+        return of_parts.reshape(())
+    if of_parts.dim() != 1:
+        if of_parts.dim() == x.dim():
+            return of_parts
+        raise node.error(f"its scale has {of_parts.dim()} dimensions: only blocks have more than one")
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return of_parts.reshape(shape)
+
+
+@operator("QuantizeLinear", since=10)
+def _quantize(
+    x: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    precision: int = 0,
+    saturate: int = 1,
+    node: Node,
+) -> _Tensor:
+    wanted = ir.DataType(output_dtype or ir.DataType.UINT8)
+    if zero is not None:
+        # Those of 2 and 4 bits are kept in tensors of 8 bits: their type says more than their dtype.
+        wanted = node.input_type(2) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
+    return quantized(x, scale, zero, axis, block_size, wanted, node, saturate, precision)
+
+
+def quantized(
+    x: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+    axis: int,
+    block_size: int,
+    wanted: ir.DataType,
+    node: Node,
+    saturate: int = 1,
+    precision: int = 0,
+) -> _Tensor:
+    """Returns the numbers of a type that stand for floats, rounded half to even; they have no gradient."""
+    dtype = torch_dtype(precision) if precision else scale.dtype
+    values = x.detach().to(dtype) / _spread(scale.detach(), x, axis, block_size, node).to(dtype)
+    if wanted not in _LIMITS:
+        values = values if zero is None else values + _spread(zero, x, axis, block_size, node).to(dtype)
+        return cast(values, wanted, bool(saturate), "up", node)
+    # Clamped before it is made an integer, too: floats may be beyond all integers.
+    whole = values.round().double().clamp(-(2.0**31), 2.0**31).to(torch.int64)
+    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), wanted)
+
+
+def _limited(values: _Tensor, wanted: ir.DataType) -> _Tensor:
+    return values.clamp(*_LIMITS[wanted]).to(torch_dtype(wanted))
+
+
+@operator("DynamicQuantizeLinear", since=11)
+def _quantize_dynamically(x: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = (high - low) / 255
+    steps = scale.detach()
+    zero = (-low.detach() / torch.where(steps == 0, torch.ones_like(steps), steps)).round().clamp(0, 255)
+    y = ((x.detach() / steps).round() + zero).clamp(0, 255)
+    return y.to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+@operator("MatMulInteger", since=10)
+def _product_of_integers(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero: _Tensor | None) -> _Tensor:
+    return _exact_product(a, b, a_zero, b_zero).to(torch.int32)
+
+
+def _exact_product(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero: _Tensor | None) -> _Tensor:
+    """Returns the product of matrices of integers, exact in double precision, which PyTorch has kernels for."""
+    return torch.matmul(_without(a, _of_rows(a_zero)), _without(b, b_zero))
+
+
+def _without(x: _Tensor, zero: _Tensor | None) -> _Tensor:
+    return x.double() if zero is None else x.double() - zero.double()
+
+
+def _of_rows(values: _Tensor | None) -> _Tensor | None:
+    """Returns scales or zero points of rows in a shape that can be broadcast to the matrix."""
+    return values.unsqueeze(-1) if values is not None and values.dim() == 1 else values
+
+
+@operator("QLinearMatMul", since=10)
+def _product_of_quantized(
+    a: _Tensor,
+    a_scale: _Tensor,
+    a_zero: _Tensor,
+    b: _Tensor,
+    b_scale: _Tensor,
+    b_zero: _Tensor,
+    y_scale: _Tensor,
+    y_zero: _Tensor,
+    *,
+    node: Node,
+) -> _Tensor:
+    rows = _of_rows(a_scale)
+    assert rows is not None
+    product = _exact_product(a, b, a_zero, b_zero) * (rows.double() * b_scale.double())
+    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
+    return quantized(product, y_scale.double(), y_zero, -1, 0, wanted, node)
+
+
+@operator("QLinearConv", since=10)
+def _convolution_of_quantized(
+    x: _Tensor,
+    x_scale: _Tensor,
+    x_zero: _Tensor,
+    weight: _Tensor,
+    weight_scale: _Tensor,
+    weight_zero: _Tensor,
+    y_scale: _Tensor,
+    y_zero: _Tensor,
+    bias: _Tensor | None,
+    *,
+    auto_pad: str,
+    dilations: list[int] | None = None,
+    group: int,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    node: Node,
+) -> _Tensor:
+    kernel = _without(weight, weight_zero.reshape([-1] + [1] * (weight.dim() - 1)))
+    offset = None if bias is None else bias.double()
+    sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
+    of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (weight.dim() - 2))
+    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
+    return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, wanted, node)
