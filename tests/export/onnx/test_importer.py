@@ -382,6 +382,26 @@ def test_what_depends_on_values_runs_but_can_not_be_captured(case: str) -> None:
         captured(module, **inputs)
 
 
+def test_constants_keep_their_dtype() -> None:
+    """Numbers of Python would have another one."""
+    text = """
+    g (float16[N] x, bool[N] c) => (float16[N] y, float16[N] z, int32[N] w, double[N] v)
+    <float16 zero = {0.0}, float16 low = {-100.0}, int32 one = {1}, int32 two = {2}, double three = {3.0}>
+    {
+      y = Where(c, zero, low)
+      z = Mul(x, low)
+      w = Where(c, one, two)
+      d = Cast <to=11> (x)
+      v = Div(three, d)
+    }
+    """
+    module = OnnxModule(model(text))
+    results = module(torch.ones(2, dtype=torch.float16), torch.tensor([True, False]))
+    expected = {"y": torch.float16, "z": torch.float16, "w": torch.int32, "v": torch.float64}
+    assert {name: value.dtype for name, value in results.items()} == expected
+    assert [value.tolist() for value in results.values()] == [[0, -100], [-100, -100], [1, 2], [3, 3]]
+
+
 def test_shapes_that_do_not_fit_name_the_node() -> None:
     module = OnnxModule(model("g (float[N] x, float[M] z) => (float[K] y) { y = Add(x, z) }"))
     with pytest.raises(ExportError, match=r"node 'y', operator Add .* fails for inputs of the shapes \[\[2\], \[3\]\]"):

@@ -181,12 +181,10 @@ def _shift(x: _Tensor, bits: _Tensor, *, direction: str, node: Node) -> _Tensor:
     return torch.where(bits == 0, x, torch.bitwise_right_shift(x, bits) & rest)
 
 
-@operator("Where", since=9, scalars=(1, 2))
+# Two numbers of Python would not tell the dtype.
+@operator("Where", since=9, scalars=(2,))
 @_widened
-def _where(condition: _Tensor, x: Any, y: Any) -> _Tensor:
-    if not isinstance(x, _Tensor) and not isinstance(y, _Tensor):
-        # The dtype of two numbers would be that of Python.
-        raise TypeError("two numbers")
+def _where(condition: _Tensor, x: _Tensor, y: Any) -> _Tensor:
     return torch.where(condition, x, y)
 
 

@@ -112,12 +112,9 @@ def _unsqueeze_known(x: Known, axes: Known) -> Any:
 @operator("Flatten", since=1)
 def _flatten(x: _Tensor, *, axis: int) -> _Tensor:
     axis = axis + x.dim() if axis < 0 else axis
-    sizes = x.shape
     if axis == 0:
-        return x.reshape(1, -1) if x.numel() != 0 else x.reshape(1, 0)
-    if axis == x.dim():
-        return x.reshape(-1, 1)
-    return x.flatten(axis).flatten(0, axis - 1) if axis > 0 else x.reshape(sizes)
+        return x.reshape(1, -1)
+    return x.flatten(axis).flatten(0, axis - 1) if axis < x.dim() else x.reshape(-1, 1)
 
 
 @operator("Transpose")
