@@ -386,8 +386,10 @@ def test_constants_keep_their_dtype() -> None:
     """Numbers of Python would have another one."""
     text = """
     g (float16[N] x, bool[N] c) => (float16[N] y, float16[N] z, int32[N] w, double[N] v)
-    <float16 zero = {0.0}, float16 low = {-100.0}, int32 one = {1}, int32 two = {2}, double three = {3.0}>
+    <float zero32 = {0.0}, float low32 = {-100.0}, int32 one = {1}, int32 two = {2}, double three = {3.0}>
     {
+      zero = Cast <to=10> (zero32)
+      low = Cast <to=10> (low32)
       y = Where(c, zero, low)
       z = Mul(x, low)
       w = Where(c, one, two)
