@@ -29,6 +29,7 @@ from tests.export.onnx.node_tests import (  # noqa: E402
     LEFT_OUT,
     Case,
     NotCompared,
+    can_be_captured,
     captured,
     forward_agrees,
     gradient_agrees,
@@ -58,7 +59,8 @@ differentiable inputs and outputs, or one of these reasons:
 {reasons}
 
 One test of each operator with tensors as inputs was captured by torch.export with symbolic sizes as well, {captured} in
-all; integers that decide about shapes were constants there. The program gives the same outputs in {same} of them.
+all; integers and conditions of one dimension at most were constants there, as they decide about shapes. The program
+gives the same outputs in {same} of them.
 """
 
 
@@ -119,10 +121,10 @@ _cases: list[Case] = []
 def find(cases: Sequence[Case], workers: int) -> Iterator[Finding]:
     """Yields the findings, from several processes."""
     _cases[:] = cases
-    # A test of each operator is captured: the first one whose inputs are all tensors.
+    # A test of each operator is captured: the first one that can be.
     chosen: dict[str, int] = {}
     for i, case in enumerate(cases):
-        if not any(value is None or isinstance(value, list) for value in case.inputs):
+        if can_be_captured(case):
             chosen.setdefault(case.node.op_type, i)
     jobs = [(i, i in chosen.values()) for i in range(len(cases))]
     with multiprocessing.get_context("fork").Pool(workers) as pool:

@@ -16,7 +16,16 @@ from onnx.reference import ReferenceEvaluator
 from ort_trainer.export.onnx.importer import OnnxModule
 from ort_trainer.export.onnx.importer.values import tensor_of
 
-__all__ = ["LEFT_OUT", "Case", "NotCompared", "captured", "forward_agrees", "gradient_agrees", "node_cases"]
+__all__ = [
+    "LEFT_OUT",
+    "Case",
+    "NotCompared",
+    "can_be_captured",
+    "captured",
+    "forward_agrees",
+    "gradient_agrees",
+    "node_cases",
+]
 
 LEFT_OUT = {
     "strings": "tensors or sequences of strings: PyTorch has none",
@@ -277,17 +286,29 @@ class _Reference:
             return [r if isinstance(r, list) else np.asarray(r) for r in self._evaluator.run(None, feeds)]
 
 
+def can_be_captured(case: Case) -> bool:
+    """Returns whether all inputs are tensors, and some are not constants for :func:`captured`."""
+    if any(value is None or isinstance(value, (list, onnx.TensorProto)) for value in case.inputs):
+        return False
+    return not all(decides(_value(value)) for value in case.inputs)
+
+
+def decides(tensor: torch.Tensor) -> bool:
+    """Returns whether an input probably decides about shapes."""
+    return tensor.dtype in (torch.int32, torch.int64, torch.bool) and tensor.dim() <= 1
+
+
 def captured(case: Case) -> str:
     """Captures a model with symbolic sizes, and returns how the program's outputs differ; empty if they agree.
 
-    Integers that ONNX calls non-differentiable and that have one dimension at most are constants: shapes, axes, counts.
+    Integers and conditions with one dimension at most are constants: shapes, axes, counts.
     """
     model = onnx.ModelProto()
     model.CopyFrom(case.model)
     given = {}
     for value, array in zip(case.model.graph.input, case.inputs, strict=True):
         tensor = _value(array)
-        if tensor.dtype == torch.int64 and tensor.dim() <= 1:
+        if decides(tensor):
             model.graph.input.remove(value)
             model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), value.name))
         else:

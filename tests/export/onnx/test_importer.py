@@ -288,6 +288,25 @@ def test_branches_of_different_shapes_are_refused() -> None:
         captured(module, x=torch.ones(3))
 
 
+def test_running_statistics_in_a_branch_are_refused_in_training() -> None:
+    text = """
+    g (float[N, 2] x) => (float[N, 2] y)
+    <float zero = {0.}, float[2] s = {1., 1.}, float[2] b = {0., 0.}, float[2] mean = {0., 0.}, float[2] var = {1., 1.}>
+    {
+      sum = ReduceSum <keepdims=0> (x)
+      positive = Greater(sum, zero)
+      y = If (positive) <
+        then_branch = t () => (float[N, 2] a) { a = BatchNormalization(x, s, b, mean, var) },
+        else_branch = e () => (float[N, 2] c) { c = Neg(x) }
+      >
+    }
+    """
+    module = OnnxModule(model(text))
+    captured(module.eval(), x=torch.ones(3, 2))
+    with pytest.raises(ExportError, match="operator If .* a branch has a BatchNormalization"):
+        captured(module.train(), x=torch.ones(3, 2))
+
+
 def test_functions_of_another_opset_keep_it() -> None:
     """Softmax until opset 12 takes all axes after the first together."""
     functions = """

@@ -180,6 +180,16 @@ class Body:
         """Returns the dtype of an output; None if it is unknown."""
         return self.run.module._dtypes.get(self.graph.outputs[output])
 
+    @property
+    def updates_statistics(self) -> bool:
+        """Whether a node in it updates running statistics in training mode."""
+        return any(
+            step.inputs[index] in self.run.module._statistics
+            for step in self.graph.steps
+            for index in step.tensors.updates.values()
+            if index < len(step.inputs)
+        )
+
     def outside_tensors(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the tensors around it that its nodes use, each with its number."""
         found = [(number, self.run.value(number)) for number in self.graph.outside]

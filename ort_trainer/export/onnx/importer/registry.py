@@ -27,7 +27,17 @@ import onnx_ir as ir
 
 from ....core.errors import ExportError, shown
 
-__all__ = ["NEWEST", "Node", "Operator", "find_operator", "known_operator", "operator", "schema_of"]
+__all__ = [
+    "NEWEST",
+    "Node",
+    "Operator",
+    "attributes_of",
+    "find_operator",
+    "known_operator",
+    "operator",
+    "schema_of",
+    "with_mode",
+]
 
 NEWEST = 28
 """The newest version of ONNX's standard operators that this package was written for."""

@@ -27,6 +27,11 @@ def _if(condition: Value, *, then_branch: Body, else_branch: Body, node: Node) -
 
 def _by_batch(condition: _Tensor, then_branch: Body, else_branch: Body, node: Node) -> tuple[Value, ...]:
     """Runs both branches, and selects the results of the one that a batch's values choose."""
+    if node.training and (then_branch.updates_statistics or else_branch.updates_statistics):
+        raise node.error(
+            "its condition depends on the values of a batch, and a branch has a BatchNormalization, whose running "
+            "statistics would be updated even if the other branch is chosen: move it out of the branch"
+        )
     chosen = condition.reshape(())
     results = []
     for branch, taken in ((then_branch, chosen), (else_branch, ~chosen)):

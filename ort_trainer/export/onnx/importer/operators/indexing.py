@@ -158,10 +158,13 @@ def _non_zero_known(x: Known) -> Any:
     return NotImplemented if x.dtype == object else np.stack(np.nonzero(np.atleast_1d(x)))
 
 
-@operator("Compress", since=9)
-def _compress(x: _Tensor, condition: _Tensor, *, axis: int | None = None, node: Node) -> _Tensor:
-    _refuse_traced(node, "the condition's values", condition)
-    (chosen,) = torch.nonzero(condition, as_tuple=True)
+@operator("Compress", since=9, known=(1,))
+def _compress(x: _Tensor, condition: Any, *, axis: int | None = None, node: Node) -> _Tensor:
+    if is_known(condition):
+        chosen = torch.from_numpy(np.flatnonzero(condition))
+    else:
+        _refuse_traced(node, "the condition's values", condition)
+        (chosen,) = torch.nonzero(condition, as_tuple=True)
     return x.reshape(-1)[chosen] if axis is None else x.index_select(axis, chosen)
 
 
