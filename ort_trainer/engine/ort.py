@@ -42,6 +42,7 @@ __all__ = [
     "engine",
     "engine_identity",
     "has_cuda",
+    "has_gradient_builder",
     "has_training",
     "infer_symbolic_shapes",
     "installed_flavours",
@@ -473,6 +474,14 @@ def element_type(kind: str) -> str:
     return {"float": "float32", "double": "float64"}.get(found, found)
 
 
+def has_gradient_builder() -> bool:
+    """Returns whether the installed ONNX Runtime differentiates ONNX graphs."""
+    engine()
+    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
+
+    return hasattr(bindings, "GradientGraphBuilder")
+
+
 def training_bindings() -> Any:
     """Returns the part of ONNX Runtime that differentiates ONNX graphs.
 
@@ -483,7 +492,7 @@ def training_bindings() -> Any:
     # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
-    if not hasattr(bindings, "GradientGraphBuilder"):
+    if not has_gradient_builder():
         raise RuntimeError(
             f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
             f"{onnxruntime.__version__} is installed without training: with Python up to 3.12, uninstall onnxruntime "

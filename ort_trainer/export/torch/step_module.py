@@ -78,6 +78,7 @@ class ExportedStep:
         kernels: Whose kernels run the training step: ``onnxruntime``, ``pytorch``, or ``auto`` for PyTorch's if
             possible.
         fast_random: Whether dropout samples its masks in a faster way than PyTorch.
+        loss_of_first: Whether the loss function takes the first of the outputs that the model returns.
     """
 
     model: nn.Module
@@ -94,6 +95,7 @@ class ExportedStep:
     recompute: RecomputeOptions = RecomputeOptions()
     kernels: str = "onnxruntime"
     fast_random: bool = False
+    loss_of_first: bool = False
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
@@ -341,7 +343,7 @@ class StepModule(nn.Module):
         self._layouts, self._loss_parameters = step.layouts, step.parameters
         last = () if step.loss_fn is None else (argument_of(self._names[-1]),)
         self._labels = last if step.labels is None else step.labels
-        self._outputs = step.description.outputs
+        self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
         self.left = LeftAttributes()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -360,7 +362,8 @@ class StepModule(nn.Module):
             found = _tensors(self.model(**given, **parameters), self.model)
         else:
             prediction = self.model(**given)
-            loss = self.loss_fn(prediction, *labels, **parameters)
+            predicted = prediction[0] if self._loss_of_first else prediction
+            loss = self.loss_fn(predicted, *labels, **parameters)
             if not isinstance(loss, torch.Tensor):
                 raise ExportError(
                     f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {shown(loss)}"

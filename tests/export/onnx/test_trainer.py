@@ -122,7 +122,6 @@ CASES: dict[str, tuple[Any, list[int], int, bool]] = {
 }
 
 
-@needs_builder
 @pytest.mark.parametrize("name", CASES)
 def test_exported_models_train_like_pytorch(name: str, tmp_path: Path) -> None:
     make, shape, axis, training = CASES[name]
@@ -152,7 +151,6 @@ def test_exported_models_train_like_pytorch(name: str, tmp_path: Path) -> None:
         assert_close(state[key], value.detach(), tolerance, key)
 
 
-@needs_builder
 def test_what_save_as_onnx_wrote_trains_on(tmp_path: Path) -> None:
     model = MLP()
     first = mlp_trainer(NO_CLIPPING, model=model)
@@ -183,7 +181,6 @@ def mlp_proto(tmp_path: Path) -> onnx.ModelProto:
     return onnx.load(exported(MLP(), mlp_batches(1)[0][0], tmp_path / "mlp.onnx"))
 
 
-@needs_builder
 def test_losses_by_name_and_by_callable_and_the_users_proto(tmp_path: Path) -> None:
     proto = mlp_proto(tmp_path)
     before = proto.SerializeToString()
@@ -207,7 +204,6 @@ def test_losses_by_name_and_by_callable_and_the_users_proto(tmp_path: Path) -> N
     assert proto.SerializeToString() == before
 
 
-@needs_builder
 def test_an_onnx_model_has_its_state_at_once(tmp_path: Path) -> None:
     first = mlp_trainer(NO_CLIPPING)
     x, y = mlp_batches(1)[0]
@@ -236,7 +232,6 @@ def test_an_onnx_model_has_its_state_at_once(tmp_path: Path) -> None:
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="mse").save_as_onnx(tmp_path / "x.onnx")
 
 
-@needs_builder
 def test_external_data(tmp_path: Path) -> None:
     proto = mlp_proto(tmp_path)
     plain = ORTTrainer(proto, MLP_DESC, optim.SGDConfig(lr=0.1), loss_fn="cross_entropy")
@@ -278,7 +273,6 @@ def test_dropout_is_drawn_by_the_trainer(tmp_path: Path) -> None:
     assert F.cross_entropy(model.fc2(hidden), y).item() == pytest.approx(first[0], rel=1e-5)
 
 
-@needs_builder
 def test_accumulation_frozen_weights_and_resume(tmp_path: Path) -> None:
     options = {
         "batch": {"gradient_accumulation_steps": 2},
@@ -394,7 +388,6 @@ def test_a_loss_whose_gradient_the_graph_can_not_have_is_refused(loss_fn: Any, t
         trainer.train_step(*mlp_batches(1)[0])
 
 
-@needs_builder
 def test_a_loss_without_a_label_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="loss_fn takes no label.*make the loss an output of the ONNX model"):
         ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn=lambda out: out.mean())
@@ -427,7 +420,6 @@ TEXT = """<ir_version: 8, opset_import: ["" : 18, "my" : 1]>
     normalized (x, w, b, mean, var) => (y) { y, m, v = BatchNormalization<training_mode=1>(x, w, b, mean, var) }"""
 
 
-@needs_builder
 def test_functions_random_numbers_and_unused_inputs(tmp_path: Path) -> None:
     def make() -> ORTTrainer:
         torch.manual_seed(3)
@@ -453,7 +445,6 @@ def test_functions_random_numbers_and_unused_inputs(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
 
 
-@needs_builder
 def test_the_loss_function_takes_the_first_described_output(tmp_path: Path) -> None:
     proto = onnx.parser.parse_model(TEXT)
     description = {
@@ -650,9 +641,25 @@ def test_a_failure_of_symbolic_shape_inference_is_an_error(tmp_path: Path, monke
         trainer.train_step(*mlp_batches(1)[0])
 
 
-def test_stock_onnxruntime_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from onnxruntime.capi import onnxruntime_pybind11_state
-
-    monkeypatch.delattr(onnxruntime_pybind11_state, "GradientGraphBuilder", raising=False)
-    with pytest.raises(RuntimeError, match="needs onnxruntime-training, which differentiates it"):
-        ORTTrainer(mlp_proto(tmp_path), MLP_DESC, optim.SGDConfig(), loss_fn="cross_entropy")
+def test_without_a_gradient_builder_a_model_becomes_a_program_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ort_trainer.export.has_gradient_builder", lambda: False)
+    model = MLP()
+    batches = [batch for size in (4, 7) * 10 for batch in mlp_batches(1, size, seed=size)]
+    description = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 3])]}
+    options = ORTTrainerOptions(NO_CLIPPING)
+    path = mlp_proto(tmp_path)
+    trainer = ORTTrainer(path, description, optim.AdamConfig(lr=1e-2), loss_fn="cross_entropy", options=options)
+    trainer.prepare(batches[0])
+    trainer.load_state_dict(model.state_dict())
+    ours = [trainer.train_step(x, y)[0].item() for x, y in batches]
+    assert ours == pytest.approx(trained_in_pytorch(model, batches), rel=1e-4)
+    assert_same_weights(trainer, model, 1e-4)
+    assert len(trainer.session.graphs(True)) == 1
+    x, y = batches[0]
+    trainer.save_as_onnx(tmp_path / "trained.onnx")
+    again = ORTTrainer(tmp_path / "trained.onnx", "auto", optim.SGDConfig())
+    assert_close(again.eval_step(x, y)[0], trainer.eval_step(x, y)[0], 1e-6, "saved and loaded")
+    with pytest.raises(TypeError, match=r"input 'x' has dtype torch.float64, but the ONNX model takes torch.float32"):
+        ORTTrainer(path, description, optim.SGDConfig(), loss_fn="cross_entropy").train_step(x.double(), y)

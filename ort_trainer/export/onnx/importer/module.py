@@ -30,7 +30,7 @@ class OnnxModule(nn.Module):
     """An ONNX model, whose nodes are run as PyTorch operators.
 
     Its parameters are the weights of the model, under their own names; its buffers are the running statistics of batch
-    norms, and, not saved, the other constants.
+    norms.
 
     Args:
         model: The model, or where it is.
@@ -40,6 +40,7 @@ class OnnxModule(nn.Module):
             model's can't be the name of an attribute.
         inputs: The names of the model's inputs.
         outputs: The names of its outputs.
+        wanted: The outputs that ``forward`` returns, as a tuple; None for all of them, by name.
 
     Raises:
         ExportError: If a node can't be run with PyTorch; the message names it.
@@ -51,23 +52,25 @@ class OnnxModule(nn.Module):
         plan = plan_model(loaded.model)
         self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
         self.inputs, self.outputs = loaded.inputs, loaded.outputs
+        self.wanted: tuple[str, ...] | None = None
         self.names: dict[str, str] = {}
         self._stored: dict[int, tuple[nn.Module, str]] = {}
+        self._constants: dict[int, torch.Tensor] = {}
         self._known: dict[int, np.ndarray[Any, Any]] = {}
         for name, tensor in loaded.parameters.items():
             trainable = name not in loaded.frozen
-            self._store(plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable), saved=True)
+            self._store(plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable))
         self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
         for name, tensor in loaded.buffers.items():
-            self._store(plan.inputs[name], name, tensor, saved=True)
+            self._store(plan.inputs[name], name, tensor)
         for number, constant in plan.constants.items():
             value = tensor_of(constant.value)
-            self._store(number, constant.name, value, saved=False)
+            self._constants[number] = value
             if value.numel() <= _MOST_KNOWN and value.dtype not in _NOT_KNOWN:
                 self._known[number] = value.numpy()
         self.forward = _Forward(self, _signature(self.inputs))  # type: ignore[method-assign]
 
-    def forward(self, *args: Value, **inputs: Value) -> dict[str, Value]:
+    def forward(self, *args: Value, **inputs: Value) -> dict[str, Value] | tuple[Value, ...]:
         """Runs the model.
 
         Args:
@@ -75,7 +78,7 @@ class OnnxModule(nn.Module):
             inputs: The others by name, of the model's dtypes.
 
         Returns:
-            The outputs by name.
+            The outputs: by name, or as a tuple if only some are wanted.
 
         Raises:
             TypeError: If an input is missing or unknown.
@@ -88,12 +91,13 @@ class OnnxModule(nn.Module):
             )
         run = _Run(self, {self._numbers[name]: value for name, value in given.items()})
         values = run.graph(self._graph)
-        return {
+        outputs = {
             name: run.as_tensor(number, value)
             for name, number, value in zip(self.outputs, self._graph.outputs, values, strict=True)
         }
+        return outputs if self.wanted is None else tuple(outputs[name] for name in self.wanted)
 
-    def _store(self, number: int, name: str, tensor: torch.Tensor, saved: bool) -> None:
+    def _store(self, number: int, name: str, tensor: torch.Tensor) -> None:
         """Makes a tensor a parameter or buffer, in modules that are named like the parts of its name."""
         parts = name.split(".")
         owner: nn.Module | None = self
@@ -106,10 +110,9 @@ class OnnxModule(nn.Module):
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(parts[-1], tensor)
         else:
-            owner.register_buffer(parts[-1], tensor, persistent=saved)
+            owner.register_buffer(parts[-1], tensor)
         self._stored[number] = owner, parts[-1]
-        if saved:
-            self.names[".".join(parts)] = name
+        self.names[".".join(parts)] = name
 
 
 _NOT_KNOWN = (
@@ -128,7 +131,7 @@ class _Forward:
     def __init__(self, module: OnnxModule, signature: inspect.Signature) -> None:
         self._module, self.__signature__ = module, signature
 
-    def __call__(self, *args: Value, **inputs: Value) -> dict[str, Value]:
+    def __call__(self, *args: Value, **inputs: Value) -> dict[str, Value] | tuple[Value, ...]:
         return OnnxModule.forward(self._module, *args, **inputs)
 
 
@@ -228,8 +231,8 @@ class _Run:
         """Returns a value as a tensor, if it is a known array."""
         if not is_known(value):
             return value
-        stored = self.module._stored.get(number)
-        return as_tensor(value, self.module._dtypes.get(number)) if stored is None else getattr(*stored)
+        constant = self.module._constants.get(number)
+        return as_tensor(value, self.module._dtypes.get(number)) if constant is None else constant
 
     def value(self, number: int) -> Value:
         """Returns a value of the model."""
@@ -239,6 +242,8 @@ class _Run:
             return self.module._known[number]
         if number in self.module._stored:
             return getattr(*self.module._stored[number])
+        if number in self.module._constants:
+            return self.module._constants[number]
         return None
 
     def _step(self, step: Step) -> None:
@@ -293,7 +298,7 @@ class _Run:
 
     def _kept(self, number: int, value: Value) -> Value:
         """Returns a result, as a known array only if it is small."""
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, np.generic)):
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, np.generic)):
             value = known(value)
         if is_known(value) and value.size > _MOST_KNOWN:
             return as_tensor(value, self.module._dtypes.get(number))
