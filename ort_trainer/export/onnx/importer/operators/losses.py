@@ -44,4 +44,6 @@ def _likelihood(
         raise node.error(f"reduction is {reduction!r}, but must be 'none', 'mean' or 'sum'")
     # Without an ignored class, no label is negative: PyTorch's default ignores nothing.
     ignored = -100 if ignore_index is None else ignore_index
+    # PyTorch's gradient of other layouts fails for four dimensions.
+    logarithms = logarithms.contiguous()
     return F.nll_loss(logarithms, labels.long(), weights, ignore_index=ignored, reduction=reduction)
