@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-__all__ = ["bilinear"]
+__all__ = ["bilinear", "corners"]
 
 
 def bilinear(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -18,16 +20,21 @@ def bilinear(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Te
     Returns:
         The values, N x C x P.
     """
+    total = torch.zeros_like(images.flatten(-2)[..., :1])
+    for values, factor in corners(images, y, x):
+        total = total + values * factor.unsqueeze(1)
+    return total
+
+
+def corners(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the four pixels around points, N x C x P, with their factors, N x P, as for :func:`bilinear`."""
     height, width = images.shape[-2:]
     top, left = y.floor(), x.floor()
     down, right = y - top, x - left
     flat = images.flatten(-2)
-    total = torch.zeros_like(flat[..., :1])
     for row, of_row in ((top, 1 - down), (top + 1, down)):
         for column, of_column in ((left, 1 - right), (left + 1, right)):
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             index = row.clamp(0, height - 1).long() * width + column.clamp(0, width - 1).long()
             values = flat.gather(-1, index.unsqueeze(1).expand(-1, flat.shape[1], -1))
-            factor = torch.where(inside, of_row * of_column, torch.zeros_like(of_row))
-            total = total + values * factor.unsqueeze(1)
-    return total
+            yield values, torch.where(inside, of_row * of_column, torch.zeros_like(of_row))

@@ -1,0 +1,285 @@
+"""Resizes images: Resize and Upsample.
+
+Along each axis, an element of the output is a sum of neighbours in the input with coefficients that depend on where it
+lies. PyTorch's interpolation does it where it means the same; otherwise the sums are written out, axis by axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..registry import Node, operator
+from ..values import Number, integers, numbers
+
+_Tensor = torch.Tensor
+_NATIVE = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """How one axis is resized.
+
+    Attributes:
+        axis: The axis.
+        size: The size of the input.
+        wanted: The size of the output.
+        scale: The scale; its product with the input's size may differ from the output's.
+        begin: Where the region to be resized begins, as a part of the input.
+        end: Where it ends.
+    """
+
+    axis: int
+    size: Number
+    wanted: Number
+    scale: Number
+    begin: float = 0.0
+    end: float = 1.0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing changes."""
+        return isinstance(self.scale, float) and self.scale == 1 and (self.begin, self.end) == (0, 1)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The attributes of Resize."""
+
+    mode: str
+    coordinates: str
+    nearest: str
+    cubic: float
+    exclude_outside: bool
+    antialias: bool
+    extrapolation: float
+
+
+@operator("Upsample", since=7, until=8)
+def _upsample_by_attribute(x: _Tensor, *, mode: str, scales: list[float], node: Node) -> _Tensor:
+    return _by_scales(x, scales, mode, node)
+
+
+@operator("Upsample", since=9, known=(1,))
+def _upsample_by_input(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
+    return _by_scales(x, numbers(scales, "scales", node), mode, node)
+
+
+@operator("Resize", since=10, until=10, known=(1,))
+def _resize_of_10(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
+    return _by_scales(x, numbers(scales, "scales", node), mode, node)
+
+
+def _by_scales(x: _Tensor, scales: Sequence[Number], mode: str, node: Node) -> _Tensor:
+    axes = [_scaled(axis, x.shape[axis], scale) for axis, scale in enumerate(scales)]
+    mode = {"bilinear": "linear", "trilinear": "linear"}.get(mode, mode)
+    return _resized(x, axes, _Kind(mode, "asymmetric", "floor", -0.75, False, False, 0.0), node)
+
+
+@operator("Resize", since=11, known=(1, 2, 3))
+def _resize(
+    x: _Tensor,
+    region: Any,
+    scales: Any,
+    sizes: Any,
+    *,
+    antialias: int = 0,
+    axes: list[int] | None = None,
+    coordinate_transformation_mode: str,
+    cubic_coeff_a: float,
+    exclude_outside: int,
+    extrapolation_value: float,
+    keep_aspect_ratio_policy: str = "stretch",
+    mode: str,
+    nearest_mode: str,
+    node: Node,
+) -> _Tensor:
+    chosen = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes]
+    crops = coordinate_transformation_mode == "tf_crop_and_resize"
+    begin_end = numbers(region, "roi", node) if crops else [0.0] * len(chosen) + [1.0] * len(chosen)
+    given = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
+    if given and crops:
+        parts = zip(chosen, given, begin_end, begin_end[len(chosen) :], strict=False)
+        found = [_Axis(a, x.shape[a], _floor(x.shape[a] * (end - begin) * s), s) for a, s, begin, end in parts]
+    elif given:
+        found = [_scaled(axis, x.shape[axis], scale) for axis, scale in zip(chosen, given, strict=True)]
+    else:
+        found = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
+    regions = zip(found, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
+    found = [_Axis(a.axis, a.size, a.wanted, a.scale, begin, end) for a, begin, end in regions]
+    if antialias and mode == "nearest":
+        raise node.error("antialias is for the modes linear and cubic, but the mode is 'nearest'")
+    kind = _Kind(
+        mode,
+        coordinate_transformation_mode,
+        nearest_mode,
+        cubic_coeff_a,
+        bool(exclude_outside),
+        bool(antialias),
+        extrapolation_value,
+    )
+    return _resized(x, found, kind, node)
+
+
+def _scaled(axis: int, size: Number, scale: float) -> _Axis:
+    if float(scale).is_integer():
+        return _Axis(axis, size, size * int(scale), float(scale))
+    return _Axis(axis, size, _floor(size * float(scale)), float(scale))
+
+
+def _floor(size: Number) -> Any:
+    """Returns a size, which is positive, as an integer."""
+    return torch.sym_int(size)  # type: ignore[no-untyped-call]
+
+
+def _sized(x: _Tensor, axes: Sequence[int], sizes: Sequence[Number], policy: str, node: Node) -> list[_Axis]:
+    pairs = list(zip(axes, sizes, strict=True))
+    if policy == "stretch":
+        return [_Axis(a, x.shape[a], new, 1.0 if new is x.shape[a] else _ratio(new, x.shape[a])) for a, new in pairs]
+    if policy not in ("not_larger", "not_smaller"):
+        raise node.error(
+            f"keep_aspect_ratio_policy is {policy!r}, but must be 'stretch', 'not_larger' or 'not_smaller'"
+        )
+    scale: Any = (min if policy == "not_larger" else max)(_ratio(new, x.shape[a]) for a, new in pairs)
+    rounded = [(a, _floor(scale * x.shape[a] + 0.5)) for a, _ in pairs]
+    return [_Axis(a, x.shape[a], new, scale) for a, new in rounded]
+
+
+def _ratio(wanted: Number, size: Number) -> Number:
+    return wanted / size
+
+
+def _resized(x: _Tensor, axes: Sequence[_Axis], kind: _Kind, node: Node) -> _Tensor:
+    changed = [axis for axis in axes if not axis.is_same]
+    if not changed:
+        return x
+    native = _by_pytorch(x, changed, kind)
+    if native is not None:
+        return native
+    dtype = x.dtype
+    values = x.to(torch.promote_types(dtype, torch.float32)) if dtype.is_floating_point else x.double()
+    for axis in changed:
+        values = _along(values, axis, kind, node)
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    limits = torch.iinfo(dtype)
+    return values.round().clamp(limits.min, limits.max).to(dtype)
+
+
+def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | None:
+    """Interpolates all dimensions after the second; None if PyTorch's interpolation differs from ONNX's."""
+    rank = x.dim() - 2
+    spatial = {axis.axis: axis for axis in axes}
+    if not 1 <= rank <= 3 or min(spatial) < 2 or kind.antialias or not x.dtype.is_floating_point:
+        return None
+    by_size = all(axis.wanted is not None and not _is_fractional(axis) for axis in axes)
+    align = kind.coordinates == "align_corners"
+    half = kind.coordinates in ("half_pixel", "half_pixel_symmetric") or (
+        kind.coordinates == "pytorch_half_pixel"
+        and all(isinstance(axis.wanted, int) and axis.wanted > 1 for axis in axes)
+    )
+    if not by_size or not all(isinstance(axis.wanted, int) or not align for axis in axes):
+        return None
+    if align and any(axis.wanted == 1 for axis in axes):
+        return None
+    size = [spatial[i].wanted if i in spatial else x.shape[i] for i in range(2, x.dim())]
+    if kind.mode == "nearest" and kind.coordinates == "asymmetric" and kind.nearest == "floor":
+        return F.interpolate(x, size)
+    if kind.mode == "linear" and (half or align) and not kind.exclude_outside:
+        return F.interpolate(x, size, mode=_NATIVE[rank], align_corners=align)
+    if kind.mode == "cubic" and rank == 2 and (half or align) and kind.cubic == -0.75 and not kind.exclude_outside:
+        return F.interpolate(x, size, mode="bicubic", align_corners=align)
+    return None
+
+
+def _is_fractional(axis: _Axis) -> bool:
+    """Returns whether the scale is not that of the sizes, or can't be known to be."""
+    if isinstance(axis.size, int) and isinstance(axis.wanted, int):
+        return not math.isclose(axis.wanted, axis.size * float(axis.scale), rel_tol=1e-6)
+    return isinstance(axis.scale, float) and not axis.scale.is_integer()
+
+
+def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
+    """Resizes along one axis."""
+    place = _places(axis, kind, node)
+    first, coefficients = _coefficients(place, axis, kind, node)
+    index = first.unsqueeze(1) + torch.arange(coefficients.shape[1])
+    if kind.exclude_outside:
+        inside = (index >= 0) & (index < axis.size)
+        coefficients = torch.where(inside, coefficients, torch.zeros_like(coefficients))
+        coefficients = coefficients / coefficients.sum(1, keepdim=True)
+    shape = [-1] + [1] * (x.dim() - 1 - axis.axis)
+    total: Any = 0
+    for i in range(coefficients.shape[1]):
+        neighbours = x.index_select(axis.axis, index[:, i].clamp(0, axis.size - 1))
+        total = total + neighbours * coefficients[:, i].to(x.dtype).reshape(shape)
+    if kind.coordinates == "tf_crop_and_resize":
+        outside = ((place < 0) | (place > axis.size - 1)).reshape(shape)
+        total = torch.where(outside, torch.full_like(total, kind.extrapolation), total)
+    result: _Tensor = total
+    return result
+
+
+def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
+    """Returns where each element of the output lies in the input."""
+    y = torch.arange(axis.wanted, dtype=torch.float64)
+    # The output's size before it was rounded.
+    exact = axis.size * axis.scale
+    last = axis.size - 1
+    if kind.coordinates == "align_corners":
+        return y * 0 if exact == 1 else y * (last / (exact - 1))
+    if kind.coordinates == "asymmetric":
+        return y / axis.scale
+    if kind.coordinates == "tf_crop_and_resize":
+        if axis.wanted == 1:
+            return y * 0 + 0.5 * (axis.begin + axis.end) * last
+        return y * ((axis.end - axis.begin) * last / (axis.wanted - 1)) + axis.begin * last
+    if kind.coordinates == "pytorch_half_pixel" and exact == 1:
+        return y * 0 - 0.5
+    if kind.coordinates in ("half_pixel", "pytorch_half_pixel"):
+        return (y + 0.5) / axis.scale - 0.5
+    if kind.coordinates == "half_pixel_symmetric":
+        return axis.size / 2 * (1 - axis.wanted / exact) + (y + 0.5) / axis.scale - 0.5
+    raise node.error(f"coordinate_transformation_mode is {kind.coordinates!r}, which ONNX does not define")
+
+
+def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple[_Tensor, _Tensor]:
+    """Returns the first neighbour of each element, and the coefficients of all."""
+    left = place.floor()
+    if kind.mode == "nearest":
+        rounding = {
+            "floor": left,
+            "ceil": place.ceil(),
+            "round_prefer_floor": (place - 0.5).ceil(),
+            "round_prefer_ceil": (place + 0.5).floor(),
+        }.get(kind.nearest)
+        if rounding is None:
+            raise node.error(f"nearest_mode is {kind.nearest!r}, which ONNX does not define")
+        return rounding.long(), torch.ones_like(place).unsqueeze(1)
+    if kind.mode not in ("linear", "cubic"):
+        raise node.error(f"mode is {kind.mode!r}, but must be 'nearest', 'linear' or 'cubic'")
+    reach = 1 if kind.mode == "linear" else 2
+    scale: Any = 1.0
+    if kind.antialias:
+        if not isinstance(axis.scale, (int, float)):
+            raise node.error("with antialias it needs to know its scale: give it as a constant, or fix the sizes")
+        scale = min(float(axis.scale), 1.0)
+    # With antialias, the coefficients reach further where the image gets smaller.
+    begin = math.floor(-reach / scale) + 1
+    distance = (torch.arange(begin, 2 - begin, dtype=place.dtype) - (place - left).unsqueeze(1)) * scale
+    size = distance.abs()
+    if kind.mode == "linear":
+        coefficients = (1 - size).clamp(min=0)
+    else:
+        a = kind.cubic
+        near = ((a + 2) * size - (a + 3)) * size.square() + 1
+        far = ((a * size - 5 * a) * size + 8 * a) * size - 4 * a
+        coefficients = torch.where(size <= 1, near, torch.where(size < 2, far, torch.zeros_like(size)))
+    if kind.antialias:
+        coefficients = coefficients / coefficients.sum(1, keepdim=True)
+    return left.long() + begin, coefficients
