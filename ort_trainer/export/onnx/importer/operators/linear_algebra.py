@@ -19,6 +19,11 @@ def _matmul(a: _Tensor, b: _Tensor) -> _Tensor:
 
 @operator("Gemm", since=7)
 def _gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, *, alpha: float, beta: float, transA: int, transB: int) -> Any:
+    return gemm(a, b, c, alpha, beta, transA, transB)
+
+
+def gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, alpha: float, beta: float, transA: int, transB: int) -> Any:
+    """Computes ONNX's Gemm."""
     a = a.t() if transA else a
     if alpha == beta == 1 and transB and (c is None or c.dim() == 1) and a.is_floating_point():
         return F.linear(a, b, c)

@@ -82,10 +82,11 @@ def fourier(x: _Tensor, count: Number, inverse: bool = False, onesided: bool = F
         imaginary = x[..., 1]
         turned = imaginary @ sines, imaginary @ cosines
         parts = [parts[0] - turned[0] if inverse else parts[0] + turned[0], parts[1] + turned[1]]
-    return torch.stack(parts, -1) * (1 / count if inverse else 1)
+    y: _Tensor = torch.stack(parts, -1) * (1 / count if inverse else 1)
+    return y
 
 
-def _to_real(x: _Tensor, count: Number) -> _Tensor:
+def _to_real(x: _Tensor, count: Number) -> Any:
     """Computes the real signal, ... x L x 1, with the frequencies up to half of its length."""
     used = count // 2 + 1
     x = x[..., :used, :]
