@@ -494,10 +494,9 @@ def training_bindings() -> Any:
 
     if not has_gradient_builder():
         raise RuntimeError(
-            f"training an ONNX model needs onnxruntime-training, which differentiates it, but ONNX Runtime "
-            f"{onnxruntime.__version__} is installed without training: with Python up to 3.12, uninstall onnxruntime "
-            "and install onnxruntime-training-cpu==1.19.2; or train the PyTorch model itself, which works with any "
-            "ONNX Runtime"
+            f"only onnxruntime-training differentiates ONNX graphs, but ONNX Runtime {onnxruntime.__version__} is "
+            "installed without training: with Python up to 3.12, uninstall onnxruntime and install "
+            "onnxruntime-training-cpu==1.19.2; or train the model with ORTTrainer, which works with any ONNX Runtime"
         )
     return bindings
 

@@ -92,7 +92,7 @@ def test_no_ortmodule_is_available(installed: None) -> None:
 @pytest.mark.skipif(HAS_TRAINING, reason="onnxruntime-training has one")
 def test_a_stock_engine_says_why_it_has_no_gradient_builder(installed: None) -> None:
     state = importlib.import_module("onnxruntime.capi._pybind_state")
-    with pytest.raises(RuntimeError, match="needs onnxruntime-training, which differentiates it, but ONNX Runtime"):
+    with pytest.raises(RuntimeError, match="only onnxruntime-training differentiates ONNX graphs, but ONNX Runtime"):
         state.GradientGraphBuilder(b"", {"loss"}, {"weight"}, "loss")
     compat.uninstall()
     assert not hasattr(state, "GradientGraphBuilder")
