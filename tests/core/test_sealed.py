@@ -143,7 +143,7 @@ def tensor(**changes: object) -> dict[str, object]:
         (b"", "it has 0 bytes, and its first 8 are not a valid header length"),
         (b"\xff" * 8, "not a valid header length"),
         ((2**63).to_bytes(8, "little") + b"{}", "not a valid header length"),
-        (raw(b"[" * 100_000), "recursion"),
+        (raw(b"[" * 100_000), "recursion|Stack overflow"),
         (raw(b'{"t": 1, "t": 2}'), "its header can't be read: it contains a duplicate name"),
         (raw(b"\xff\xfe{}"), "its header can't be read: .*utf-8"),
         (raw(b"9" * 10_000), "its header can't be read|its header is not that"),
