@@ -99,8 +99,8 @@ class TorchSource(ModelSource):
             )
         if self._options.utils.run_symbolic_shape_infer:
             self._options.refuse(
-                "utils.run_symbolic_shape_infer has no effect on a PyTorch model, which is exported with symbolic "
-                "shapes anyway. Leave the option out; it is for ONNX models"
+                "utils.run_symbolic_shape_infer has no effect on a PyTorch model or program, which is exported with "
+                "symbolic shapes anyway. Leave the option out; it is for ONNX models that ONNX Runtime differentiates"
             )
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():

@@ -31,13 +31,22 @@ def modules(cases: list[Case]) -> dict[str, OnnxModule]:
             found[case.name] = OnnxModule(case.model)
         except ExportError as error:
             assert "operator" in str(error), case.name  # it names the operator
-    assert len(found) >= 0.65 * len(cases)
+    assert len(found) >= 0.99 * len(cases)
     return found
 
 
 def test_outputs(cases: list[Case], modules: dict[str, OnnxModule]) -> None:
-    differences = {case.name: forward_agrees(case, modules[case.name]) for case in cases if case.name in modules}
+    differences, refused = {}, {}
+    for case in cases:
+        if case.name in modules:
+            try:
+                differences[case.name] = forward_agrees(case, modules[case.name])
+            except ExportError as error:
+                refused[case.name] = str(error)
     assert not {name: what for name, what in differences.items() if what}
+    # A generator with a seed.
+    assert set(refused) == {"test_bernoulli_seed", "test_bernoulli_seed_expanded"}
+    assert all("operator Bernoulli" in error or "operator Random" in error for error in refused.values())
 
 
 def test_gradients(cases: list[Case], modules: dict[str, OnnxModule]) -> None:
