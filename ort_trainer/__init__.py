@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .compat.training_session import TrainingParameters, TrainingSession
     from .core.errors import CheckpointError, DistributedError, ExportError
     from .export.torch import register_operator
+    from .export.user_operators import register_onnx_operator
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
     from .runs import CheckpointManager, Position, StopSignals
@@ -29,6 +30,7 @@ __all__ = [
     "amp",
     "optim",
     "read_user_dict",
+    "register_onnx_operator",
     "register_operator",
 ]
 __version__ = "0.2.0"
@@ -48,6 +50,7 @@ _PLACES = {
     "TrainingParameters": "compat.training_session",
     "TrainingSession": "compat.training_session",
     "read_user_dict": "state",
+    "register_onnx_operator": "export.user_operators",
     "register_operator": "export.torch",
 }
 _MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine:

@@ -314,6 +314,7 @@ class ORTTrainer:
         """
         return self._loop.begin_profile(steps, trace)
 
+    @outside_inference_mode
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
@@ -329,8 +330,10 @@ class ORTTrainer:
             ValueError: If the path is empty.
             FileNotFoundError: If the folder does not exist.
         """
-        self._save_onnx(path, "save_as_onnx", self.model_desc.output_names)
+        state.check_started(self._loop, "save_as_onnx")
+        self._loop.save_onnx(path, self.model_desc.output_names)
 
+    @outside_inference_mode
     def export_for_inference(self, path: str | os.PathLike[str], output_names: Sequence[str] | None = None) -> None:
         """Writes the same graph as :meth:`save_as_onnx` without the loss and without inputs that only the loss needs.
 
@@ -344,12 +347,9 @@ class ORTTrainer:
                 name, the loss, or a duplicate.
             RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
-        self._save_onnx(path, "export_for_inference", self.model_desc.inference_names(output_names))
-
-    @outside_inference_mode
-    def _save_onnx(self, path: str | os.PathLike[str], method: str, names: Sequence[str]) -> None:
-        state.check_started(self._loop, method)
-        self._loop.save_onnx(path, names)
+        names = self.model_desc.inference_names(output_names)
+        state.check_started(self._loop, "export_for_inference")
+        self._loop.save_onnx(path, names, for_inference=True)
 
     def export_artifacts(
         self,

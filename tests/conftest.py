@@ -82,11 +82,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects tests, and skips those that need onnxruntime-training's gradient builder if it is missing."""
+    """Selects tests, and skips those that run onnxruntime-training itself if it is missing."""
     if not hasattr(_pybind_state, "GradientGraphBuilder"):
         for item in items:
-            if item.get_closest_marker("needs_gradient_builder"):
-                item.add_marker(pytest.mark.skip(reason="stock onnxruntime does not differentiate ONNX models"))
+            if item.get_closest_marker("needs_training_engine"):
+                item.add_marker(pytest.mark.skip(reason="needs the runtime of onnxruntime-training"))
     seed, affected = config.getoption("seed"), _affected(config)
     known = {item.nodeid: item for item in items}
     if config.getoption("gate"):

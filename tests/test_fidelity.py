@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
+from packaging.version import Version
 
 from .fidelity.case import Case
 from .fidelity.catalogue import SECTIONS
@@ -15,6 +18,8 @@ CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_twenty_steps(case: Case) -> None:
+    if case.name == "Wav2Vec2" and Version(version("transformers")) < Version("5.23"):
+        pytest.skip("before transformers 5.23 it chooses by a random tensor which layers to skip")
     found = compare(case, thorough=False)
     assert found.loss <= 1e-4, found
     assert found.excess <= 1.0, found

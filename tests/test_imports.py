@@ -26,7 +26,6 @@ ALLOWED = {
     # Needs no torch; of the engine it uses only what needs none either.
     "api": {"core", "engine", "state", "step"},
     "export": {"core", "engine", "optim", "options", "step"},
-    "sources": {"export"},
     "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
     "distributed": {"core", "engine", "export", "optim", "options", "train"},
     "runs": {"core", "optim", "options", "state", "train"},

@@ -149,23 +149,17 @@ def _cuda() -> str:
 
 
 def _abilities() -> dict[str, str]:
-    def pytorch_models() -> str:
+    def models() -> str:
         for needed in ("torch", "onnxscript", "cerberus", "networkx"):
             importlib.import_module(needed)
         _onnxruntime()
-        return "yes"
-
-    def onnx_models() -> str:
-        from ..engine.ort import training_bindings
-
-        training_bindings()
         return "yes"
 
     def artifacts() -> str:
         importlib.import_module("..api.load", __package__)
         return "yes"
 
-    asked = {"PyTorch models": pytorch_models, "ONNX models": onnx_models, "exported artifacts": artifacts}
+    asked = {"PyTorch and ONNX models": models, "exported artifacts": artifacts}
     return {what: str(_attempt(ask)).replace("not known:", "no:") for what, ask in asked.items()}
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from ..core.errors import shown
 
 if TYPE_CHECKING:
-    import onnx
     import torch
     from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
 
@@ -42,9 +41,7 @@ __all__ = [
     "engine",
     "engine_identity",
     "has_cuda",
-    "has_gradient_builder",
     "has_training",
-    "infer_symbolic_shapes",
     "installed_flavours",
     "is_session_options",
     "kernel_outputs",
@@ -474,14 +471,6 @@ def element_type(kind: str) -> str:
     return {"float": "float32", "double": "float64"}.get(found, found)
 
 
-def has_gradient_builder() -> bool:
-    """Returns whether the installed ONNX Runtime differentiates ONNX graphs."""
-    engine()
-    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
-
-    return hasattr(bindings, "GradientGraphBuilder")
-
-
 def training_bindings() -> Any:
     """Returns the part of ONNX Runtime that differentiates ONNX graphs.
 
@@ -492,21 +481,13 @@ def training_bindings() -> Any:
     # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
-    if not has_gradient_builder():
+    if not hasattr(bindings, "GradientGraphBuilder"):
         raise RuntimeError(
             f"only onnxruntime-training differentiates ONNX graphs, but ONNX Runtime {onnxruntime.__version__} is "
             "installed without training: with Python up to 3.12, uninstall onnxruntime and install "
             "onnxruntime-training-cpu==1.19.2; or train the model with ORTTrainer, which works with any ONNX Runtime"
         )
     return bindings
-
-
-def infer_symbolic_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model with the shapes from ONNX Runtime's symbolic shape inference."""
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
-    found: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=True)
-    return found
 
 
 def to_ort_value(array: np.ndarray[Any, Any], device: Device) -> OrtValue:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import shown
-from ..engine.ort import has_gradient_builder
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import Builder, ModelSource
@@ -59,12 +58,10 @@ def model_source(
     """
     if isinstance(model, nn.Module):
         return TorchSource(model, loss_fn, optim_config, options)
-    from .onnx.importer.source import ImportedSource  # slow to import and rarely needed
-    from .onnx.model import OnnxSource, is_onnx_model
+    from .onnx.source import OnnxSource, is_onnx_model  # slow to import and rarely needed
 
     if is_onnx_model(model):
-        source = OnnxSource if has_gradient_builder() else ImportedSource
-        return source(model, loss_fn, optim_config, options)
+        return OnnxSource(model, loss_fn, optim_config, options)
     raise TypeError(
         "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "
         f"{type(model).__name__} was given"

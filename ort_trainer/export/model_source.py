@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,6 +13,9 @@ from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
 from ..step import Step
 from .nested import Layout
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = [
     "Builder",
@@ -137,6 +140,15 @@ class ModelSource(ABC):
             layouts: How the tensors form the arguments.
             parameters: The loss parameters.
         """
+
+    def own_model(self, tensors: Named, outputs: Sequence[str] | None) -> ir.Model | None:
+        """Returns the user's own ONNX model with other weights; None if the user's model is not in ONNX.
+
+        Args:
+            tensors: Parameters and buffers by canonical name.
+            outputs: Names of outputs, for a model in inference form that has only these. None for the whole model.
+        """
+        return None
 
     @abstractmethod
     def builder(

@@ -237,12 +237,13 @@ class UtilsOptions(Section):
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
     kernels: Literal["auto", "onnxruntime", "pytorch"]
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, for PyTorch models on the CPU."""
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
     run_symbolic_shape_infer: bool
-    """Runs ONNX Runtime's symbolic shape inference on an ONNX model before differentiation, in addition to ONNX's."""
+    """ONNX Runtime's symbolic shape inference before differentiation, which nothing needs here: sizes are symbolic in
+    every export."""
 
 
 class UtilsOptionsDict(TypedDict, total=False):
@@ -293,8 +294,8 @@ class DebugOptions(Section):
     """Requests kernels that give bitwise equal results in every run, from ONNX Runtime or from PyTorch, whichever
     computes the step."""
     check_model_export: bool
-    """Before the first step, compares the evaluation graph with the PyTorch model in evaluation mode (relative 1e-2,
-    absolute 1e-6) and raises if they differ."""
+    """Before the first step, compares the evaluation graph with the model in evaluation mode, run by PyTorch (relative
+    1e-2, absolute 1e-6) and raises if they differ."""
     check_indices: bool
     """Checks before every step (of exported artifacts, too) that inputs used as indices by the model or the loss (class
     labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see

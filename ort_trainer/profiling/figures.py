@@ -89,9 +89,6 @@ def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins,
             "most a million events"
         )
     sums = _Sums(complete or steps, origins)
-    graphs = [run.graph for step in steps for run in step.runs]
-    if not any(graph.origins for graph in graphs):
-        remarks.append("no time per module: ONNX models have no modules")
     profile.seconds = tuple(step.duration / 1e9 for step in steps)
     profile.milliseconds = sums.mean(sums.total)
     profile.operators, profile.modules = sums.operator_times(), sums.module_times()
@@ -99,7 +96,7 @@ def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins,
     profile.optimizer = sums.mean(sums.updates)
     # If a session runs several nodes in parallel, operators may take more time in total than the step.
     profile.overhead = sums.mean(max(sums.total - sums.updates - sum(sums.operators.values()), 0))
-    profile.kernels = " and ".join(dict.fromkeys(graph.kernels for graph in graphs))
+    profile.kernels = " and ".join(dict.fromkeys(run.graph.kernels for step in steps for run in step.runs))
     profile.remarks, profile.done = tuple(remarks), True
 
 

@@ -22,30 +22,17 @@ WEIGHTS = "ort_trainer.weights"
 _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
 
 
-def save_model(
-    graph: Step,
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    trained: Collection[str],
-    path: Path,
-    limit: int = _MAXIMUM_PROTOBUF,
-) -> None:
-    """Writes a graph with its parameters and buffers as initializers.
-
-    The model's metadata lists which initializers are weights, so that the file can be trained further.
+def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> None:
+    """Writes a model.
 
     Args:
-        graph: An evaluation graph; it is not changed.
-        parameters: Parameters by name.
-        buffers: Buffers by name.
-        trained: Names of the parameters that are trained.
+        model: The model.
         path: The file; an existing one is replaced.
         limit: Size in bytes above which the weights are written to a second file, ``<path>.data``.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
     """
-    model = with_weights(graph, parameters, buffers, trained)
     weights = model.graph.initializers.values()
     size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
     if size <= limit:
@@ -74,6 +61,8 @@ def with_weights(
 ) -> ir.Model:
     """Returns the model of a graph with exactly its parameters and buffers as initializers.
 
+    The model's metadata lists which initializers are weights, so that the file can be trained further.
+
     Args:
         graph: An evaluation graph; it is not changed.
         parameters: Parameters by name.
@@ -83,35 +72,25 @@ def with_weights(
     model = graph.model.clone()
     state = {**parameters, **buffers}
     frozen = [name for name in parameters if name not in trained]
-    # Buffers of a loaded file, which are constants in its graph.
-    held = [name for name in _buffers(model) if name in model.graph.initializers]
-    known = {"trained": list(trained), "frozen": frozen, "buffers": [*buffers, *held]}
-    model.metadata_props[WEIGHTS] = json.dumps(known)
-    _constants_as_nodes(model.graph, held)
+    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen, "buffers": list(buffers)})
+    _constants_as_nodes(model.graph)
     names = {value: name for name, value in graph.state.items()}
     weights = [value for value in model.graph.inputs if value.name in names]
     for value in weights:
         assert value.name is not None
         value.const_value = ir.tensor(state[names[value.name]].detach().cpu().numpy(), name=value.name)
         model.graph.register_initializer(value)
-    for name in held:  # after the parameters, as other buffers
-        model.graph.initializers[name] = model.graph.initializers.pop(name)
     kept = [value for value in model.graph.inputs if value.name not in names]
     model.graph.inputs.clear()
     model.graph.inputs.extend(kept)
     return model
 
 
-def _buffers(model: ir.Model) -> Collection[str]:
-    known: Collection[str] = json.loads(model.metadata_props.get(WEIGHTS, "{}")).get("buffers", ())
-    return known
-
-
-def _constants_as_nodes(graph: ir.Graph, held: Collection[str]) -> None:
-    """Turns a graph's existing initializers, which are constants in the code, into nodes, except those of ``held``."""
+def _constants_as_nodes(graph: ir.Graph) -> None:
+    """Turns a graph's existing initializers, which are constants in the code, into nodes."""
     for value in list(graph.initializers.values()):
         assert value.name is not None
-        if value.name in held or value.is_graph_input() or value.is_graph_output() or value.const_value is None:
+        if value.is_graph_input() or value.is_graph_output() or value.const_value is None:
             continue
         del graph.initializers[value.name]
         node = ir.node(

@@ -41,6 +41,7 @@ from .user_objects import claim
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir as ir
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
@@ -665,30 +666,33 @@ class TrainingLoop:
             assert self._executor is not None
             return self._executor.evaluate(plan, batch)
 
-    def save_onnx(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
-        """Writes the evaluation graph with the current weights; see ``ORTTrainer.save_as_onnx``."""
+    def save_onnx(self, path: str | os.PathLike[str], names: Sequence[str], for_inference: bool = False) -> None:
+        """Writes the model with the current weights; see ``ORTTrainer.save_as_onnx``."""
         from ..step.onnx_file import save_model  # a slow import, which training does not need
 
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
         if not os.fspath(path):
             raise ValueError("path must not be empty")
-        save_model(*self._with_weights(names), Path(path))
+        save_model(self._with_weights(names, for_inference), Path(path))
 
     def onnx_model(self, names: Sequence[str]) -> onnx.ModelProto:
         """Returns the model that :meth:`save_onnx` writes."""
         import onnx_ir as ir
 
+        return ir.to_proto(self._with_weights(names))
+
+    def _with_weights(self, names: Sequence[str], for_inference: bool = False) -> ir.Model:
+        """Returns the user's own ONNX model, or the evaluation graph with these outputs, with the current weights."""
         from ..step.onnx_file import with_weights
 
-        return ir.to_proto(with_weights(*self._with_weights(names)))
-
-    def _with_weights(self, names: Sequence[str]) -> tuple[Step, Named, Named, Sequence[str]]:
-        """Returns the evaluation graph with these outputs only, parameters, buffers, and which of them are trained."""
         executor = self._started("save_as_onnx")
+        own = self.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
+        if own is not None:
+            return own
         step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
         step = step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)
-        return step, executor.parameters, executor.buffers, self.source.trainable
+        return with_weights(step, executor.parameters, executor.buffers, self.source.trainable)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.

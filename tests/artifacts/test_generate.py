@@ -22,8 +22,6 @@ from ort_trainer.artifacts import LossType, OptimType, generate_artifacts
 from ..helpers import MLP, MLP_DESC, mlp_batches
 from .twins import Artifacts
 
-needs_gradient_builder = pytest.mark.needs_gradient_builder
-
 
 class Convolution(nn.Module):
     """Has strides, groups, pooling, and a norm whose running statistics are buffers."""
@@ -127,7 +125,6 @@ def test_an_optimizer_of_pytorch_and_a_description(tmp_path: Path) -> None:
     assert_trains_like(model, artifacts, optimizer, F.cross_entropy, batches)
 
 
-@needs_gradient_builder
 @pytest.mark.parametrize("kind", ["convolution", "words"])
 def test_an_onnx_model_trains_like_pytorch(kind: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -173,7 +170,6 @@ LOSSES = {
 }
 
 
-@needs_gradient_builder
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses(loss: LossType, tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
@@ -204,7 +200,6 @@ def with_loss() -> onnx.ModelProto:
     return found
 
 
-@needs_gradient_builder
 def test_a_loss_in_the_model_and_values_within(tmp_path: Path) -> None:
     proto = with_loss()
     before = proto.SerializeToString()
@@ -220,7 +215,6 @@ def test_a_loss_in_the_model_and_values_within(tmp_path: Path) -> None:
     assert float(loss) == pytest.approx(float((y**2).mean()), rel=1e-6)
 
 
-@needs_gradient_builder
 def test_a_function_as_loss_and_one_output_of_several(tmp_path: Path) -> None:
     def huber(prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return F.huber_loss(prediction, label, delta=0.3)
@@ -352,7 +346,6 @@ ONNX: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@needs_gradient_builder
 @pytest.mark.parametrize(("changes", "error", "message"), ONNX, ids=lambda value: str(value)[:40])
 def test_wrong_arguments_with_an_onnx_model(
     changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
@@ -363,7 +356,6 @@ def test_wrong_arguments_with_an_onnx_model(
     assert not list(tmp_path.iterdir())
 
 
-@needs_gradient_builder
 def test_an_unchanged_script(tmp_path: Path) -> None:
     """The script of onnxruntime-training's documentation, except for the import of this package."""
     script = f"""if True:

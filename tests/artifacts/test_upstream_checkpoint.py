@@ -93,7 +93,7 @@ def test_what_was_written_is_read(limit: int, tmp_path: Path) -> None:
         assert_equal(read_upstream_checkpoint(upstream_checkpoint_bytes(expected)), expected)
 
 
-@pytest.mark.needs_gradient_builder
+@pytest.mark.needs_training_engine
 @pytest.mark.parametrize("config", [optim.AdamWConfig(lr=0.01), optim.SGDConfig(lr=0.01)], ids=["adamw", "sgd"])
 def test_both_read_what_the_other_writes(config: Any, tmp_path: Path) -> None:
     """Training continues from our file, in one part or two, exactly as from upstream's own."""
@@ -122,7 +122,7 @@ def test_both_read_what_the_other_writes(config: Any, tmp_path: Path) -> None:
     assert (losses[0] == losses[3]) == isinstance(config, optim.SGDConfig), "moments count"
 
 
-@pytest.mark.needs_gradient_builder
+@pytest.mark.needs_training_engine
 def test_a_nominal_file_of_theirs(tmp_path: Path) -> None:
     from onnx import numpy_helper
     from onnxruntime.capi import _pybind_state
@@ -428,7 +428,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.needs_gradient_builder
+@pytest.mark.needs_training_engine
 def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
     """It restores weights, moments and counts: the trainer takes the steps that upstream's runtime would take."""
     batches = mlp_batches(12)
@@ -449,7 +449,7 @@ def test_a_trainer_goes_on_where_upstream_stopped(tmp_path: Path) -> None:
         assert_close(value, torch.from_numpy(upstream.parameters()[name]), 1e-5, name)
 
 
-@pytest.mark.needs_gradient_builder
+@pytest.mark.needs_training_engine
 def test_a_window_of_micro_batches_begins_where_upstream_stopped(tmp_path: Path) -> None:
     """The file counts updates, not micro-batches, so the trainer always starts a new window."""
 

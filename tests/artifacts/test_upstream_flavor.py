@@ -26,7 +26,7 @@ from ort_trainer.optim.update_writer import ParameterUpdate
 from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches
 from .upstream_runs import FLAVOR, STANDARD_OPTIONS, Upstream, make_trainer, write
 
-pytestmark = pytest.mark.needs_gradient_builder
+pytestmark = pytest.mark.needs_training_engine
 
 
 def assert_trains_alike(trainer: ORTTrainer, upstream: Upstream, batches: Any, relative: float = 1e-5) -> None:

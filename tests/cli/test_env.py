@@ -27,8 +27,7 @@ def test_what_is_installed(run: Run) -> None:
     assert found["engine"]["providers"] == onnxruntime.get_available_providers()
     has_training = installed.has_training()
     assert found["engine"]["distribution"] == ("onnxruntime-training-cpu" if has_training else "onnxruntime")
-    assert found["can train"]["PyTorch models"] == "yes"
-    assert found["can train"]["ONNX models"].startswith("yes" if has_training else "no: RuntimeError")
+    assert found["can train"]["PyTorch and ONNX models"] == "yes"
     assert found["can train"]["exported artifacts"] == "yes"
     assert found["processors"]["in this machine"] == os.cpu_count()
     assert found["processors"]["threads of torch"] == torch.get_num_threads()
@@ -59,7 +58,7 @@ def test_what_is_broken_is_named_and_the_rest_is_there(run: Run, monkeypatch: py
     assert code == 0 and not err
     assert found["engine"]["problem"] == "importing it fails: OSError: libsomething.so: no such file"
     assert found["platform"] == "not known: OSError: libsomething.so: no such file"
-    assert found["can train"]["PyTorch models"] == "no: OSError: libsomething.so: no such file"
+    assert found["can train"]["PyTorch and ONNX models"] == "no: OSError: libsomething.so: no such file"
     assert found["can train"]["exported artifacts"].startswith("no: ModuleNotFoundError: import of ort_trainer.api.loa")
     assert found["cache of exports"].startswith("not known: ValueError: the environment variable ORT_TRAINER_CACHE_MB")
     assert found["packages"]["numpy"] == importlib.metadata.version("numpy")

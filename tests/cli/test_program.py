@@ -103,6 +103,6 @@ def test_without_torch(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("run.ortckpt", "artifacts", "upstream"):
         (tmp_path / name).symlink_to(files / name)
     said = run_alone(ALONE, environment, tmp_path)
-    assert "torch         not installed" in said and "exported artifacts  yes" in said
-    assert "PyTorch models      no: ModuleNotFoundError: No module named 'torch'" in said
+    assert "torch         not installed" in said and "exported artifacts       yes" in said
+    assert "PyTorch and ONNX models  no: ModuleNotFoundError: No module named 'torch'" in said
     assert f"{tmp_path / 'weights'}: safetensors file" in said

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
-from ort_trainer.export.onnx.passes import infer_shapes
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
 
 from ..export.torch.test_recompute import DESC, Encoder, batches
-from ..helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
+from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = "Learning_Rate"
 
@@ -220,19 +219,6 @@ def alone(options: dict[str, Any], _: Path) -> str:
     return "trains"
 
 
-def symbolic_inference(options: dict[str, Any], folder: Path) -> int:
-    """Returns how often ONNX Runtime's symbolic shape inference is called for an ONNX model."""
-    calls: list[Any] = []
-    original = infer_shapes.infer_symbolic_shapes
-    infer_shapes.infer_symbolic_shapes = lambda model: calls.append(0) or original(model)
-    try:
-        given = ORTTrainerOptions(options)
-        ORTTrainer(str(onnx_file(folder)), MLP_DESC, optim.SGDConfig(), options=given).train_step(*mlp_batches(1)[0])
-    finally:
-        infer_shapes.infer_symbolic_shapes = original
-    return len(calls)
-
-
 def checked(options: dict[str, Any], _: Path) -> str:
     """Returns the error for a graph whose results differ from the model's."""
     try:
@@ -304,7 +290,6 @@ OPTIONS: dict[str, Effect] = {
     "utils.random_numbers": Effect("pytorch", masks),
     "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
     "utils.cache_exports": Effect(False, files),
-    "utils.run_symbolic_shape_infer": Effect(True, symbolic_inference),
     "debug.deterministic_compute": Effect(True, deterministic),
     "debug.check_model_export": Effect(True, checked),
     "debug.check_indices": Effect(False, wrong_label, ON_SESSIONS),
@@ -414,11 +399,16 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
     return (folder / "written.onnx").is_file()
 
 
+def kernels_of(properties: dict[str, Any], _: Path) -> bool:
+    """Returns whether PyTorch's kernels compute the step, which recompute nothing."""
+    return bool(session_of(properties)._trainer.session.graphs(True)[0].programs)
+
+
 def refused(properties: dict[str, Any], _: Path) -> str:
     """Returns the error of a session in one process."""
     try:
         session_of(properties)
-    except ValueError as error:
+    except (ValueError, ExportError) as error:
         return str(error)
     return "trains"
 
@@ -429,9 +419,13 @@ PROPERTIES: dict[str, Effect] = {
     **{
         key: Effect(value, refused)
         for key, value in {
+            "attn_dropout_recompute": True,
             "data_parallel_size": 2,
             "deepspeed_zero_stage": 1,
             "enable_adasum": True,
+            "gelu_recompute": True,
+            "number_recompute_layers": 1,
+            "transformer_layer_recompute": True,
             "world_rank": 1,
             "world_size": 2,
         }.items()
@@ -451,6 +445,7 @@ PROPERTIES: dict[str, Effect] = {
     "set_gradients_as_graph_outputs": Effect(True, names_of),
     "set_optimizer_initial_state": Effect(MOMENTS, state_of),
     "training_optimizer_name": Effect("LambOptimizer", trained),
+    "use_memory_efficient_gradient": Effect(True, kernels_of),
     "use_mixed_precision": Effect(True, names_of),
     "weights_not_to_train": Effect({"fc1.weight"}, state_of),
     "weights_to_train": Effect({"fc1.weight"}, state_of),

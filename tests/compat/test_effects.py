@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
@@ -18,7 +17,7 @@ from ort_trainer.engine.ort import has_cuda
 from ort_trainer.options.schema import load_schema
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
-from .effects import OPTIONS, PROPERTIES, exported, nested, session_of
+from .effects import OPTIONS, PROPERTIES, nested, session_of
 from .test_names import OPTIONS as OPTION_ROWS
 from .test_names import SESSION_ROWS, leaves
 
@@ -45,10 +44,6 @@ def another(default: Any, rules: dict[str, Any]) -> Any:
     return {str: "x", list: ["x"]}[type(default)]
 
 
-def of_onnx_models(path: str) -> Any:
-    return [pytest.mark.needs_gradient_builder] if path == "utils.run_symbolic_shape_infer" else []
-
-
 def refused(states: dict[str, str]) -> list[str]:
     return [name for name, state in states.items() if REFUSED.fullmatch(state)]
 
@@ -57,7 +52,7 @@ def test_every_row_is_tried() -> None:
     works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
     assert works == set(OPTIONS)
     assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == set(PROPERTIES)
-    assert len(refused(PROPERTY_STATES)) == 16
+    assert len(refused(PROPERTY_STATES)) == 11
     assert not any("refused beyond" in state for state in STATES.values() if not REFUSED.fullmatch(state))
 
 
@@ -88,7 +83,7 @@ def test_other_spellings_of_options(old: str) -> None:
     assert one == other != OldOptions(effect.beside)
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, marks=of_onnx_models(path)) for path in OPTIONS])
+@pytest.mark.parametrize("path", OPTIONS)
 def test_options_have_an_effect(path: str, tmp_path: Path) -> None:
     effect = OPTIONS[path]
     folders = [tmp_path / "without", tmp_path / "with"]
@@ -102,8 +97,7 @@ def test_options_have_an_effect(path: str, tmp_path: Path) -> None:
 
 
 # Options without effect on this model or device.
-FOR_ONNX = re.compile(r"(for|as) an ONNX model")
-IDLE_HERE = [path for path, state in STATES.items() if "a warning" in state and "for an ONNX model" not in state]
+IDLE_HERE = [path for path, state in STATES.items() if "after `install()` a warning" in state]
 IDLE_HERE = [path for path in IDLE_HERE if path in OPTIONS and (path != "device.mem_limit" or not has_cuda())]
 THE_REST = (MLP_DESC, optim.SGDConfig(), "cross_entropy")
 
@@ -131,29 +125,6 @@ def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
         assert any(path.rpartition(".")[2] in text for text in texts), path
 
 
-@pytest.mark.needs_gradient_builder
-@pytest.mark.parametrize("path", OPTIONS)
-def test_the_row_says_what_an_onnx_model_refuses(path: str) -> None:
-    effect = OPTIONS[path]
-    given = nested(path, "pytorch" if path == "utils.kernels" else effect.value, effect.beside)
-    model, said = onnx.ModelProto.FromString(exported()), f"{path}.* ONNX model"
-
-    def make(kind: type[ORTTrainerOptions]) -> None:
-        ORTTrainer(model, MLP_DESC, optim.SGDConfig(), options=kind(given))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        refusal = ""
-        try:
-            make(ORTTrainerOptions)
-        except ValueError as error:
-            refusal = str(error)
-    assert bool(re.search(said, refusal)) == bool(FOR_ONNX.search(STATES[path])), refusal
-    if "for an ONNX model, after `install()` a warning" in STATES[path]:
-        with pytest.warns(UserWarning, match=said):
-            make(OldOptions)
-
-
 @pytest.mark.parametrize("given", [12, 17])
 def test_old_operator_sets_mean_the_oldest(given: int) -> None:
     with pytest.warns(UserWarning, match=f"onnx_opset_version {given} is older than what PyTorch exports; 18 is used"):
@@ -164,7 +135,6 @@ def test_old_operator_sets_mean_the_oldest(given: int) -> None:
     assert caught[0].filename == __file__  # the user's line, not one of the package
 
 
-@pytest.mark.needs_gradient_builder
 @pytest.mark.parametrize("name", refused(PROPERTY_STATES))
 def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
     default, lenient, _ = REFUSED.fullmatch(PROPERTY_STATES[name]).groups()
@@ -183,7 +153,6 @@ def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
             session_of({name: value}, made=OldSession)
 
 
-@pytest.mark.needs_gradient_builder
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_properties_have_an_effect(name: str, tmp_path: Path) -> None:
     effect = PROPERTIES[name]

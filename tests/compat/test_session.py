@@ -17,8 +17,6 @@ from ort_trainer import TrainingParameters, compat
 
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
-pytestmark = pytest.mark.needs_gradient_builder
-
 WITHOUT_EFFECT: dict[str, Any] = {
     "allreduce_post_accumulation": True,
     "attn_dropout_recompute": True,
@@ -35,7 +33,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "sliced_schema": {"a": [1]},
     "sliced_tensor_names": ["a"],
     "transformer_layer_recompute": True,
-    "use_memory_efficient_gradient": True,
 }
 
 

@@ -379,7 +379,6 @@ def test_optimizers_of_pytorch(make: Any) -> None:
     assert_same_weights(trainer, theirs.model, 1e-4)
 
 
-@pytest.mark.needs_gradient_builder
 def test_onnx_models(tmp_path: Path) -> None:
     model = MLP()
     source = mlp_trainer(model=model)

@@ -18,8 +18,7 @@ import torch
 from ...core.errors import shown
 from ...core.interrupts import uninterrupted
 from ...engine.ort import SessionOptions
-from ...export.onnx import describe_onnx, load_onnx_model
-from ...export.onnx.nodes import shape_of
+from ...export.onnx import describe_onnx, load_onnx_model, shape_of
 from ...options import ORTTrainerOptions
 from ...train.batch import to_tensor
 from ...trainer import ORTTrainer

@@ -1,20 +1,15 @@
-"""Builds training graphs from the ONNX model of a forward pass; requires onnxruntime-training."""
+"""Reads ONNX models as PyTorch modules, from which training graphs are exported as from any other."""
 
-from .build import OnnxGraphBuilder, OnnxStep
-from .describe import check_description, describe_onnx
-from .gradient import GradientNode, constant_like, register_gradient
+from .describe import describe_onnx
 from .load import OnnxModel, load_onnx_model
-from .passes.infer_shapes import infer_shapes
+from .module import OnnxModule
+from .shapes import infer_shapes, shape_of
 
 __all__ = [
-    "GradientNode",
-    "OnnxGraphBuilder",
     "OnnxModel",
-    "OnnxStep",
-    "check_description",
-    "constant_like",
+    "OnnxModule",
     "describe_onnx",
     "infer_shapes",
     "load_onnx_model",
-    "register_gradient",
+    "shape_of",
 ]

@@ -1,4 +1,4 @@
-"""Checks a model description against an ONNX model, or derives it from the model."""
+"""Derives a model description from an ONNX model."""
 
 from __future__ import annotations
 
@@ -6,43 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from ...options import ModelDescription
 from ...step.emitter import Names
-from ..torch import LossFunction
+from ..torch import LossFunction, takes_label
 from .load import OnnxModel
-from .nodes import shape_of
-from .passes.infer_shapes import InferShapesPass
+from .shapes import dtype_of, infer_shapes, shape_of
 
-__all__ = ["check_description", "describe_onnx"]
+__all__ = ["describe_onnx", "input_dtypes"]
 
 
-def check_description(model: OnnxModel, description: ModelDescription, loss_fn: LossFunction | None) -> None:
-    """Checks a description against the inputs and outputs of a model.
-
-    Raises:
-        ValueError: If names do not match.
-    """
-    names = description.input_names if loss_fn is None else description.input_names[:-1]
-    if sorted(names) != sorted(model.inputs):
-        raise ValueError(
-            f"model_desc has the inputs {names}{'' if loss_fn is None else ' (and a label)'}, but the ONNX model has "
-            f"{list(model.inputs)}"
-        )
-    if loss_fn is not None:
-        label = description.input_names[-1]
-        if not description.outputs[0].is_loss:
-            raise ValueError("with a loss_fn, the first output of model_desc must be the loss")
-        if label in ir.convenience.create_value_mapping(model.model.graph):
-            raise ValueError(f"the ONNX model already has a value with the label's name {label!r}: choose another name")
-    outputs = description.output_names if loss_fn is None else description.output_names[1:]
-    unknown = [name for name in outputs if name not in model.outputs]
-    if unknown:
-        raise ValueError(f"unknown outputs {unknown} in model_desc: the ONNX model has {list(model.outputs)}")
-    if loss_fn is not None and description.loss.name in ir.convenience.create_value_mapping(model.model.graph):
-        raise ValueError(
-            f"the ONNX model already has a value with the loss's name {description.loss.name!r}: choose another name"
-        )
+def input_dtypes(model: OnnxModel) -> dict[str, torch.dtype]:
+    """Returns the dtypes of a model's inputs by name."""
+    types = {str(value.name): dtype_of(value) for value in model.model.graph.inputs}
+    return {name: ir.tensor_adapters.to_torch_dtype(types[name]) for name in model.inputs}
 
 
 def describe_onnx(
@@ -52,14 +30,16 @@ def describe_onnx(
 
     Args:
         model: The model.
-        loss_fn: The loss function, or None. With one, the label is the entry of the batch that is not an input.
-        batch: A sample, which determines the shape of the label.
+        loss_fn: The loss function, or None. With one, its labels are the entries of the batch that are not inputs.
+        batch: A sample, which determines the shapes of the labels.
         loss: Name of the output that is the loss; empty to find it.
 
     Raises:
-        ValueError: If ``loss`` is not an output, or the loss or the label is ambiguous.
+        ValueError: If ``loss`` is not an output, or ambiguous, or the label is missing.
     """
-    graph = InferShapesPass()(model.model.clone()).model.graph
+    inferred = model.model.clone()
+    infer_shapes(inferred)
+    graph = inferred.graph
     shapes = {value.name: shape_of(value) for value in (*graph.inputs, *graph.outputs)}
 
     def shape(name: str) -> list[int | str]:
@@ -69,16 +49,17 @@ def describe_onnx(
     outputs: list[tuple[Any, ...]]
     if loss_fn is not None:
         labels = [name for name in batch if name not in model.inputs]
-        if len(labels) != 1:
+        if not labels and takes_label(loss_fn):
             raise ValueError(
-                f"model_desc='auto' with a loss_fn needs exactly one entry of the batch as label besides the inputs "
-                f"{list(model.inputs)} of the ONNX model, but got {labels}"
+                f"model_desc='auto' with a loss_fn needs the label, beside the inputs {list(model.inputs)} of the ONNX "
+                f"model, but the batch has only {list(batch)}"
             )
-        sizes = list(batch[labels[0]].shape)
-        first = inputs[0][1][0] if inputs[0][1] else None
-        if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
-            sizes[0] = first
-        inputs.append((labels[0], sizes))
+        first = inputs[0][1][0] if inputs and inputs[0][1] else None
+        for label in labels:
+            sizes = list(batch[label].shape)
+            if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
+                sizes[0] = first
+            inputs.append((label, sizes))
         name = Names(ir.convenience.create_value_mapping(graph)).unique("loss")
         outputs = [(name, [], True), *((name, shape(name)) for name in model.outputs)]
         return ModelDescription({"inputs": inputs, "outputs": outputs})

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,18 @@ from typing import Any
 import google.protobuf.message
 import numpy as np
 import onnx
-import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
 from ...core.errors import ExportError, shown
 from ...step.onnx_file import WEIGHTS
-from .outside import check_external_data, check_operators
+from .external_data import check_external_data
+from .values import tensor_of
 
 __all__ = ["OnnxModel", "load_onnx_model"]
 
 _log = logging.getLogger(__name__)
-# The lowest opset that the rewrites support, and the highest that the gradient builder supports.
-_OPSETS = (18, 21)
 _WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose operands are weights.
 _WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
@@ -61,6 +59,8 @@ class OnnxModel:
         inputs: Names of its own inputs.
         parameters: Name -> value of every weight that can be trained.
         buffers: Name -> value of every running statistic of a batch norm.
+        file: The model as it came: functions are not inlined. The weights are inputs here as well.
+        order: The names of its initializers, in their order.
         frozen: Parameters that the file marks as frozen.
     """
 
@@ -68,6 +68,8 @@ class OnnxModel:
     inputs: tuple[str, ...]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    file: ir.Model
+    order: tuple[str, ...]
     frozen: frozenset[str] = frozenset()
 
     @property
@@ -76,7 +78,7 @@ class OnnxModel:
         return tuple(str(value.name) for value in self.model.graph.outputs)
 
 
-def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool = False) -> OnnxModel:
+def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     """Returns the forward pass and the weights of an ONNX model.
 
     Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
@@ -85,23 +87,22 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as
 
     Args:
         source: A model, which is not changed; a path, with or without external data; or a serialized model.
-        as_it_is: Whether to keep its opsets, for the importer, which refuses operators that it does not know by itself.
-            Otherwise they are converted to one that the gradient builder supports.
 
     Raises:
         FileNotFoundError: If the file, or a file of its external data, does not exist.
-        ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder or for a library of
-            operators.
+        ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder.
     """
     try:
-        return _load(source, as_it_is)
+        return _load(source)
     except (ir.serde.SerdeError, ir.passes.PassError) as error:
         reason = error.__cause__ or error
         raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
 
 
-def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool) -> OnnxModel:
-    model = _read(source, as_it_is)
+def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
+    proto, folder = _read(source)
+    file, model = _from_proto(proto, folder), _from_proto(proto, folder)
+    order = tuple(file.graph.initializers)
     ir.passes.Sequential(
         common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
         common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -123,37 +124,46 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bo
     else:
         weights = _guess_weights(model, weights - statistics)
     # Up to IR version 3, initializers are inputs too.
-    inputs = [value for value in graph.inputs if not value.is_initializer()]
-    state: dict[ir.Value, torch.Tensor] = {}
-    for name, value in list(graph.initializers.items()):
-        if name in weights or name in statistics:
-            state[graph.initializers.pop(name)] = _weight(value, as_it_is)
-            value.const_value = None
-    for part in model.graphs():
-        for name, value in part.initializers.items():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
-    graph.inputs.clear()
-    graph.inputs.extend([*inputs, *(value for value in state if value.name in weights)])
-    graph.inputs.extend(value for value in state if value.name in statistics)
-    # A round trip, so nothing in the model keeps the file's weights or the user's proto alive.
-    if as_it_is:
-        model = ir.from_proto(ir.to_proto(model))
-    else:
-        model.ir_version = min(max(model.ir_version, 8), 10)
-        model = ir.from_proto(_of_known_opset(ir.to_proto(model)))
-    tensors = {str(value.name): tensor for value, tensor in state.items()}
+    inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
+    names = [*(name for name in graph.initializers if name in weights)]
+    names += [name for name in graph.initializers if name in statistics]
+    tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
     return OnnxModel(
-        model,
-        tuple(str(value.name) for value in inputs),
+        _with_inputs(model, inputs, names),
+        inputs,
         {name: tensor for name, tensor in tensors.items() if name in weights},
         {name: tensor for name, tensor in tensors.items() if name in statistics},
+        _with_inputs(file, inputs, names),
+        order,
         frozenset(frozen),
     )
 
 
-def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bool) -> ir.Model:
-    """Returns a model with its external data located."""
+def _from_proto(proto: onnx.ModelProto, folder: Path | None) -> ir.Model:
+    """Returns a model that does not need the files of its external data any more."""
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
+    for part in model.graphs():
+        for name, value in part.initializers.items():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
+    return model
+
+
+def _with_inputs(model: ir.Model, inputs: Collection[str], weights: Sequence[str]) -> ir.Model:
+    """Returns a copy of a model whose weights are inputs: it keeps neither their values nor the user's proto alive."""
+    graph = model.graph
+    own = [value for value in graph.inputs if value.name in inputs]
+    values = [graph.initializers.pop(name) for name in weights]
+    for value in values:
+        value.const_value = None
+    graph.inputs.clear()
+    graph.inputs.extend([*own, *values])
+    return ir.from_proto(ir.to_proto(model))
+
+
+def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onnx.ModelProto, Path | None]:
+    """Returns a model, and the folder of its external data if it came from a file."""
     what, folder = "the model", None
     if isinstance(source, onnx.ModelProto):
         proto = source
@@ -176,11 +186,7 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes, as_it_is: bo
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
     check_external_data(proto, folder, what)
-    if not as_it_is:
-        check_operators(proto, what)
-    model = ir.from_proto(proto)
-    ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
-    return model
+    return proto, folder
 
 
 def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
@@ -221,37 +227,13 @@ def _with_weights(value: ir.Value) -> bool:
     return is_bias and value.shape is not None and len(value.shape) == 1
 
 
+def _const(value: ir.Value) -> ir.TensorProtocol:
+    assert value.const_value is not None
+    return value.const_value
+
+
 def _array(value: ir.Value) -> np.ndarray[Any, Any]:
-    tensor = value.const_value
-    assert tensor is not None
     try:
-        return tensor.numpy()
+        return _const(value).numpy()
     except Exception as error:
         raise ExportError(f"the external data of {value.name!r} can't be read: {error}") from error
-
-
-def _weight(value: ir.Value, as_it_is: bool) -> torch.Tensor:
-    if value.dtype == ir.DataType.BFLOAT16 and as_it_is:
-        return torch.from_numpy(_array(value).view(np.int16).copy()).view(torch.bfloat16)
-    if value.dtype == ir.DataType.BFLOAT16:
-        raise ExportError(
-            f"weight {value.name!r} is bfloat16, which is not supported: use float32 weights, and set the precision of "
-            "training with the option mixed_precision"
-        )
-    return torch.from_numpy(_array(value).copy())
-
-
-def _of_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    (opset,) = [entry for entry in model.opset_import if entry.domain in ("", "ai.onnx")] or [None]
-    if opset is None:
-        raise ExportError("the model imports no standard ONNX operators")
-    lowest, highest = _OPSETS
-    if lowest <= opset.version <= highest:
-        return model
-    try:
-        return onnx.version_converter.convert_version(model, min(max(opset.version, lowest), highest))
-    except Exception as error:
-        raise ExportError(
-            f"the model uses opset {opset.version}, but training supports opsets {lowest} to {highest}, and ONNX's "
-            f"version converter can't convert it: {error}"
-        ) from error

@@ -97,11 +97,6 @@ class TorchSource(ModelSource):
                 f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave "
                 "the option out, or use a config of ort_trainer.optim"
             )
-        if self._options.utils.run_symbolic_shape_infer:
-            self._options.refuse(
-                "utils.run_symbolic_shape_infer has no effect on a PyTorch model or program, which is exported with "
-                "symbolic shapes anyway. Leave the option out; it is for ONNX models that ONNX Runtime differentiates"
-            )
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
             raise ValueError(
@@ -130,7 +125,7 @@ class TorchSource(ModelSource):
         internal, debug = options._internal_use, options.debug
         given = {
             "session_options": options.session_options is not None,
-            "provider_options": bool(options.provider_options),
+            "provider_options": any(options.provider_options.values()),
             "_internal_use.extra_postprocess": internal.extra_postprocess is not None,
             "_internal_use.enable_onnx_contrib_ops False": not internal.enable_onnx_contrib_ops,
             "_internal_use.enable_internal_postprocess False": not internal.enable_internal_postprocess,

@@ -13,8 +13,8 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from ort_trainer.export.onnx.importer import OnnxModule
-from ort_trainer.export.onnx.importer.values import tensor_of
+from ort_trainer.export.onnx import OnnxModule
+from ort_trainer.export.onnx.values import tensor_of
 
 __all__ = [
     "LEFT_OUT",

@@ -17,8 +17,8 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.onnx.importer import OnnxModule
-from ort_trainer.export.onnx.importer.module import _Run
+from ort_trainer.export.onnx import OnnxModule
+from ort_trainer.export.onnx.module import _Run
 from ort_trainer.export.torch.capture import capture
 from ort_trainer.export.torch.step_module import ExportedStep, StepModule
 from ort_trainer.options import ModelDescription

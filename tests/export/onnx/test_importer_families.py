@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.ort import InferenceSession
-from ort_trainer.export.onnx.importer import OnnxModule
+from ort_trainer.export.onnx import OnnxModule
 
 _random = np.random.default_rng(0)
 

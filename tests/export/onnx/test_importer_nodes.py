@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.onnx.importer import OnnxModule
+from ort_trainer.export.onnx import OnnxModule
 
 from .node_tests import Case, NotCompared, forward_agrees, gradient_agrees, node_cases
 

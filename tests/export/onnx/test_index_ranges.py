@@ -10,8 +10,6 @@ import torch
 from ort_trainer import ORTTrainer, optim
 from tests.helpers import mlp_batches
 
-pytestmark = pytest.mark.needs_gradient_builder
-
 
 def model(loss: bool) -> onnx.ModelProto:
     end = "flat = Reshape(label, minus)\n loss = SoftmaxCrossEntropyLoss<ignore_index=-7>(y, flat)" if loss else ""

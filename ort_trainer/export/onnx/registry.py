@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import onnx
 import onnx_ir as ir
 
-from ....core.errors import ExportError, shown
+from ...core.errors import ExportError, shown
+from ..user_operators import registered
 
 __all__ = [
     "NEWEST",
@@ -97,7 +98,7 @@ class Operator:
     """A function for an operator, and how to call it.
 
     Attributes:
-        key: Where it is in the table: for known arrays or not, domain, operator and position.
+        key: Where it is: the table, domain, operator and position.
         function: The function.
         since: The first version of the operator that it computes.
         until: The last, or None.
@@ -108,9 +109,10 @@ class Operator:
         required: Those without a default of the function.
         takes_node: Whether it takes the node.
         updates: Its outputs that are new values of inputs in training mode, with those inputs.
+        numbers: The positions of inputs that it takes as lists of numbers.
     """
 
-    key: tuple[bool, str, str, int]
+    key: tuple[str, str, str, int]
     function: Callable[..., Any]
     since: int
     until: int | None
@@ -121,6 +123,7 @@ class Operator:
     required: frozenset[str]
     takes_node: bool
     updates: Mapping[int, int]
+    numbers: Collection[int] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the place in the table: many of the functions can't be pickled."""
@@ -135,8 +138,10 @@ class Operator:
         return self.scalars if isinstance(self.scalars, bool) else index in self.scalars
 
 
-_operators: dict[tuple[str, str], list[Operator]] = defaultdict(list)
-_for_known: dict[tuple[str, str], list[Operator]] = defaultdict(list)
+_Table = dict[tuple[str, str], list[Operator]]
+_operators: _Table = defaultdict(list)
+_for_known: _Table = defaultdict(list)
+_TABLES = {"operators": _operators, "known": _for_known}
 
 
 def operator(
@@ -162,7 +167,7 @@ def operator(
         updates: The outputs that are new values of inputs, with those inputs: in training mode they are written into
             the module's buffers, if the inputs are running statistics.
     """
-    return _registering(_operators, names, since, until, domain, known, scalars, updates or {})
+    return _registering("operators", names, since, until, domain, known, scalars, updates or {})
 
 
 def known_operator(
@@ -172,11 +177,11 @@ def known_operator(
 
     It returns known arrays, or ``NotImplemented`` to leave the node to the function for tensors.
     """
-    return _registering(_for_known, names, since, until, domain, True, (), {})
+    return _registering("known", names, since, until, domain, True, (), {})
 
 
 def _registering(
-    table: dict[tuple[str, str], list[Operator]],
+    table_name: str,
     names: tuple[str, ...],
     since: int,
     until: int | None,
@@ -185,9 +190,11 @@ def _registering(
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
 ) -> Callable[[_Function], _Function]:
+    table = _TABLES[table_name]
+
     def register(function: _Function) -> _Function:
         for name in names:
-            key = (table is _for_known, domain, name, len(table[domain, name]))
+            key = (table_name, domain, name, len(table[domain, name]))
             entry = _describe(key, function, since, until, known, scalars, updates)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
@@ -198,13 +205,18 @@ def _registering(
     return register
 
 
-def _entry(for_known: bool, domain: str, name: str, index: int) -> Operator:
+def _entry(table: str, domain: str, name: str, index: int) -> Operator:
+    if table == "user":
+        own = registered(domain, name)[index]
+        key = (table, domain, name, index)
+        entry = _describe(key, own.function, own.since, own.until, own.numbers, (), {})
+        return dataclasses.replace(entry, numbers=own.numbers)
     _find_families()
-    return (_for_known if for_known else _operators)[domain, name][index]
+    return _TABLES[table][domain, name][index]
 
 
 def _describe(
-    key: tuple[bool, str, str, int],
+    key: tuple[str, str, str, int],
     function: Callable[..., Any],
     since: int,
     until: int | None,
@@ -249,6 +261,10 @@ def find_operator(node: Node) -> tuple[Operator, Operator | None]:
     _find_families()
     schema = schema_of(node.op_type, node.domain, node.opset)
     version = node.opset if schema is None else schema.since_version
+    for index in reversed(range(len(registered(node.domain, node.op_type)))):
+        own = _of_version([_entry("user", node.domain, node.op_type, index)], version)
+        if own is not None:
+            return own, None
     if not node.domain and version > NEWEST:
         raise node.error(
             f"this version of the operator, {version}, is newer than this package, which knows opsets up to {NEWEST}: "
@@ -265,7 +281,8 @@ def find_operator(node: Node) -> tuple[Operator, Operator | None]:
     raise node.error(
         f"version {version} is not supported, only {', '.join(versions)}"
         if versions
-        else "it is not supported: compose it of standard operators, or make it a function in the model"
+        else "it is not supported: compose it of standard operators, make it a function in the model, or register it "
+        "with ort_trainer.register_onnx_operator"
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ....core.errors import ExportError
+from ...core.errors import ExportError
 
 __all__ = [
     "Known",
@@ -84,16 +84,16 @@ def torch_dtype(dtype: ir.DataType | int) -> torch.dtype:
 
 
 def tensor_of(tensor: ir.TensorProtocol) -> torch.Tensor:
-    """Returns a copy of a tensor of the model."""
+    """Returns a copy of a tensor of the model, in memory that is aligned as PyTorch's is."""
     dtype = torch_dtype(tensor.dtype)
-    values = np.asarray(tensor.numpy())
+    values = np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape.numpy())
     if tensor.dtype == ir.DataType.FLOAT4E2M1:
-        return torch.from_numpy(values.astype(np.float32)).to(dtype)
+        return torch.tensor(values.astype(np.float32)).to(dtype)
     if tensor.dtype in _WIDER:
-        return torch.from_numpy(values.astype(np.int8 if dtype == torch.int8 else np.uint8))
+        return torch.tensor(values.astype(np.int8 if dtype == torch.int8 else np.uint8))
     if dtype in _BITS:
-        return torch.from_numpy(np.array(values, order="C").view(_BITS[dtype])).view(dtype)
-    return torch.from_numpy(np.array(values, order="C"))
+        return torch.tensor(values.view(_BITS[dtype])).view(dtype)
+    return torch.tensor(values)
 
 
 def is_known(value: Value) -> TypeGuard[Known]:

@@ -1,4 +1,4 @@
-"""Refuses untrusted ONNX models that ask for files outside their folder or for libraries of operators."""
+"""Refuses untrusted ONNX models that ask for files outside their folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 
 from ...core.errors import ExportError, shown
-from ...engine.ort import CALLING_OUT, DOMAINS
 
-__all__ = ["check_external_data", "check_operators"]
+__all__ = ["check_external_data"]
 
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
@@ -72,30 +71,6 @@ def _problem(location: str, folder: Path) -> str:
     except (OSError, RuntimeError) as error:  # the name is too long, or links form a loop
         return f"can't be resolved ({error})"
     return ""
-
-
-def check_operators(model: onnx.ModelProto, what: str) -> None:
-    """Checks that a model uses only operators of ONNX Runtime itself and functions of its own.
-
-    Raises:
-        ExportError: If it uses others; the message names node and domain.
-    """
-    own = {(function.domain, function.name) for function in model.functions}
-    for node in _all_nodes(model):
-        if (node.domain, node.op_type) in own:
-            continue
-        name = shown(node.name) if node.name else f"that computes {shown(list(node.output))}"
-        if node.domain not in DOMAINS:
-            raise ExportError(
-                f"{what} has a custom operator: node {name}, operator {shown(node.op_type)} of domain "
-                f"{shown(node.domain)}. Operator libraries are not loaded, because they can execute any code: compose "
-                "the operator of standard ones, or make it a function in the model"
-            )
-        if node.op_type in CALLING_OUT:
-            raise ExportError(
-                f"{what} can't be used: node {name}, operator {node.op_type} of domain {node.domain!r}, calls Python "
-                "or opens other files"
-            )
 
 
 def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:

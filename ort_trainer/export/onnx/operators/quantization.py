@@ -159,6 +159,10 @@ def _without(x: _Tensor, zero: _Tensor | None) -> _Tensor:
     return x.double() if zero is None else x.double() - zero.double()
 
 
+def _kernel_without(weight: _Tensor, zero: _Tensor | None) -> _Tensor:
+    return _without(weight, None if zero is None else zero.reshape([-1] + [1] * (weight.dim() - 1)))
+
+
 def _of_rows(values: _Tensor | None) -> _Tensor | None:
     """Returns scales or zero points of rows in a shape that can be broadcast to the matrix."""
     return values.unsqueeze(-1) if values is not None and values.dim() == 1 else values
@@ -184,6 +188,28 @@ def _product_of_quantized(
     return quantized(product, y_scale.double(), y_zero, -1, 0, wanted, node)
 
 
+@operator("ConvInteger", since=10)
+def _convolution_of_integers(
+    x: _Tensor,
+    weight: _Tensor,
+    x_zero: _Tensor | None,
+    weight_zero: _Tensor | None,
+    *,
+    auto_pad: str,
+    dilations: list[int] | None = None,
+    group: int,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+    node: Node,
+) -> _Tensor:
+    # The products are exact in double precision, which PyTorch has kernels for.
+    kernel = _kernel_without(weight, weight_zero)
+    return convolved(
+        _without(x, x_zero), kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides
+    ).int()
+
+
 @operator("QLinearConv", since=10)
 def _convolution_of_quantized(
     x: _Tensor,
@@ -204,7 +230,7 @@ def _convolution_of_quantized(
     strides: list[int] | None = None,
     node: Node,
 ) -> _Tensor:
-    kernel = _without(weight, weight_zero.reshape([-1] + [1] * (weight.dim() - 1)))
+    kernel = _kernel_without(weight, weight_zero)
     offset = None if bias is None else bias.double()
     sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
     of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (weight.dim() - 2))

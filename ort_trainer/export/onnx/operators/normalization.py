@@ -73,7 +73,7 @@ def _batch_normalization(
         return (y.to(x.dtype), mean, variance, mean, variance)[: node.outputs]
     # With momentum 1, PyTorch stores the statistics of the batch themselves. Its variance is that of a sample, ONNX's
     # that of the population.
-    of_batch, sample = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(variance, dtype=dtype)
+    of_batch, sample = values.new_zeros(mean.shape), values.new_zeros(variance.shape)
     y = torch.batch_norm(values, scale, bias, of_batch, sample, True, 1.0, epsilon, False)
     count = x.numel() // x.shape[1]
     found = of_batch.to(mean.dtype), (sample * ((count - 1) / count)).to(variance.dtype)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .registry import Node
-from .values import Number
+from ..registry import Node
+from ..values import Number
 
 __all__ = ["Windows", "greatest", "least", "padded", "same_pads", "windows_of"]
 

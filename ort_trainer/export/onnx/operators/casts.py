@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ..registry import Node, known_operator, operator
-from ..values import Known, torch_dtype
+from ..values import Known, as_tensor, is_known, torch_dtype
 
 _Tensor = torch.Tensor
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -57,12 +57,14 @@ def _each(function: Any, values: Known) -> Known:
     return result
 
 
-@operator("CastLike", since=15)
-def _cast_like(x: _Tensor, like: _Tensor, *, saturate: int = 1, round_mode: str = "up", node: Node) -> _Tensor:
-    kind = node.input_type(1)
-    if kind is None:
-        return cast_to(x, like.dtype, bool(saturate), round_mode, node)
-    return cast(x, kind, bool(saturate), round_mode, node)
+@operator("CastLike", since=15, known=(0,))
+def _cast_like(x: Any, like: _Tensor, *, saturate: int = 1, round_mode: str = "up", node: Node) -> Any:
+    kind = node.input_type(1) or ir.tensor_adapters.from_torch_dtype(like.dtype)
+    if is_known(x):
+        found = _cast_known(x, to=kind)
+        if found is not NotImplemented:
+            return found
+    return cast(as_tensor(x), kind, bool(saturate), round_mode, node)
 
 
 def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: Node) -> _Tensor:
@@ -79,11 +81,7 @@ def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: N
         return _to_small_integer(x, kind)
     if kind == ir.DataType.FLOAT4E2M1:
         return _to_float4(x).to(torch_dtype(kind))
-    return cast_to(x, torch_dtype(kind), saturate, round_mode, node)
-
-
-def cast_to(x: _Tensor, dtype: torch.dtype, saturate: bool, round_mode: str, node: Node) -> _Tensor:
-    """Returns a tensor in another dtype; see :func:`cast`."""
+    dtype = torch_dtype(kind)
     if dtype in _FLOAT8:
         return _to_float8(x, dtype, saturate)
     if dtype == torch.float8_e8m0fnu:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..registry import Node, operator
 from ..values import integers
-from ..windows import Windows, padded, windows_of
+from .windows import Windows, padded, windows_of
 
 _Tensor = torch.Tensor
 _MAX_POOLS: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

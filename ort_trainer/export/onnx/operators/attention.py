@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..registry import Node, operator
 from ..values import Number, torch_dtype
-from ..windows import padded
+from .windows import padded
 
 _Tensor = torch.Tensor
 _INFINITY = float("-inf")

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Node, operator
-from ..sampling import bilinear
 from ..values import Number, integers
-from ..windows import greatest, padded, same_pads, windows_of
+from .sampling import bilinear
+from .windows import greatest, padded, same_pads, windows_of
 
 _Tensor = torch.Tensor
 _CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -76,29 +76,6 @@ def convolved(
 def _check_kernel(weight: _Tensor, kernel_shape: Sequence[int] | None, node: Node) -> None:
     if kernel_shape and list(kernel_shape) != list(weight.shape[2:]):
         raise node.error(f"kernel_shape is {kernel_shape}, but the weight has the shape {list(weight.shape)}")
-
-
-@operator("ConvInteger", since=10)
-def _convolution_of_integers(
-    x: _Tensor,
-    weight: _Tensor,
-    x_zero: _Tensor | None,
-    weight_zero: _Tensor | None,
-    *,
-    auto_pad: str,
-    dilations: list[int] | None = None,
-    group: int,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    node: Node,
-) -> _Tensor:
-    # The products are exact in double precision, which PyTorch has kernels for.
-    exact = x.double() if x_zero is None else x.double() - x_zero.double()
-    kernel = weight.double()
-    if weight_zero is not None:
-        kernel = kernel - weight_zero.double().reshape([-1] + [1] * (weight.dim() - 1))
-    return convolved(exact, kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides).int()
 
 
 @operator("ConvTranspose")

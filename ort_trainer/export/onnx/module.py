@@ -14,11 +14,11 @@ import onnx
 import torch
 from torch import nn
 
-from ....core.errors import ExportError
-from ..load import OnnxModel, load_onnx_model
+from ...core.errors import ExportError
+from .load import OnnxModel, load_onnx_model
 from .plan import Graph, Step, plan_model
 from .registry import Operator, with_mode
-from .values import Value, as_tensor, is_known, known, tensor_of
+from .values import Value, as_tensor, is_known, known, numbers, tensor_of
 
 __all__ = ["Body", "OnnxModule"]
 
@@ -48,7 +48,7 @@ class OnnxModule(nn.Module):
 
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
         super().__init__()
-        loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model, as_it_is=True)
+        loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         plan = plan_model(loaded.model)
         self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
         self.inputs, self.outputs = loaded.inputs, loaded.outputs
@@ -282,7 +282,9 @@ class _Run:
         with_tensor = any(isinstance(value, torch.Tensor) for value in inputs)
         taken: list[Value] = []
         for i, (number, value) in enumerate(zip(step.inputs, inputs, strict=True)):
-            if number is None or not is_known(value) or step.tensors.takes_known(i):
+            if i in step.tensors.numbers and value is not None:
+                taken.append(numbers(value, f"input {i}", step.node))
+            elif number is None or not is_known(value) or step.tensors.takes_known(i):
                 taken.append(value)
             elif with_tensor and value.ndim == 0 and value.dtype != object and step.tensors.takes_scalar(i):
                 taken.append(value.item())

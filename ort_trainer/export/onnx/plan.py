@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ....core.errors import ExportError, shown
+from ...core.errors import ExportError, shown
 from .registry import Node, Operator, attributes_of, find_operator
 from .values import torch_dtype
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Node, operator
-from ..sampling import corners
 from ..values import integers, numbers
+from .sampling import corners
 
 _Tensor = torch.Tensor
 

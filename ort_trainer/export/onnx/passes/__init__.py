@@ -1,1 +1,0 @@
-"""The passes that turn an ONNX model into a training graph: one per file, chained in ``build.py``."""

@@ -1,0 +1,126 @@
+"""An ONNX model as a source of training graphs: it becomes a module, and goes the way of any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from ...optim import OptimizerConfig
+from ...options import ModelDescription, ORTTrainerOptions
+from ...step import Step
+from ..model_source import Builder, Layouts, Named
+from ..nested import Layout
+from ..torch import GraphBuilder, LossFunction
+from ..torch.model import TorchSource
+from .describe import describe_onnx, input_dtypes
+from .load import OnnxModel, load_onnx_model
+from .module import OnnxModule
+from .write import with_weights
+
+__all__ = ["OnnxSource", "is_onnx_model"]
+
+
+def is_onnx_model(model: object) -> bool:
+    """Returns whether a value is an ONNX model, or can be the path of one."""
+    return isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike))
+
+
+class OnnxSource(TorchSource):
+    """An ONNX model, whose module nobody else can change."""
+
+    _model: OnnxModule
+
+    def __init__(
+        self,
+        model: OnnxModel | onnx.ModelProto | str | os.PathLike[str],
+        loss_fn: LossFunction | None,
+        optim_config: OptimizerConfig,
+        options: ORTTrainerOptions,
+    ) -> None:
+        self._loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
+        super().__init__(OnnxModule(self._loaded), loss_fn, optim_config, options)
+        self.name, self.fixed, self.inputs = "the ONNX model", True, self._loaded.inputs
+
+    def describe(
+        self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
+    ) -> ModelDescription:
+        """Returns a description derived from the model, and for labels from a sample batch."""
+        self._refuse_layouts([entry for entry in layouts.items() if entry[1][0] != "tensor"])
+        return describe_onnx(self._loaded, self._loss_fn, batch)
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros; see the base class."""
+        if self._loss_fn is not None:  # its label can be anything
+            return super().blank_batch(description)
+        dtypes = input_dtypes(self._loaded)
+        sizes = {e.name: [size if isinstance(size, int) else 2 for size in e.shape] for e in description.inputs}
+        return {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in sizes.items()}
+
+    def builder(
+        self,
+        description: ModelDescription,
+        layouts: Layouts = (),
+        parameters: Sequence[str] | None = None,
+        portable: bool = False,
+    ) -> Builder:
+        """Returns a builder of graphs; see the base class."""
+        self._refuse_layouts(layouts)
+        names = description.output_names if self._loss_fn is None else description.output_names[1:]
+        unknown = [name for name in names if name not in self._loaded.outputs]
+        if unknown:
+            raise ValueError(
+                f"unknown outputs {unknown} in model_desc: the ONNX model has {list(self._loaded.outputs)}"
+            )
+        self._model.wanted = tuple(names) or self._loaded.outputs[:1]
+        built = super().builder(description, layouts, parameters, portable)
+        assert isinstance(built, GraphBuilder)
+        step = dataclasses.replace(built.step, loss_of_first=True)
+        return _Builder(dataclasses.replace(built, step=step), input_dtypes(self._loaded))
+
+    def own_model(self, tensors: Named, outputs: Sequence[str] | None) -> ir.Model:
+        """Returns the model as it came, with other weights; see the base class."""
+        in_file = self._model.names
+        values = {in_file[name]: tensor for name, tensor in tensors.items()}
+        return with_weights(self._loaded, values, [in_file[name] for name in self.trainable], outputs)
+
+    def _refuse_layouts(self, layouts: Layouts) -> None:
+        names = [name for name, _ in layouts if name in self.inputs]
+        if names:
+            raise TypeError(f"an ONNX model takes only tensors, but the inputs {names} are not tensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    """Checks the dtypes of a batch, which the nodes of an ONNX model do not convert.
+
+    Attributes:
+        builder: The builder for the model's module.
+        dtypes: The dtypes of the model's inputs by name.
+    """
+
+    builder: GraphBuilder
+    dtypes: Mapping[str, torch.dtype]
+
+    def build(self, batch: Named, training: bool) -> Step:
+        """Returns the training or evaluation graph for a sample batch.
+
+        Raises:
+            TypeError: If an input has another dtype than the model takes.
+            ExportError: If the model can't be exported.
+        """
+        for name, value in batch.items():
+            wanted = self.dtypes.get(name, value.dtype)
+            if value.dtype != wanted:
+                raise TypeError(
+                    f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {wanted}: use .to({wanted})"
+                )
+        return self.builder.build(batch, training)
+
+    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
+        """Returns the outputs of the model's module in evaluation mode."""
+        return self.builder.reference(batch)

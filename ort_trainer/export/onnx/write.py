@@ -1,0 +1,67 @@
+"""Writes a model as it came, node for node, with other weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ...step.onnx_file import WEIGHTS
+from ...step.prune import prune
+from .load import OnnxModel
+
+__all__ = ["with_weights"]
+
+
+def with_weights(
+    loaded: OnnxModel, values: Mapping[str, torch.Tensor], trained: Collection[str], outputs: Sequence[str] | None
+) -> ir.Model:
+    """Returns the model with other weights.
+
+    Args:
+        loaded: The model; it is not changed.
+        values: The weights and running statistics by name, of any floating-point dtype.
+        trained: Names of the weights that are trained.
+        outputs: Names of outputs, for a model in inference form that has only these, and the nodes and inputs that they
+            need. None for the whole model, whose nodes stay in the mode in which they are.
+    """
+    model = loaded.file.clone()
+    graph = model.graph
+    known: dict[str, Any] = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
+    frozen = [name for name in loaded.parameters if name not in trained]
+    buffers = dict.fromkeys([*loaded.buffers, *known.get("buffers", ())])
+    model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen, "buffers": list(buffers)})
+    weights = [value for value in graph.inputs if value.name in values]
+    kept = [value for value in graph.inputs if value.name not in values]
+    graph.inputs.clear()
+    graph.inputs.extend(kept)
+    dtypes = {name: tensor.dtype for name, tensor in [*loaded.parameters.items(), *loaded.buffers.items()]}
+    for value in weights:
+        name = str(value.name)
+        tensor = values[name].detach().cpu().to(dtypes[name])
+        value.const_value = ir.tensor_adapters.TorchTensor(tensor, name=name)
+        graph.register_initializer(value)
+    for name in loaded.order:
+        graph.initializers[name] = graph.initializers.pop(name)
+    if outputs is None:
+        return model
+    for node in [*graph.all_nodes(), *(node for function in model.functions.values() for node in function.all_nodes())]:
+        _to_inference_form(node)
+    return prune(model, outputs)
+
+
+def _to_inference_form(node: ir.Node) -> None:
+    if node.domain not in ("", "ai.onnx"):
+        return
+    if node.op_type == "Dropout" and len(node.inputs) > 2:
+        node.resize_inputs(2)
+    if node.op_type == "BatchNormalization":
+        node.attributes.pop("training_mode", None)
+        for output, value in enumerate(node.outputs[1:]):
+            statistic = node.inputs[3 + output % 2]
+            assert statistic is not None
+            ir.convenience.replace_all_uses_with(value, statistic)
+        node.resize_outputs(1)
