@@ -13,13 +13,16 @@ from .fidelity.compare import compare
 
 pytestmark = pytest.mark.engine
 
+# Since which version of transformers a model is captured in one piece, or its configuration means what it means here.
+SINCE = {"Mamba": "5.20", "SegFormer": "5.14", "Wav2Vec2": "5.23"}
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_twenty_steps(case: Case) -> None:
-    if case.name == "Wav2Vec2" and Version(version("transformers")) < Version("5.23"):
-        pytest.skip("before transformers 5.23 it chooses by a random tensor which layers to skip")
+    since = SINCE.get(case.name)
+    if since is not None and Version(version("transformers")) < Version(since):
+        pytest.skip(f"transformers before {since} has another form of this model (docs/versions.md)")
     found = compare(case, thorough=False)
     assert found.loss <= 1e-4, found
     assert found.excess <= 1.0, found

@@ -73,21 +73,21 @@ def compare(case: Case, mixed: bool = False, thorough: bool = True) -> Differenc
     for seed in range(1, 6):
         draw = torch.Generator().manual_seed(seed)
         batches = [case.batch(draw, *SIZES[step % len(SIZES)]) for step in range(STEPS)]
-        theirs, reference = _train_pytorch(case, copy.deepcopy(model), batches)
+        theirs, reference = train_pytorch(case, copy.deepcopy(model), batches)
         ours, trainer, seconds = _train(case, copy.deepcopy(model), batches)
-        found = Difference(loss=_largest(ours, theirs), seconds=seconds, exports=len(trainer.session.graphs(True)))
+        found = Difference(loss=largest(ours, theirs), seconds=seconds, exports=len(trainer.session.graphs(True)))
         _compare_weights(found, trainer.state_dict(pytorch_format=True), reference, [])
         if not thorough and found.loss <= NEAR and found.excess <= 1.0:
             break
-        repeats = [_train_pytorch(case, _perturbed(model, number), batches) for number in range(REPEATS)]
-        found.own_loss = max(_largest(losses, theirs) for losses, _ in repeats)
+        repeats = [train_pytorch(case, perturbed(model, number), batches) for number in range(REPEATS)]
+        found.own_loss = max(largest(losses, theirs) for losses, _ in repeats)
         _compare_weights(found, trainer.state_dict(pytorch_format=True), reference, [other for _, other in repeats])
         if found.own_loss <= STEADY:
             break
     if mixed:
-        found.mixed_loss = _largest(_train(case, model, batches, mixed=True)[0], theirs)
+        found.mixed_loss = largest(_train(case, model, batches, mixed=True)[0], theirs)
         try:
-            found.own_mixed_loss = _largest(_train_pytorch(case, copy.deepcopy(model), batches, mixed=True)[0], theirs)
+            found.own_mixed_loss = largest(train_pytorch(case, copy.deepcopy(model), batches, mixed=True)[0], theirs)
         except RuntimeError:  # PyTorch has no fp16 LSTM on the CPU
             found.own_mixed_loss = None
     return found
@@ -112,11 +112,11 @@ def _compare_weights(
         found.excess = max(found.excess, difference / max(NEAR * norm, 10 * own))
 
 
-def _largest(ours: list[float], theirs: list[float]) -> float:
+def largest(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, theirs, strict=True))
 
 
-def _perturbed(model: nn.Module, seed: int) -> nn.Module:
+def perturbed(model: nn.Module, seed: int) -> nn.Module:
     """Returns a copy whose weights differ by at most one rounding, each in its own direction."""
     other = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(seed)
@@ -127,7 +127,7 @@ def _perturbed(model: nn.Module, seed: int) -> nn.Module:
     return other
 
 
-def _train_pytorch(
+def train_pytorch(
     case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
 ) -> tuple[list[float], nn.Module]:
     model.train()

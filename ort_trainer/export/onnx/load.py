@@ -46,6 +46,8 @@ _SETTINGS = {
 }
 # Follows the first four bytes of a file in ORT format, a flatbuffer.
 _ORT_FORMAT = b"ORTM"
+# Where torch.onnx's exporter of programs says of an initializer that it was a parameter, a buffer or a constant.
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 # torch.onnx writes constants of the code as initializers too, under such names.
 _TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
 
@@ -200,6 +202,11 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
     weights, held = set(), []
     for name in floats:
         value = model.graph.initializers[name]
+        kind = value.metadata_props.get(_KIND)
+        if kind is not None:
+            if kind == "PARAMETER":
+                weights.add(name)
+            continue
         uses = value.uses()
         is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
         if is_setting or value.shape is None or not len(value.shape):
