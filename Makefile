@@ -21,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
-.PHONY: test-browser dist dist-test lint format torture bench fidelity operators onnx-operators recipes docs site clean
+.PHONY: test-browser dist dist-test lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -141,6 +141,10 @@ operators: setup
 # The node tests of the onnx package, forward and backward, against the importer of ONNX models.
 onnx-operators: setup
 	$(BIN)/python benchmarks/onnx_operators.py
+
+# Models that torch.onnx exported, trained here and in PyTorch.
+onnx-round-trips: setup
+	$(BIN)/python benchmarks/onnx_round_trips.py
 
 # The scripts of examples/recipes, each beside the same in PyTorch.
 recipes: $(RECIPES)/.installed

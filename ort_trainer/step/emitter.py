@@ -1,4 +1,4 @@
-"""What passes over ONNX models share: unique names, new nodes with inferred types, and running in order."""
+"""Unique names, and new nodes with inferred types, for what changes or writes ONNX models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.tape
 
-__all__ = ["FINAL", "Emitter", "Names", "infer_missing", "infer_node", "run_passes"]
+__all__ = ["Emitter", "Names", "infer_missing", "infer_node"]
 
 
 class Names:
@@ -27,9 +27,6 @@ class Names:
         self._taken.add(candidate)
         return candidate
 
-
-FINAL = "ort_trainer.final"
-"""Key in the ``meta`` of nodes that no rule may rewrite."""
 
 # Shape inference needs only constants that are shapes; larger constants are not.
 _LARGEST_SHAPE = 64
@@ -81,16 +78,12 @@ class Emitter:
         opset_imports: The model's opset imports.
         names: Names in use.
         prefix: Prefix of the names of new values.
-        dtype: Element type of the constants from :meth:`scalar`.
     """
 
-    def __init__(
-        self, opset_imports: Mapping[str, int], names: Names, prefix: str, dtype: ir.DataType = ir.DataType.FLOAT
-    ) -> None:
+    def __init__(self, opset_imports: Mapping[str, int], names: Names, prefix: str) -> None:
         self._opset_imports, self._names, self._prefix = opset_imports, names, prefix
         self._tape = onnx_ir.tape.Tape()
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
-        self.dtype = dtype
 
     @property
     def nodes(self) -> Sequence[ir.Node]:
@@ -104,12 +97,6 @@ class Emitter:
     def __call__(self, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
         """Adds a node and returns its output."""
         return self.several(op_type, *inputs, outputs=1, domain=domain, **attributes)[0]
-
-    def final(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Adds a node that no rule may rewrite, and returns its output."""
-        value = self(op_type, *inputs, **attributes)
-        self.nodes[-1].meta[FINAL] = True
-        return value
 
     def several(
         self, op_type: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
@@ -127,30 +114,3 @@ class Emitter:
         if key not in self._constants:
             self._constants[key] = self("Constant", value=ir.tensor(array))
         return self._constants[key]
-
-    def scalar(self, value: float) -> ir.Value:
-        """Adds a constant number of the element type."""
-        return self.constant(value, self.dtype.numpy())
-
-    def reduce_sum(self, value: ir.Value, axes: Iterable[int], keepdims: bool = True) -> ir.Value:
-        """Adds a sum over axes."""
-        return self("ReduceSum", value, self.constant(list(axes)), keepdims=int(keepdims))
-
-    def reduce_mean(self, value: ir.Value, axes: Iterable[int], keepdims: bool = True) -> ir.Value:
-        """Adds a mean over axes."""
-        return self("ReduceMean", value, self.constant(list(axes)), keepdims=int(keepdims))
-
-    def slice(self, value: ir.Value, start: int, end: int, axis: int) -> ir.Value:
-        """Adds a slice along one axis."""
-        return self("Slice", value, self.constant([start]), self.constant([end]), self.constant([axis]))
-
-
-def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
-    """Runs passes over a model in order and returns the result.
-
-    It raises errors of a pass without onnx_ir's wrapper, because callers check their type.
-    """
-    try:
-        return ir.passes.Sequential(*passes)(model).model
-    except ir.passes.PassError as error:
-        raise error.__cause__ or error from None

@@ -7,27 +7,7 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-__all__ = ["KeepOutputsPass", "RemoveUnusedPass", "prune"]
-
-
-class KeepOutputsPass(ir.passes.InPlacePass):
-    """Keeps only some of a model's outputs, in the given order.
-
-    Args:
-        outputs: Names of the outputs; unknown names are ignored.
-    """
-
-    def __init__(self, outputs: Sequence[str]) -> None:
-        self._outputs = outputs
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Runs the pass."""
-        before = list(model.graph.outputs)
-        values = {value.name: value for value in before}
-        kept = [values[name] for name in self._outputs if name in values]
-        model.graph.outputs.clear()
-        model.graph.outputs.extend(kept)
-        return ir.passes.PassResult(model, kept != before)
+__all__ = ["RemoveUnusedPass", "prune"]
 
 
 class RemoveUnusedPass(ir.passes.InPlacePass):
@@ -53,4 +33,8 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
 
 def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     """Returns a copy of a model with only the given outputs, in this order, and the inputs that they need."""
-    return ir.passes.Sequential(KeepOutputsPass(outputs), RemoveUnusedPass())(model.clone()).model
+    pruned = model.clone()
+    values = {value.name: value for value in pruned.graph.outputs}
+    pruned.graph.outputs.clear()
+    pruned.graph.outputs.extend(values[name] for name in outputs if name in values)
+    return RemoveUnusedPass()(pruned).model

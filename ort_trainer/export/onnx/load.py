@@ -29,18 +29,23 @@ _log = logging.getLogger(__name__)
 _WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose operands are weights.
 _WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
-# Inputs that are settings rather than weights: thresholds, scales of images, weights of classes.
+# Inputs that are settings rather than weights: thresholds, scales, sines of positions, weights of classes.
 _SETTINGS = {
     "Clip": {1, 2},
     "DequantizeLinear": {1, 2},
     "Dropout": {1, 2},
+    "GroupQueryAttention": {7, 8},
+    "MatMulNBits": {2, 3},
     "NegativeLogLikelihoodLoss": {2},
     "OneHot": {1, 2},
     "Pad": {2},
     "Pow": {1},
+    "QLinearConv": {1, 4, 6},
+    "QLinearMatMul": {1, 4, 6},
     "QuantizeLinear": {1, 2},
     "Resize": {1, 2, 3},
     "RoiAlign": {1},
+    "RotaryEmbedding": {1, 2, 3},
     "SoftmaxCrossEntropyLoss": {2},
     "Upsample": {1},
 }

@@ -58,8 +58,9 @@ class OnnxModule(nn.Module):
         self._constants: dict[int, torch.Tensor] = {}
         self._known: dict[int, np.ndarray[Any, Any]] = {}
         for name, tensor in loaded.parameters.items():
-            trainable = name not in loaded.frozen
-            self._store(plan.inputs[name], name, nn.Parameter(tensor, requires_grad=trainable))
+            # Weights in half precision are kept, and trained, in single precision, and rounded where they are used.
+            master = tensor.float() if tensor.dtype in _HALVES else tensor
+            self._store(plan.inputs[name], name, nn.Parameter(master, requires_grad=name not in loaded.frozen))
         self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
         for name, tensor in loaded.buffers.items():
             self._store(plan.inputs[name], name, tensor)
@@ -115,6 +116,7 @@ class OnnxModule(nn.Module):
         self.names[".".join(parts)] = name
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 _NOT_KNOWN = (
     torch.bfloat16,
     torch.float8_e4m3fn,
@@ -241,7 +243,9 @@ class _Run:
         if number in self.module._known:
             return self.module._known[number]
         if number in self.module._stored:
-            return getattr(*self.module._stored[number])
+            stored = getattr(*self.module._stored[number])
+            dtype = self.module._dtypes.get(number, stored.dtype)
+            return stored if stored.dtype == dtype else stored.to(dtype)
         if number in self.module._constants:
             return self.module._constants[number]
         return None

@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -328,6 +330,72 @@ def test_mixed_precision(tmp_path: Path) -> None:
     # Doubled after 3 finite steps, halved after the non-finite step, doubled after 3 and 3 and 2.
     assert trainer.train_step_info.optimization_step == 12 and trainer.loss_scaler.loss_scale == 2.0**12
     assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_trained_in_single_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = MLP()
+    half = copy.deepcopy(model).to(dtype)
+    batches = mlp_batches(20)
+    path = exported(half, batches[0][0].to(dtype), tmp_path / "m.onnx")
+    description = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 3])]}
+    trainer = ORTTrainer(
+        path, description, optim.SGDConfig(lr=0.1), loss_fn="cross_entropy", options=ORTTrainerOptions(NO_CLIPPING)
+    )
+    masters = copy.deepcopy(half).float()
+    for x, y in batches:
+        rounded = {name: value.to(dtype) for name, value in masters.named_parameters()}
+        expected = F.cross_entropy(torch.func.functional_call(half, rounded, (x.to(dtype),)), y)
+        expected.backward()
+        assert trainer.train_step(x.to(dtype), y)[0].item() == pytest.approx(expected.item(), rel=2e-3)
+        with torch.no_grad():
+            for parameter in masters.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    for name, value in masters.named_parameters():
+        assert trainer.get_parameter(name).dtype == torch.float32
+        assert_close(trainer.get_parameter(name), value.detach(), 2e-3, name)
+    trainer.save_as_onnx(tmp_path / "new.onnx")
+    assert {tensor.data_type for tensor in onnx.load(tmp_path / "new.onnx").graph.initializer} == {
+        onnx.helper.np_dtype_to_tensor_dtype(np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else np.float16))
+    }
+
+
+def test_quantized_weights_are_frozen_and_pass_the_gradient_on() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    g (float[N,16] x) => (float loss)
+    <int8[16,16] q, float[16] scales, uint8[8,1,8] nibbles, float[8] steps, float[16,16] w> {
+      h = MatMul(x, w)
+      d = DequantizeLinear<axis=1>(q, scales)
+      a = MatMul(h, d)
+      b = com.microsoft.MatMulNBits<K=16,N=8,bits=4,block_size=16>(a, nibbles, steps)
+      s = Mul(b, b)
+      loss = ReduceMean<keepdims=0>(s)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    draw = np.random.default_rng(0)
+    values = {
+        "q": draw.integers(-9, 9, (16, 16)).astype(np.int8),
+        "scales": draw.uniform(0.01, 0.1, 16).astype(np.float32),
+        "nibbles": draw.integers(0, 255, (8, 1, 8)).astype(np.uint8),
+        "steps": draw.uniform(0.01, 0.1, 8).astype(np.float32),
+        "w": draw.normal(size=(16, 16)).astype(np.float32),
+    }
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    trainer = ORTTrainer(proto, "auto", optim.SGDConfig(lr=0.1), options=ORTTrainerOptions(NO_CLIPPING))
+    assert list(trainer.state_dict(pytorch_format=True)) == ["w"]
+    tensors = {name: torch.from_numpy(value) for name, value in values.items()}
+    low, high = tensors["nibbles"].reshape(8, 8) & 15, tensors["nibbles"].reshape(8, 8) >> 4
+    second = (torch.stack([low, high], -1).reshape(8, 16).float() - 8) * tensors["steps"][:, None]
+    weight = tensors["w"].clone().requires_grad_()
+    for size in (4, 5):
+        x = torch.randn(size, 16)
+        expected = (x @ weight @ (tensors["q"].float() * tensors["scales"]) @ second.T).square().mean()
+        (gradient,) = torch.autograd.grad(expected, weight)
+        torch.testing.assert_close(trainer.train_step(x), expected.detach())
+        weight = (weight - 0.1 * gradient).detach().requires_grad_()
+    torch.testing.assert_close(trainer.get_parameter("w"), weight.detach())
 
 
 class Steep(torch.autograd.Function):
