@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -24,7 +24,11 @@ def input_dtypes(model: OnnxModel) -> dict[str, torch.dtype]:
 
 
 def describe_onnx(
-    model: OnnxModel, loss_fn: LossFunction | None, batch: Mapping[str, Any], loss: str = ""
+    model: OnnxModel,
+    loss_fn: LossFunction | None,
+    batch: Mapping[str, Any],
+    loss: str = "",
+    outputs: Sequence[str] | None = None,
 ) -> ModelDescription:
     """Returns a description derived from an ONNX model: its inputs, outputs and their named dimensions.
 
@@ -33,6 +37,7 @@ def describe_onnx(
         loss_fn: The loss function, or None. With one, its labels are the entries of the batch that are not inputs.
         batch: A sample, which determines the shapes of the labels.
         loss: Name of the output that is the loss; empty to find it.
+        outputs: The outputs to describe; None for all.
 
     Raises:
         ValueError: If ``loss`` is not an output, or ambiguous, or the label is missing.
@@ -46,7 +51,7 @@ def describe_onnx(
         return [size or f"{name}_{axis}" for axis, size in enumerate(shapes[name] or ())]
 
     inputs = [(name, shape(name)) for name in model.inputs]
-    outputs: list[tuple[Any, ...]]
+    names = model.outputs if outputs is None else outputs
     if loss_fn is not None:
         labels = [name for name in batch if name not in model.inputs]
         if not labels and takes_label(loss_fn):
@@ -60,18 +65,18 @@ def describe_onnx(
             if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
                 sizes[0] = first
             inputs.append((label, sizes))
-        name = Names(ir.convenience.create_value_mapping(graph)).unique("loss")
-        outputs = [(name, [], True), *((name, shape(name)) for name in model.outputs)]
-        return ModelDescription({"inputs": inputs, "outputs": outputs})
-    scalars = [name for name in model.outputs if not shape(name) or shape(name) == [1]]
-    if loss and loss not in model.outputs:
-        raise ValueError(f"the loss {loss!r} is not an output of the ONNX model: it has {list(model.outputs)}")
+        first_output = Names(ir.convenience.create_value_mapping(graph)).unique("loss")
+        described = [(first_output, [], True), *((name, shape(name)) for name in names)]
+        return ModelDescription({"inputs": inputs, "outputs": described})
+    scalars = [name for name in names if not shape(name) or shape(name) == [1]]
+    if loss and loss not in names:
+        raise ValueError(f"the loss {loss!r} is not an output of the ONNX model: it has {list(names)}")
     if loss or "loss" in scalars:
         scalars = [loss or "loss"]
     if len(scalars) != 1:
         raise ValueError(
             f"model_desc='auto' can't tell which output of the ONNX model is the loss. Its outputs are "
-            f"{ {name: shape(name) for name in model.outputs} }: write a model_desc that marks one, or give a loss_fn"
+            f"{ {name: shape(name) for name in names} }: write a model_desc that marks one, or give a loss_fn"
         )
-    outputs = [(name, shape(name), name == scalars[0]) for name in model.outputs]
-    return ModelDescription({"inputs": inputs, "outputs": outputs})
+    marked = [(name, shape(name), name == scalars[0]) for name in names]
+    return ModelDescription({"inputs": inputs, "outputs": marked})

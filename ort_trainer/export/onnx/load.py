@@ -54,7 +54,9 @@ _ORT_FORMAT = b"ORTM"
 # Where torch.onnx's exporter of programs says of an initializer that it was a parameter, a buffer or a constant.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 # torch.onnx writes constants of the code as initializers too, under such names.
-_TORCH_CONSTANT = re.compile(r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?")
+_TORCH_CONSTANT = re.compile(
+    r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?|.*/Constant(_\d+)?_output_\d+"
+)
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,12 @@ class OnnxModule(nn.Module):
         names: The name of a parameter or buffer of the module -> its name in the model. They differ only where the
             model's can't be the name of an attribute.
         inputs: The names of the model's inputs.
-        outputs: The names of its outputs.
+        outputs: The names of its outputs, except those in ``refused``.
+        refused: The outputs that need a node that can't be run with PyTorch, each with the reason.
         wanted: The outputs that ``forward`` returns, as a tuple; None for all of them, by name.
 
     Raises:
-        ExportError: If a node can't be run with PyTorch; the message names it.
+        ExportError: If no output can be computed, as a node can't be run with PyTorch; the message names it.
     """
 
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
@@ -51,7 +52,7 @@ class OnnxModule(nn.Module):
         loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         plan = plan_model(loaded.model)
         self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
-        self.inputs, self.outputs = loaded.inputs, loaded.outputs
+        self.inputs, self.outputs, self.refused = loaded.inputs, plan.graph.names, plan.refused
         self.wanted: tuple[str, ...] | None = None
         self.names: dict[str, str] = {}
         self._stored: dict[int, tuple[nn.Module, str]] = {}

@@ -86,19 +86,21 @@ class Plan:
         inputs: The names of its inputs with their numbers.
         constants: The constants in it and in all graphs of attributes.
         dtypes: The dtype of each value, as far as ONNX infers it.
+        refused: The outputs that need a node that can't be run, each with the reason. They are not in the graph.
     """
 
     graph: Graph
     inputs: Mapping[str, int]
     constants: Mapping[int, Constant]
     dtypes: Mapping[int, torch.dtype]
+    refused: Mapping[str, ExportError]
 
 
 def plan_model(model: ir.Model) -> Plan:
     """Plans how to run a model.
 
     Raises:
-        ExportError: If it imports an unknown opset, or a node can't be run.
+        ExportError: If it imports an unknown opset, or no output can be computed, as nodes can't be run.
     """
     opsets = _opsets(model.opset_imports)
     for node in model.graph.all_nodes():
@@ -109,12 +111,16 @@ def plan_model(model: ir.Model) -> Plan:
             )
     _infer_types(model)
     planner = _Planner(dict(model.functions.items()))
-    graph = planner.graph(model.graph, opsets, {})
-    if planner.refused:
-        more = "" if len(planner.refused) == 1 else f" ({len(planner.refused) - 1} other nodes can't be used either)"
-        raise ExportError(f"the ONNX model can't be used: {planner.refused[0]}{more}")
+    graph = planner.graph(model.graph, opsets, {}, outermost=True)
+    names = [str(value.name) for value in model.graph.outputs]
+    numbers = [planner.number(value) for value in model.graph.outputs]
+    refused = {name: planner.missing[n] for name, n in zip(names, numbers, strict=True) if n in planner.missing}
+    if refused and not graph.outputs:
+        others = len({id(error) for error in planner.missing.values()}) - 1
+        more = f" ({others} other nodes can't be used either)" if others else ""
+        raise ExportError(f"the ONNX model can't be used: {next(iter(planner.missing.values()))}{more}")
     inputs = {str(value.name): number for value, number in zip(model.graph.inputs, graph.inputs, strict=True)}
-    return Plan(graph, inputs, planner.constants, planner.dtypes)
+    return Plan(graph, inputs, planner.constants, planner.dtypes, refused)
 
 
 def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
@@ -147,7 +153,7 @@ class _Planner:
     functions: Mapping[Any, ir.Function]
     constants: dict[int, Constant] = field(default_factory=dict)
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    refused: list[ExportError] = field(default_factory=list)
+    missing: dict[int, ExportError] = field(default_factory=dict)  # values that can't be computed, with the reason
     numbers: dict[ir.Value, int] = field(default_factory=dict)
 
     def number(self, value: ir.Value) -> int:
@@ -159,7 +165,11 @@ class _Planner:
         return self.numbers[value]
 
     def graph(
-        self, graph: ir.Graph | ir.Function, opsets: Mapping[str, int], references: Mapping[str, ir.Attr]
+        self,
+        graph: ir.Graph | ir.Function,
+        opsets: Mapping[str, int],
+        references: Mapping[str, ir.Attr],
+        outermost: bool = False,
     ) -> Graph:
         """Plans a graph.
 
@@ -167,28 +177,46 @@ class _Planner:
             graph: The graph.
             opsets: The opsets that it imports.
             references: The attributes of the function that it belongs to.
+            outermost: Whether outputs that can't be computed are left out.
+
+        Raises:
+            ExportError: If an output of another graph can't be computed.
         """
         inputs = tuple(self.number(value) for value in graph.inputs)
         own = set(inputs)
         for value in graph.initializers.values() if isinstance(graph, ir.Graph) else ():
             if value.const_value is not None:
-                self._constant(value, value.const_value)
+                try:
+                    self._constant(value, value.const_value)
+                except ExportError as error:
+                    self.missing[self.number(value)] = error
                 own.add(self.number(value))
         steps: list[Step] = []
         for node in graph:
+            before = len(steps)
             try:
                 self._node(node, opsets, references, steps)
+                needed = [number for step in steps[before:] for number in _uses(step)]
+                missing = [self.missing[number] for number in needed if number in self.missing]
+                if missing:
+                    raise missing[0]
             except ExportError as error:
-                self.refused.append(error)
+                del steps[before:]
+                self.missing.update((self.number(value), error) for value in node.outputs)
             own.update(self.number(value) for value in node.outputs)
         outputs = [self.number(value) for value in graph.outputs]
+        refused = [self.missing[number] for number in outputs if number in self.missing]
+        if refused and not outermost:
+            raise refused[0]
+        names = [str(v.name) for v, number in zip(graph.outputs, outputs, strict=True) if number not in self.missing]
+        outputs = [number for number in outputs if number not in self.missing]
         uses = [_uses(step) for step in steps]
         own |= {number for step in steps for number in step.outputs if number is not None}
         outside = tuple(dict.fromkeys(n for used in [*uses, outputs] for n in used if n not in own))
         return Graph(
             inputs,
             tuple(outputs),
-            tuple(str(value.name) for value in graph.outputs),
+            tuple(names),
             tuple(_with_last_uses(steps, own - set(outputs) - set(self.constants))),
             outside,
         )

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from ...core.errors import ExportError
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...step import Step
@@ -51,7 +52,7 @@ class OnnxSource(TorchSource):
     ) -> ModelDescription:
         """Returns a description derived from the model, and for labels from a sample batch."""
         self._refuse_layouts([entry for entry in layouts.items() if entry[1][0] != "tensor"])
-        return describe_onnx(self._loaded, self._loss_fn, batch)
+        return describe_onnx(self._loaded, self._loss_fn, batch, outputs=self._model.outputs)
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
         """Returns a batch of zeros; see the base class."""
@@ -71,12 +72,13 @@ class OnnxSource(TorchSource):
         """Returns a builder of graphs; see the base class."""
         self._refuse_layouts(layouts)
         names = description.output_names if self._loss_fn is None else description.output_names[1:]
-        unknown = [name for name in names if name not in self._loaded.outputs]
+        for name in names:
+            if name in self._model.refused:
+                raise ExportError(f"the output {name!r} in model_desc can't be computed: {self._model.refused[name]}")
+        unknown = [name for name in names if name not in self._model.outputs]
         if unknown:
-            raise ValueError(
-                f"unknown outputs {unknown} in model_desc: the ONNX model has {list(self._loaded.outputs)}"
-            )
-        self._model.wanted = tuple(names) or self._loaded.outputs[:1]
+            raise ValueError(f"unknown outputs {unknown} in model_desc: the ONNX model has {list(self._model.outputs)}")
+        self._model.wanted = tuple(names) or self._model.outputs[:1]
         built = super().builder(description, layouts, parameters, portable)
         assert isinstance(built, GraphBuilder)
         step = dataclasses.replace(built.step, loss_of_first=True)
