@@ -100,5 +100,5 @@ def test_what_onnx_runtime_has_optimized(name: str, tmp_path: Path) -> None:
     options.log_severity_level = 3
     onnxruntime.InferenceSession(tmp_path / "m.onnx", options, providers=["CPUExecutionProvider"])
     assert any(node.domain == "com.microsoft" for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
-    found = trained(case, model, batches, tmp_path / "optimized.onnx")
+    found = trained(case, model, batches, tmp_path / "optimized.onnx", "older")
     assert found.loss <= 1 and found.weights <= 1 and found.exports == 1, found
