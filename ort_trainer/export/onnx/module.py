@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...core.errors import ExportError
+from .joins import join_nodes
 from .load import OnnxModel, load_onnx_model
 from .plan import Graph, Step, plan_model
 from .registry import Operator, with_mode
@@ -50,7 +51,9 @@ class OnnxModule(nn.Module):
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
         super().__init__()
         loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
-        plan = plan_model(loaded.model)
+        graph = loaded.model.clone()
+        join_nodes(graph)
+        plan = plan_model(graph)
         self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
         self.inputs, self.outputs, self.refused = loaded.inputs, plan.graph.names, plan.refused
         self.wanted: tuple[str, ...] | None = None

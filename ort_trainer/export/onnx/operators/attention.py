@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..joins import DOMAIN
 from ..registry import Node, operator
 from ..values import Number, torch_dtype
 from .windows import padded
@@ -125,6 +126,15 @@ def _bias(mask: _Tensor | None, allowed: _Tensor | None, q: _Tensor, keys: Numbe
     # A mask may be for the first keys only.
     mask = padded(mask, [0], [keys - mask.shape[-1]], _INFINITY)
     return mask if allowed is None else mask.masked_fill(~allowed, _INFINITY)
+
+
+@operator("ScaledDotProduct", domain=DOMAIN)
+def _scaled_dot_product(q: _Tensor, k: _Tensor, v: _Tensor, mask: _Tensor | None) -> _Tensor:
+    """Computes the attention of nodes that were joined: k is transposed, and the scores are not scaled."""
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        return F.scaled_dot_product_attention(q, k.transpose(-1, -2), v, mask, scale=1.0)
+    scores = q @ k
+    return (torch.softmax(scores, -1) if mask is None else guarded_softmax(scores + mask, mask)) @ v
 
 
 def guarded_softmax(scores: _Tensor, bias: _Tensor | None) -> _Tensor:

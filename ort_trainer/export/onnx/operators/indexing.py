@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..registry import Node, known_operator, operator
 from ..values import Known, integers, is_known, is_traced
@@ -19,6 +20,8 @@ def _gather(data: _Tensor, indices: Any, *, axis: int) -> _Tensor:
         if indices.ndim == 0:
             return data.select(axis, indices.item())
         indices = torch.from_numpy(np.array(indices)) if indices.dtype != object else _stacked(indices)
+    if data.dim() == 2 and axis in (0, -2) and data.is_floating_point():
+        return F.embedding(_counted(indices, data.shape[0]), data)  # its gradient is faster than that of an index
     # PyTorch's own indexing counts negative positions from the end, as ONNX does.
     key: list[Any] = [slice(None)] * (axis % data.dim())
     return data[(*key, indices.long())]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..joins import DOMAIN
 from ..registry import operator
 
 _Tensor = torch.Tensor
@@ -17,6 +18,14 @@ def _matmul(a: _Tensor, b: _Tensor) -> _Tensor:
     return torch.matmul(a, b)
 
 
+@operator("Linear", domain=DOMAIN)
+def linear(x: _Tensor, weight: _Tensor, bias: _Tensor | None) -> _Tensor:
+    """Computes a linear layer of nodes that were joined, whose weight is the transpose of PyTorch's."""
+    if weight.dim() != 2 or not x.is_floating_point():
+        return x @ weight if bias is None else x @ weight + bias
+    return F.linear(x, weight.t(), bias)
+
+
 @operator("Gemm", since=7)
 def _gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, *, alpha: float, beta: float, transA: int, transB: int) -> Any:
     return gemm(a, b, c, alpha, beta, transA, transB)
@@ -25,9 +34,10 @@ def _gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, *, alpha: float, beta: floa
 def gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, alpha: float, beta: float, transA: int, transB: int) -> Any:
     """Computes ONNX's Gemm."""
     a = a.t() if transA else a
-    if alpha == beta == 1 and transB and (c is None or c.dim() == 1) and a.is_floating_point():
-        return F.linear(a, b, c)
-    product = a @ (b.t() if transB else b)
+    b = b.t() if transB else b
+    if alpha == beta == 1 and (c is None or c.dim() == 1):
+        return linear(a, b, c)
+    product = a @ b
     product = product if alpha == 1 else _scaled(product, alpha)
     return product if c is None else product + (c if beta == 1 else _scaled(c, beta))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .casts import drop_needless_casts
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
@@ -18,6 +19,7 @@ _REWRITES = (drop_needless_views, widen_products, use_onednn, fuse_cross_entropy
 
 def rewrite_forward(graph: torch.fx.Graph) -> None:
     """Speeds up a graph before it is differentiated, in place."""
+    drop_needless_casts(graph)
     fuse_gelu(graph)
 
 

@@ -19,7 +19,14 @@ _CUBE = ("mul", ("pow", _X, 3), 0.044715)
 _TANH = ("mul", ("mul", _X, 0.5), ("add", ("tanh", ("mul", ("add", _X, _CUBE), _ROOT)), 1))
 _FAST = ("tanh", ("mul", ("mul", _X, _ROOT), ("add", ("mul", ("mul", _X, 0.044715), _X), 1)))
 _ERF = ("mul", ("mul", _X, 0.5), ("add", ("erf", ("div", _X, math.sqrt(2.0))), 1))
-_FORMS = (("tanh", _TANH), ("tanh", ("mul", ("mul", _X, 0.5), ("add", _FAST, 1))), ("none", _ERF))
+# torch.onnx writes this form, with numbers that are rounded to single precision.
+_ERF_OF_ONNX = ("mul", ("mul", _X, ("add", ("erf", ("div", _X, math.sqrt(2.0))), 1)), 0.5)
+_FORMS = (
+    ("tanh", _TANH),
+    ("tanh", ("mul", ("mul", _X, 0.5), ("add", _FAST, 1))),
+    ("none", _ERF),
+    ("none", _ERF_OF_ONNX),
+)
 
 _OPERATORS = {
     "mul": aten.mul.Tensor,
@@ -59,7 +66,7 @@ def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:
     if form is _X:
         return isinstance(value, torch.fx.Node) and found.setdefault(_X, value) is value
     if isinstance(form, (int, float)):
-        return isinstance(value, (int, float)) and math.isclose(value, form, rel_tol=1e-9)
+        return isinstance(value, (int, float)) and math.isclose(value, form, rel_tol=1e-7)
     kind, *operands = form
     if not isinstance(value, torch.fx.Node) or value.target is not _OPERATORS[kind] or value.kwargs:
         return False
