@@ -282,8 +282,8 @@ class _Run:
         for output, index in step.tensors.updates.items():
             number = step.inputs[index]
             if number in self.module._statistics and output < len(results):
-                with torch.no_grad():
-                    getattr(*self.module._stored[number]).copy_(results[output])
+                # Not under no_grad(), which torch.export takes seconds to capture in a model of many norms.
+                getattr(*self.module._stored[number]).copy_(results[output].detach())
 
     def _taken(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
         """Returns the inputs as the function for tensors takes them."""
