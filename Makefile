@@ -129,6 +129,7 @@ bench: setup-stock
 	$(BIN)/python benchmarks/rewrites.py --write
 	$(BIN)/python benchmarks/precisions.py --write
 	$(BIN)/python benchmarks/data_parallel.py --write
+	$(BIN)/python benchmarks/onnx_step.py --write
 	$(BIN)/python docs/generate.py
 
 fidelity: setup

@@ -116,8 +116,8 @@ def main() -> None:
             middle, low, high = ratio(results[ORIGINAL], result)
             speed = "1" if name == ORIGINAL else f"**{middle:.2f}** ({low:.2f} - {high:.2f})"
             starts = " | ".join(f"{seconds:.1f}" for seconds in result.starts)
-            lines.append(f"| {ROWS[row].title} | {name} | {result.median * 1e3:.4g} | {speed} | {starts} |")
-        lines += [f"| {ROWS[row].title} | {name} | fails: {why[:200]} | | | |" for name, why in died.items()]
+            lines.append(f"| {ROWS[row].label} | {name} | {result.median * 1e3:.4g} | {speed} | {starts} |")
+        lines += [f"| {ROWS[row].label} | {name} | fails: {why[:200]} | | | |" for name, why in died.items()]
         print("\n".join(lines[2:]), flush=True)
     if arguments.write:
         text = f"`python benchmarks/onnx_step.py`, {versions(PACKAGES)}."

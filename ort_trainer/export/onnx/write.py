@@ -29,6 +29,7 @@ def with_weights(
             need. None for the whole model, whose nodes stay in the mode in which they are.
     """
     model = loaded.file.clone()
+    model.ir_version = max(model.ir_version or 0, 4)  # before, initializers had to be inputs too
     graph = model.graph
     known: dict[str, Any] = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
     frozen = [name for name in loaded.parameters if name not in trained]

@@ -105,3 +105,18 @@ def test_a_file_with_external_data(tmp_path: Path) -> None:
     for tensor in onnx.load(tmp_path / "new.onnx").graph.initializer:
         if tensor.name in state:
             assert torch.equal(torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy()), state[tensor.name])
+
+
+def test_a_file_whose_initializers_are_inputs(tmp_path: Path) -> None:
+    """Up to IR version 3 they had to be, so the written file has a newer version."""
+    given = onnx.parser.parse_model(
+        '<ir_version: 3, opset_import: ["" : 9]> g (float[N,3] x, float[3,2] w) => (float[N,2] y) { y = MatMul(x, w) }'
+    )
+    given.graph.initializer.append(onnx.numpy_helper.from_array(torch.ones(3, 2).numpy(), "w"))
+    trainer = ORTTrainer(given, "auto", optim.SGDConfig(lr=0.1), loss_fn="mse")
+    x = torch.randn(4, 3)
+    trainer.train_step(x=x, label=torch.zeros(4, 2))
+    trainer.save_as_onnx(tmp_path / "m.onnx")
+    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input] == ["x"]
+    (found,) = engine.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), x @ trainer.get_parameter("w"))
