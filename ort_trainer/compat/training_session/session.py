@@ -181,7 +181,7 @@ class TrainingSession(TrainerSession):
 
     A run computes the outputs, adds to the gradients and, at the end of an accumulation window, updates the weights.
     Runs with ``run_options.training_mode = False`` evaluate and change nothing; runs with
-    ``run_options.only_execute_path_to_fetches = True`` never update. Requires onnxruntime-training.
+    ``run_options.only_execute_path_to_fetches = True`` never update.
 
     Args:
         path_or_bytes: The path of the model, or the serialized model.
@@ -195,7 +195,6 @@ class TrainingSession(TrainerSession):
         TypeError: If an argument has the wrong type.
         ValueError: If a parameter is not supported; the message names it and says what to do.
         ExportError: If the model can't be read or differentiated.
-        RuntimeError: If the installed ONNX Runtime can't differentiate.
 
     Example:
         >>> parameters = TrainingParameters(loss_output_name="loss", training_optimizer_name="AdamOptimizer")
@@ -243,7 +242,8 @@ class TrainingSession(TrainerSession):
         Args:
             output_names: Outputs to return; None or empty for all.
             input_feed: Input name -> array: the model's inputs and, in training, the learning rate (and loss scale).
-            run_options: An ``onnxruntime.RunOptions``.
+            run_options: An ``onnxruntime.RunOptions``. Those of a stock onnxruntime lack ``training_mode``: to evaluate
+                there, give an object that has it, such as ``types.SimpleNamespace(training_mode=False)``.
 
         Returns:
             The outputs as arrays.
@@ -382,7 +382,7 @@ class TrainingSession(TrainerSession):
     ) -> list[torch.Tensor]:
         if isinstance(output_names, str):
             raise TypeError(f"output_names must be a list of names, but {shown(output_names)} was given")
-        training = run_options is None or bool(run_options.training_mode)
+        training = bool(getattr(run_options, "training_mode", True))
         known = [entry.name for entry in self.get_outputs()]
         names = list(output_names or (known if training else self._model.outputs))
         unknown = [name for name in names if name not in known]
@@ -412,7 +412,7 @@ class TrainingSession(TrainerSession):
         parameters = self._parameters
         inputs = dict(feed)
         given = {name: inputs.pop(name, None) for name in self._extra_inputs()}
-        may_update = run_options is None or not run_options.only_execute_path_to_fetches
+        may_update = not getattr(run_options, "only_execute_path_to_fetches", False)
         missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
         if missing:
             raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")

@@ -57,6 +57,8 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _TORCH_CONSTANT = re.compile(
     r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?|.*/Constant(_\d+)?_output_\d+"
 )
+# ONNX Runtime's optimizer gives such names to constants of functions that it has inlined.
+_INLINED_CONSTANT = "_inlfunc_"
 
 
 @dataclass(frozen=True)
@@ -218,13 +220,14 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
         is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
         if is_setting or value.shape is None or not len(value.shape):
             continue
-        if model.producer_name == "pytorch" and _TORCH_CONSTANT.fullmatch(name) and not _with_weights(value):
+        of_torch = model.producer_name == "pytorch" and _TORCH_CONSTANT.fullmatch(name)
+        if name.startswith(_INLINED_CONSTANT) or (of_torch and not _with_weights(value)):
             held.append(name)
         else:
             weights.add(name)
     if held:
         _log.warning(
-            "held constant, because torch.onnx gives such names to constants in the code: %s. If they are weights, "
+            "held constant, because exporters give such names to constants in the code: %s. If they are weights, "
             "export the model with optimize=False",
             sorted(held),
         )

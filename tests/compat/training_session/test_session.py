@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,11 @@ def feed(x: torch.Tensor, y: torch.Tensor, **more: float) -> dict[str, Any]:
     return {"x": x.numpy(), "label": y.numpy(), **{name: np.array([value], np.float32) for name, value in more.items()}}
 
 
-def evaluation() -> onnxruntime.RunOptions:
+def evaluation() -> Any:
+    """Returns options for evaluation; a stock onnxruntime's have no such attribute."""
     options = onnxruntime.RunOptions()
+    if not hasattr(options, "training_mode"):
+        return types.SimpleNamespace(training_mode=False)
     options.training_mode = False
     return options
 

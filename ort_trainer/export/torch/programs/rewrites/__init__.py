@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .casts import drop_needless_casts
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
 from .linear import use_onednn
-from .views import drop_needless_views
+from .views import drop_needless_casts, drop_needless_views
 
 __all__ = ["rewrite", "rewrite_forward"]
 

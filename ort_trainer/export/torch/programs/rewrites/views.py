@@ -1,4 +1,4 @@
-"""Views that change nothing."""
+"""Views and casts that change nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ..values import same_sizes
 
-__all__ = ["drop_needless_views"]
+__all__ = ["drop_needless_casts", "drop_needless_views"]
 
 aten = torch.ops.aten
 
@@ -41,3 +41,13 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 def _same_shape(node: torch.fx.Node, other: torch.fx.Node) -> bool:
     return same_sizes(node.meta["val"].shape, other.meta["val"].shape)
+
+
+def drop_needless_casts(graph: torch.fx.Graph) -> None:
+    """Drops casts to the dtype that a tensor has, which would hide the formulas that other rewrites look for."""
+    for node in list(graph.nodes):
+        if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+            value, dtype = node.args
+            if isinstance(value, torch.fx.Node) and value.meta["val"].dtype == dtype:
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
