@@ -26,7 +26,6 @@ TESTS = (
     "tests/core",
     "tests/engine",
     "tests/export/test_cache.py",
-    "tests/export/onnx/test_importer.py",
     "tests/export/onnx/test_operators.py",
     "tests/export/onnx/test_trainer.py",
     "tests/export/torch/programs",
