@@ -318,6 +318,9 @@ class ORTTrainer:
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
+        Of an ONNX model it writes the model that came in, node for node, with the current weights; a ``loss_fn`` is not
+        part of it. The rest of this is about PyTorch models.
+
         Dropout and batch norm are in their inference form. Inputs, outputs and dynamic dimensions have the names of the
         model description; weights have their PyTorch names. An existing file is replaced. With several processes, one
         call in any of them suffices.
@@ -335,7 +338,9 @@ class ORTTrainer:
 
     @outside_inference_mode
     def export_for_inference(self, path: str | os.PathLike[str], output_names: Sequence[str] | None = None) -> None:
-        """Writes the same graph as :meth:`save_as_onnx` without the loss and without inputs that only the loss needs.
+        """Writes the model as :meth:`save_as_onnx` does, without the loss and without inputs that only the loss needs.
+
+        An ONNX model's dropout and batch norm are put into their inference form.
 
         Args:
             path: As for :meth:`save_as_onnx`.

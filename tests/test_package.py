@@ -79,7 +79,7 @@ def test_only_the_extras_of_the_trainer_need_torch(wheel: Path) -> None:
     assert names("") == {"numpy", "xxhash"} and names("api") == {"numpy", "xxhash", "onnxruntime"}
     engines = {"cpu": "onnxruntime-training-cpu", "cuda": "onnxruntime-training", "stock": "onnxruntime"}
     for extra, engine in engines.items():
-        assert names(extra) == names("") | {engine, "torch", "onnx", "onnxscript", "cerberus", "networkx"}
+        assert names(extra) == names("") | {engine, "torch", "onnx", "onnx-ir", "onnxscript", "cerberus", "networkx"}
 
 
 def test_the_source_distribution_has_what_its_tests_need(built: Path) -> None:

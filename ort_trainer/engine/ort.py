@@ -75,9 +75,9 @@ _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _NO_ENGINE = """ort_trainer runs on ONNX Runtime, which is not installed. Install one of the three engines:
-  pip install onnxruntime-training-cpu==1.19.2   the extra [cpu]: PyTorch and ONNX models, Python up to 3.12
+  pip install onnxruntime-training-cpu==1.19.2   the extra [cpu]: Python up to 3.12
   pip install onnxruntime-training==1.19.2       the extra [cuda]: the same with CUDA, Linux, Python up to 3.11
-  pip install 'onnxruntime>=1.20'                the extra [stock]: PyTorch models, on any Python and platform"""
+  pip install 'onnxruntime>=1.20'                the extra [stock]: any Python and platform"""
 
 
 def _package() -> Path | None:
@@ -102,7 +102,7 @@ def installed_flavours() -> tuple[str, ...]:
 
 
 def has_training() -> bool:
-    """Returns whether onnxruntime-training is installed, which alone can differentiate ONNX models."""
+    """Returns whether onnxruntime-training is installed."""
     return any(name.startswith("onnxruntime-training") for name in installed_flavours())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -41,16 +42,16 @@ def register_onnx_operator(
 
     Args:
         name: The operator.
-        function: Takes the inputs of a node by position, as tensors or None, and its attributes by keyword; returns a
-            tensor, or a tuple of one for each output. It is run while the model is captured, so it consists of
-            PyTorch's operators. An attribute that it does not take is refused if a node sets it.
+        function: Takes the inputs of a node by position, as tensors or None, and its attributes as keyword-only
+            parameters; returns a tensor, or a tuple of one for each output. It is run while the model is captured, so
+            it consists of PyTorch's operators. An attribute that it does not take is refused if a node sets it.
         domain: The operator's domain; "" is ONNX's own.
         since: The first version of the operator that it computes; in other domains than ONNX's own, of the domain.
         until: The last one; None for all later ones.
         numbers: The positions of inputs that it takes as lists of Python numbers, such as sizes or axes.
 
     Raises:
-        TypeError: If ``name`` or ``domain`` is not a str, or ``function`` can't be called.
+        TypeError: If ``name`` or ``domain`` is not a str, or ``function`` can't be called or has no clear signature.
 
     Example:
         >>> def scaled_tanh(x, *, scale=1.0):
@@ -61,6 +62,10 @@ def register_onnx_operator(
         raise TypeError(f"name and domain must be str, but {shown(name)} and {shown(domain)} were given")
     if not callable(function):
         raise TypeError(f"function must be callable, but {shown(function)} was given")
+    try:
+        inspect.signature(function)
+    except ValueError:
+        raise TypeError(f"{shown(function)} has no signature that tells inputs from attributes: wrap it") from None
     key = ("" if domain == "ai.onnx" else domain, name)
     _registered[key].append(Registration(function, since, until, frozenset(numbers)))
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from ..user_operators import registered
+
 __all__ = ["DOMAIN", "join_nodes"]
 
 DOMAIN = "ort_trainer"
 """The domain of the operators of joined nodes."""
 # From this opset on, Softmax is over one axis.
 _SOFTMAX_OVER_AXIS = 13
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def join_nodes(model: ir.Model) -> None:
@@ -107,6 +110,9 @@ def _depends_on_sizes_alone(value: ir.Value) -> bool:
         if node is None and found.const_value is None:
             return False  # an input, or a weight
         if node is not None and node.op_type not in ("Shape", "Size"):
+            draws = node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
+            if draws or any(a.type in _GRAPHS for a in node.attributes.values() if not a.is_ref()):
+                return False  # a graph may use any value around it
             pending += [operand for operand in node.inputs if operand is not None]
     return True
 
@@ -119,4 +125,5 @@ def _maker(value: ir.Value | None, uses: int = 1) -> ir.Node | None:
 
 
 def _is(node: ir.Node, op_type: str) -> bool:
-    return node.op_type == op_type and node.domain in ("", "ai.onnx")
+    """Returns whether a node is of an operator of ONNX, for which the user has registered nothing."""
+    return node.op_type == op_type and node.domain in ("", "ai.onnx") and not registered("", op_type)

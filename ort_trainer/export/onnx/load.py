@@ -28,7 +28,10 @@ __all__ = ["OnnxModel", "load_onnx_model"]
 _log = logging.getLogger(__name__)
 _WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose operands are weights.
-_WITH_WEIGHTS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "LayerNormalization"}
+_WITH_WEIGHTS = {
+    *("MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"),
+    *("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"),
+}
 # Inputs that are settings rather than weights: thresholds, scales, sines of positions, weights of classes.
 _SETTINGS = {
     "Clip": {1, 2},
@@ -209,6 +212,8 @@ def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
 def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
     """Returns the initializers that are probably weights, for a file without that metadata."""
     weights, held = set(), []
+    # A file that says it of some has folded the others.
+    marked = any(_KIND in value.metadata_props for value in model.graph.initializers.values())
     for name in floats:
         value = model.graph.initializers[name]
         kind = value.metadata_props.get(_KIND)
@@ -220,15 +225,15 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
         is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
         if is_setting or value.shape is None or not len(value.shape):
             continue
-        of_torch = model.producer_name == "pytorch" and _TORCH_CONSTANT.fullmatch(name)
-        if name.startswith(_INLINED_CONSTANT) or (of_torch and not _with_weights(value)):
+        of_torch = model.producer_name == "pytorch" and (marked or _TORCH_CONSTANT.fullmatch(name))
+        if (of_torch or name.startswith(_INLINED_CONSTANT)) and not _with_weights(value):
             held.append(name)
         else:
             weights.add(name)
     if held:
         _log.warning(
             "held constant, because exporters give such names to constants in the code: %s. If they are weights, "
-            "export the model with optimize=False",
+            "rename them; or, if torch.onnx wrote the file, export the model with optimize=False",
             sorted(held),
         )
     return weights
@@ -236,7 +241,7 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
 
 def _with_weights(value: ir.Value) -> bool:
     """Returns whether an operand belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
-    if any(node.op_type in _WITH_WEIGHTS for node, _ in value.uses()):
+    if any(node.op_type in _WITH_WEIGHTS and index > 0 for node, index in value.uses()):
         return True
     sums = [node for node, _ in value.uses() if node.op_type == "Add"]
     added = [other.producer() for node in sums for other in node.inputs if other is not None]

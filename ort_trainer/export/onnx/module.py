@@ -35,6 +35,7 @@ class OnnxModule(nn.Module):
 
     Args:
         model: The model, or where it is.
+        copy: Whether to leave the tensors of a loaded model alone.
 
     Attributes:
         names: The name of a parameter or buffer of the module -> its name in the model. They differ only where the
@@ -48,7 +49,7 @@ class OnnxModule(nn.Module):
         ExportError: If no output can be computed, as a node can't be run with PyTorch; the message names it.
     """
 
-    def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes) -> None:
+    def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes, copy: bool = True) -> None:
         super().__init__()
         loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         graph = loaded.model.clone()
@@ -61,13 +62,13 @@ class OnnxModule(nn.Module):
         self._stored: dict[int, tuple[nn.Module, str]] = {}
         self._constants: dict[int, torch.Tensor] = {}
         self._known: dict[int, np.ndarray[Any, Any]] = {}
+        self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
         for name, tensor in loaded.parameters.items():
             # Weights in half precision are kept, and trained, in single precision, and rounded where they are used.
-            master = tensor.float() if tensor.dtype in _HALVES else tensor
+            master = tensor.float() if tensor.dtype in _HALVES else tensor.clone() if copy else tensor
             self._store(plan.inputs[name], name, nn.Parameter(master, requires_grad=name not in loaded.frozen))
-        self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
         for name, tensor in loaded.buffers.items():
-            self._store(plan.inputs[name], name, tensor)
+            self._store(plan.inputs[name], name, tensor.clone() if copy else tensor)
         for number, constant in plan.constants.items():
             value = tensor_of(constant.value)
             self._constants[number] = value

@@ -44,7 +44,8 @@ class OnnxSource(TorchSource):
         options: ORTTrainerOptions,
     ) -> None:
         self._loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
-        super().__init__(OnnxModule(self._loaded), loss_fn, optim_config, options)
+        module = OnnxModule(self._loaded, copy=self._loaded is model)
+        super().__init__(module, loss_fn, optim_config, options)
         self.name, self.fixed, self.inputs = "the ONNX model", True, self._loaded.inputs
 
     def describe(

@@ -49,6 +49,8 @@ def with_weights(
         graph.initializers[name] = graph.initializers.pop(name)
     if outputs is None:
         return model
+    model = prune(model, outputs)
+    graph = model.graph
     for node in [*graph.all_nodes(), *(node for function in model.functions.values() for node in function.all_nodes())]:
         _to_inference_form(node)
     return prune(model, outputs)
@@ -64,5 +66,10 @@ def _to_inference_form(node: ir.Node) -> None:
         for output, value in enumerate(node.outputs[1:]):
             statistic = node.inputs[3 + output % 2]
             assert statistic is not None
-            ir.convenience.replace_all_uses_with(value, statistic)
+            if value.is_graph_output():
+                named = ir.Value(name=value.name, type=value.type, shape=value.shape)
+                assert node.graph is not None
+                node.graph.insert_after(node, ir.node("Identity", [statistic], outputs=[named]))
+                statistic = named
+            ir.convenience.replace_all_uses_with(value, statistic, replace_graph_outputs=True)
         node.resize_outputs(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import onnx
 import onnx.parser
@@ -9,6 +11,8 @@ import onnxruntime
 import pytest
 import torch
 
+from ort_trainer import register_onnx_operator
+from ort_trainer.export import user_operators
 from ort_trainer.export.onnx import OnnxModule
 
 GUARD = "bad = IsNaN(p)  w = Where(bad, zero, p)"
@@ -68,3 +72,41 @@ def test_heads_that_are_broadcast() -> None:
     found = OnnxModule(proto)
     q, k, v, mask = torch.randn(2, 3, 5, 4), torch.randn(2, 1, 4, 5), torch.randn(2, 3, 5, 3), torch.zeros(2, 1, 5, 5)
     torch.testing.assert_close(found(q, k, v, mask)["y"], torch.softmax(q @ k + mask, -1) @ v)
+
+
+ODD = {
+    "a bias that makes the product larger": (
+        "<float[4,1] w = {1, 2, 3, 4}, float[5] b = {1, 2, 3, 4, 5}> { p = MatMul(x, w)  y = Add(p, b) }",
+        {"x": (3, 4)},
+    ),
+    "attention of vectors": (
+        "{ s = MatMul(x, k)  p = Softmax(s)  y = MatMul(p, v) }",
+        {"x": (4,), "k": (4, 5), "v": (5, 3)},
+    ),
+    "a mask that makes the scores larger": (
+        f"<float zero = {{0}}> {{ s = MatMul(x, k)  t = Add(s, m)  p = Softmax(t)  {GUARD}  y = MatMul(w, v) }}",
+        {"x": (1, 1, 5, 4), "k": (1, 1, 4, 5), "v": (1, 1, 5, 3), "m": (2, 1, 5, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_joined_but_has_another_form(case: str) -> None:
+    body, shapes = ODD[case]
+    inputs = ", ".join(f"float[{','.join(map(str, shape))}] {name}" for name, shape in shapes.items())
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => (float[] y) {body}')
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = session.run(None, {name: value.numpy() for name, value in given.items()})[0]
+    np.testing.assert_allclose(OnnxModule(proto)(**given)["y"].detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_operator_that_the_user_registered_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_operators, "_registered", defaultdict(list))
+    register_onnx_operator("MatMul", lambda a, b: 7 * (a @ b))
+    q, k, v, mask = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 4, 5), torch.randn(1, 1, 5, 3), torch.zeros(1, 1, 5, 5)
+    found = OnnxModule(model(CASES["plain"][0]))(q, k, v, mask)["y"]
+    torch.testing.assert_close(found, 7 * (torch.softmax(7 * (q @ k), -1) @ v))
+    with pytest.raises(TypeError, match="has no signature that tells inputs from attributes"):
+        register_onnx_operator("A", torch.special.expit)

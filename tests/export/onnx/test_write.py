@@ -120,3 +120,21 @@ def test_a_file_whose_initializers_are_inputs(tmp_path: Path) -> None:
     assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input] == ["x"]
     (found,) = engine.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), x @ trainer.get_parameter("w"))
+
+
+def test_a_running_statistic_that_is_an_output(tmp_path: Path) -> None:
+    given = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[N,3] x) => (float loss, float[N,3] h, float[3] m)
+        <float[3] scale = {1, 2, 3}, float[3] bias = {0, 1, 2}, float[3] mean = {0, 0, 1}, float[3] var = {1, 2, 3}>
+        { h, m, v = BatchNormalization<training_mode=1>(x, scale, bias, mean, var)
+          loss = ReduceMean<keepdims=0>(h) }"""
+    )
+    trainer = ORTTrainer(given, "auto", optim.SGDConfig(lr=0.1))
+    x = torch.randn(4, 3)
+    trainer.train_step(x)
+    for names in (["h"], ["m", "h"]):
+        trainer.export_for_inference(tmp_path / "m.onnx", names)
+        found = engine.InferenceSession(tmp_path / "m.onnx").run(names, {"x": x.numpy()})
+        expected = {"h": trainer.eval_step(x)[1], "m": trainer.state_dict(pytorch_format=True)["mean"]}
+        for name, value in zip(names, found, strict=True):
+            torch.testing.assert_close(torch.from_numpy(value), expected[name], rtol=1e-5, atol=1e-6)

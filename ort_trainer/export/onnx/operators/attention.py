@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,10 +132,20 @@ def _bias(mask: _Tensor | None, allowed: _Tensor | None, q: _Tensor, keys: Numbe
 @operator("ScaledDotProduct", domain=DOMAIN)
 def _scaled_dot_product(q: _Tensor, k: _Tensor, v: _Tensor, mask: _Tensor | None) -> _Tensor:
     """Computes the attention of nodes that were joined: k is transposed, and the scores are not scaled."""
-    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+    is_batch = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    if is_batch and (mask is None or _fits(mask, [*q.shape[:-1], k.shape[-1]])):
         return F.scaled_dot_product_attention(q, k.transpose(-1, -2), v, mask, scale=1.0)
     scores = q @ k
-    return (torch.softmax(scores, -1) if mask is None else guarded_softmax(scores + mask, mask)) @ v
+    if mask is None:
+        return torch.softmax(scores, -1) @ v
+    scores = scores + mask
+    return guarded_softmax(scores, mask.expand(scores.shape)) @ v
+
+
+def _fits(mask: _Tensor, shape: Sequence[Number]) -> bool:
+    """Returns whether a mask can be broadcast to the shape of the scores, without making them larger."""
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    return 2 <= mask.dim() <= len(shape) and all((isinstance(a, int) and a == 1) or a == b for a, b in sizes)
 
 
 def guarded_softmax(scores: _Tensor, bias: _Tensor | None) -> _Tensor:
