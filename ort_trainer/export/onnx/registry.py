@@ -209,7 +209,7 @@ def _entry(table: str, domain: str, name: str, index: int) -> Operator:
     if table == "user":
         own = registered(domain, name)[index]
         key = (table, domain, name, index)
-        entry = _describe(key, own.function, own.since, own.until, own.numbers, (), {})
+        entry = _describe(key, own.function, own.since, own.until, (), (), {})
         return dataclasses.replace(entry, numbers=own.numbers)
     _find_families()
     return _TABLES[table][domain, name][index]

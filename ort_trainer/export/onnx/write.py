@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from ...step.onnx_file import WEIGHTS
-from ...step.prune import prune
+from ...step.prune import RemoveUnusedPass, prune
 from .load import OnnxModel
 
 __all__ = ["with_weights"]
@@ -53,7 +53,7 @@ def with_weights(
     graph = model.graph
     for node in [*graph.all_nodes(), *(node for function in model.functions.values() for node in function.all_nodes())]:
         _to_inference_form(node)
-    return prune(model, outputs)
+    return RemoveUnusedPass()(model).model
 
 
 def _to_inference_form(node: ir.Node) -> None:

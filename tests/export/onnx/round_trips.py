@@ -68,7 +68,7 @@ def silent() -> Iterator[None]:
 
 def exported(case: Case, model: nn.Module, batch: Batch, exporter: str, opset: int, path: Path) -> None:
     """Exports a model for training, with all weights under their own names."""
-    shapes = dict(_description(case)["inputs"])
+    shapes = dict(fidelity.describe(case.batch)["inputs"])
     names = [name for name in batch if case.loss_fn is None or name != list(batch)[-1]]
     axes = {name: {i: size for i, size in enumerate(shapes[name]) if isinstance(size, str)} for name in names}
     dynamo = exporter == "newer"
@@ -119,7 +119,7 @@ def trained(case: Case, model: nn.Module, batches: list[Batch], path: Path, expo
     in_graph = {tensor.name for tensor in onnx.load(path).graph.initializer if "running_" not in tensor.name}
     frozen = sorted(buffers & in_graph) if exporter == "older" else []
     chosen = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "frozen_weights": frozen}})
-    trainer = ORTTrainer(path, _description(case), config, loss_fn=case.loss_fn, options=chosen)
+    trainer = ORTTrainer(path, fidelity.describe(case.batch), config, loss_fn=case.loss_fn, options=chosen)
     ours = [trainer.train_step(batch).item() for batch in batches]
     state = {name.removeprefix("inner."): v for name, v in trainer.state_dict(pytorch_format=True).items()}
     names: dict[int, list[str]] = {}
@@ -144,10 +144,6 @@ def trained(case: Case, model: nn.Module, batches: list[Batch], path: Path, expo
             excess = max(excess, difference / max(fidelity.NEAR * norms[name], 10 * own))
     lost = [name for name in weights if name not in in_file]
     return Result(loss, excess, lost, len(trainer.session.graphs(True)))
-
-
-def _description(case: Case) -> dict[str, Any]:
-    return fidelity.describe(case.batch)
 
 
 def batches_of(case: Case, seed: int = 1) -> list[Batch]:
