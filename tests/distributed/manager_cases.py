@@ -95,8 +95,8 @@ def errors(rank: int, size: int) -> dict[str, Any]:
 
     manager_module.save_checkpoint_file = fails
     save()
+    save()  # waits for the writing thread, so the file may be written again only after it
     manager_module.save_checkpoint_file = write
-    save()
     save(metrics=["wrong"] if rank else None)
     save()
     manager.close()
