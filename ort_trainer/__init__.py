@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .core.errors import CheckpointError, DistributedError, ExportError
     from .export.torch import register_operator
     from .export.user_operators import register_onnx_operator
+    from .module import ORTModule
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
     from .runs import CheckpointManager, Position, StopSignals
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointManager",
     "DistributedError",
     "ExportError",
+    "ORTModule",
     "ORTTrainer",
     "ORTTrainerOptions",
     "Position",
@@ -42,6 +44,7 @@ _PLACES = {
     "CheckpointManager": "runs",
     "DistributedError": "core.errors",
     "ExportError": "core.errors",
+    "ORTModule": "module",
     "ORTTrainer": "trainer",
     "ORTTrainerOptions": "options",
     "Position": "runs",

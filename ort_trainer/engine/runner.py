@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.dims import evaluate
 from ..core.indices import IndexRange
-from ..step import Dim, RandomInput, Step
+from ..step import Dim, RandomInput, Step, dtype_name
 from .ort import make_session
 
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = ["Binding", "Check", "GraphRunner", "Memory", "Output", "Plan", "SessionRunner"]
+__all__ = ["Binding", "Check", "GraphRunner", "Kind", "Memory", "Output", "Plan", "SessionRunner"]
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
+
+
+Kind = tuple[Sequence[int] | None, Any]
+"""The shape of a tensor, None if only ONNX Runtime can determine it, and its dtype."""
 
 
 class Output(NamedTuple):
@@ -32,7 +36,7 @@ class Output(NamedTuple):
     """
 
     name: str
-    shape: tuple[int, ...] | None
+    shape: Sequence[int] | None
     bound: Any
     dtype: Any
 
@@ -105,6 +109,8 @@ class GraphRunner(ABC):
 
     Attributes:
         keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
+        inputs: Names of the graph's inputs: state, batch, random numbers, loss scale.
+        outputs: Names of the graph's outputs.
     """
 
     keeps_destinations: bool
@@ -114,6 +120,12 @@ class GraphRunner(ABC):
         self._memory = memory
         self._draw = memory.draw
         self._state = {step.state[name]: value for name, value in state.items()}
+        self.inputs = [*step.state.values(), *(spec.name for spec in step.inputs)]
+        self.inputs += [spec.name for spec in step.random]
+        self.inputs += [step.loss_scale.name] if step.loss_scale is not None else []
+        self.outputs = [spec.name for spec in (*step.outputs, *step.saved)]
+        for part in (step.gradients, step.input_gradients, step.buffer_updates, step.input_updates):
+            self.outputs += part.values()
 
     def rebind(self, name: str, tensor: Any) -> None:
         """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""
@@ -137,6 +149,18 @@ class GraphRunner(ABC):
             ),
             sizes,
         )
+
+    @abstractmethod
+    def call(self, values: list[Any], results: Callable[[], Sequence[Kind]]) -> Sequence[Any]:
+        """Runs the graph on all its inputs, the state among them, without a plan.
+
+        Args:
+            values: The values of :attr:`inputs`. The list is emptied, to free them early.
+            results: Returns the kinds of :attr:`outputs`; called if the runner needs to know them.
+
+        Returns:
+            The values of :attr:`outputs`, in new tensors.
+        """
 
     @abstractmethod
     def run(
@@ -231,6 +255,26 @@ class SessionRunner(GraphRunner):
             if output.bound is not output.dtype:
                 results[output.name] = results[output.name].to(output.dtype)
         return results, known.destinations
+
+    def call(self, values: list[Any], results: Callable[[], Sequence[Kind]]) -> Sequence[Any]:
+        """Runs the graph on all its inputs; see the base class."""
+        binding, memory = self.inference_session.io_binding(), self._memory
+        alive = [memory.bind_input(binding, name, value) for name, value in zip(self.inputs, values, strict=True)]
+        kinds = zip(self.outputs, results(), strict=True)
+        wanted = [Output(name, shape, *memory.dtypes(dtype_name(dtype))) for name, (shape, dtype) in kinds]
+        found = [memory.bind_new(binding, output) for output in wanted]
+        self._launch(binding, None)
+        if any(value is None for value in found):
+            received = binding.get_outputs()
+            found = [
+                memory.received(own) if value is None else value for value, own in zip(found, received, strict=True)
+            ]
+        alive.clear()
+        values.clear()
+        return [
+            value.to(output.dtype) if output.bound is not output.dtype else value
+            for value, output in zip(found, wanted, strict=True)
+        ]
 
     def bind(self, plan: Plan, key: Any, inputs: Mapping[str, Any], destinations: Mapping[str, Any]) -> Binding:
         """Binds tensors for all runs of a plan with a key: graph inputs that it reads, and outputs that it writes."""

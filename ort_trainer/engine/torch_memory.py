@@ -37,10 +37,13 @@ class TorchMemory:
 
     Args:
         device: The device.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._place = (device.type, device.index or 0)
         self._nothing = torch.zeros(1, device=device)
 
@@ -64,13 +67,13 @@ class TorchMemory:
         if output.shape is None:
             binding.bind_output(output.name, *self._place)
             return None
-        value = torch.empty(output.shape, dtype=output.bound, device=self._device)
+        value = torch.empty(output.shape, dtype=output.bound, device=self.device)
         binding.bind_output(output.name, *self._described(output.name, value))
         return value
 
     def received(self, value: OrtValue) -> torch.Tensor:
         """Returns a tensor that ONNX Runtime has allocated."""
-        return torch.from_numpy(value.numpy()).to(self._device)
+        return torch.from_numpy(value.numpy()).to(self.device)
 
     def draw(
         self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
@@ -78,8 +81,8 @@ class TorchMemory:
         """Returns new random numbers, contiguous and in dtypes that can be bound."""
         # All masks of a run are drawn from one key, which is drawn before anything else.
         with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
-        key = torch.randint(KEYS, (), generator=generator, device=self._device).cpu() if with_key else None
-        return [_sample(spec, shape, self._device, generator, key) for spec, shape in wanted]
+        key = torch.randint(KEYS, (), generator=generator, device=self.device).cpu() if with_key else None
+        return [_sample(spec, shape, self.device, generator, key) for spec, shape in wanted]
 
     def _described(self, name: str, value: torch.Tensor) -> tuple[Any, ...]:
         """Returns device, element type, shape and address of a tensor, for a binding."""

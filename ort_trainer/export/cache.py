@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -94,6 +95,7 @@ class Export:
         kept: The path of the graph in the cache; empty if it is not cached.
         found: Whether the graph was in the cache already.
         remarks: Messages about the cache.
+        backward: The backward passes of a call, whose forward pass is the step; empty for others.
     """
 
     step: Step
@@ -102,6 +104,7 @@ class Export:
     kept: str = ""
     found: bool = False
     remarks: tuple[str, ...] = ()
+    backward: tuple[Step, ...] = ()
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the graph is valid for these sizes of all symbolic dimensions."""
@@ -110,9 +113,10 @@ class Export:
 
     def to_bytes(self) -> bytes:
         """Serializes the export."""
-        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "step"}
-        text = json.dumps(head).encode()
-        return len(text).to_bytes(8, "little") + text + self.step.to_bytes()
+        steps = [step.to_bytes() for step in (self.step, *self.backward)]
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("step", "backward")}
+        text = json.dumps({**head, "lengths": list(map(len, steps))}).encode()
+        return b"".join([len(text).to_bytes(8, "little"), text, *steps])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Export:
@@ -124,8 +128,10 @@ class Export:
         end = 8 + int.from_bytes(data[:8], "little")
         try:
             head = json.loads(data[8:end])
+            ends = list(itertools.accumulate(head.pop("lengths"), initial=end))
+            step, *backward = (Step.from_bytes(data[start:stop]) for start, stop in itertools.pairwise(ends))
             lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
-            found = cls(step=Step.from_bytes(data[end:]), **{**head, **lists})
+            found = cls(step=step, backward=tuple(backward), **{**head, **lists})
             for guard in found.step.guards:
                 symbols_of(guard)
             dict(found.step.fixed), dict(found.reasons)

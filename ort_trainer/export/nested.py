@@ -1,4 +1,4 @@
-"""Nested arguments: tuples, lists and dicts of tensors and constants.
+"""Nested arguments and results: tuples, lists and dicts of tensors and constants, and objects that hold such.
 
 An argument ``state`` with the value ``(h, c)`` has the inputs ``state.0`` and ``state.1``, and a layout from which the
 argument can be rebuilt. Other values in a layout are constants of the graph: None, bools, numbers and strings.
@@ -6,6 +6,8 @@ argument can be rebuilt. Other values in a layout are constants of the graph: No
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "rebuild"]
 
 Layout = tuple[Any, ...]
-"""``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts."""
+"""``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts; of an
+object ``("object", type, parts)``, of a mapping that is more than a dict ``("mapping", type, parts)``."""
 
 _PLAIN = (type(None), bool, int, float, str)
+_DEEPEST = 8
 
 
 def argument_of(name: str) -> str:
@@ -25,17 +29,22 @@ def argument_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def flatten(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
+def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False) -> Layout:
     """Splits an argument into its leaves and returns its layout.
 
     Args:
         name: Name of the argument.
         value: Value of the argument.
         leaves: Receives all leaves that are not constants, by input name.
+        objects: Whether mappings keep their type, objects are split if they hold tensors, and everything else is a
+            constant; otherwise a mapping becomes a dict, and an object is a leaf.
 
     Raises:
         TypeError: If the value contains a packed sequence.
     """
+    if isinstance(value, torch.Tensor):
+        leaves[name] = value
+        return ("tensor", name)
     if type(value) in _PLAIN:
         return ("value", type(value), value)
     if isinstance(value, PackedSequence):
@@ -44,13 +53,30 @@ def flatten(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
             "torch.nn.utils.rnn.pack_padded_sequence in forward()"
         )
     if isinstance(value, Mapping):
-        parts = tuple((key, flatten(f"{name}.{key}", entry, leaves)) for key, entry in value.items())
-        return ("dict", parts)
+        parts = tuple((key, flatten(f"{name}.{key}", entry, leaves, objects)) for key, entry in value.items())
+        return ("mapping", type(value), parts) if objects and type(value) is not dict else ("dict", parts)
     if isinstance(value, (tuple, list)):
         kind = type(value) if hasattr(value, "_fields") else "list" if isinstance(value, list) else "tuple"
-        return (kind, tuple(flatten(f"{name}.{index}", entry, leaves) for index, entry in enumerate(value)))
+        parts = tuple(flatten(f"{name}.{index}", entry, leaves, objects) for index, entry in enumerate(value))
+        of_torch = objects and hasattr(type(value), "n_sequence_fields")
+        return ("sequence", type(value), parts) if of_torch else (kind, parts)
+    if objects:
+        return _flatten_object(name, value, leaves)
     leaves[name] = value
     return ("tensor", name)
+
+
+def _flatten_object(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
+    """Splits an object, such as a dataclass or a cache of keys and values, if an attribute of it holds a tensor."""
+    held: dict[str, Any] = {}
+    attributes = getattr(value, "__dict__", None)
+    deep = name.count(".") > _DEEPEST  # perhaps a circle
+    if isinstance(attributes, dict) and not deep and not isinstance(value, (type, torch.nn.Module)):
+        parts = tuple((key, flatten(f"{name}.{key}", entry, held, True)) for key, entry in attributes.items())
+        if held:
+            leaves.update(held)
+            return ("object", type(value), parts)
+    return ("value", type(value), value)
 
 
 def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -62,8 +88,30 @@ def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
         return rest[1]
     if kind == "dict":
         return {key: rebuild(part, tensors) for key, part in rest[0]}
+    if kind in ("mapping", "object", "sequence"):
+        return _rebuild_object(kind, rest[0], rest[1], tensors)
     parts = [rebuild(part, tensors) for part in rest[0]]
     return parts if kind == "list" else tuple(parts) if kind == "tuple" else kind(*parts)
+
+
+def _rebuild_object(kind: str, which: Any, parts: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if kind == "sequence":  # what torch.max and others return
+        return which([rebuild(part, tensors) for part in parts])
+    found = {key: rebuild(part, tensors) for key, part in parts}
+    if kind == "mapping":
+        # The outputs of transformers are dataclasses, and take their entries by name.
+        named = dataclasses.is_dataclass(which)
+        return which(**found) if named else which(found) if which is OrderedDict else _filled(which, found)
+    value = which.__new__(which)
+    vars(value).update(found)
+    return value
+
+
+def _filled(which: Any, entries: Mapping[Any, Any]) -> Any:
+    """Returns a mapping of some class with entries; what else its constructor takes is lost, as in a pickled copy."""
+    value = which()
+    value.update(entries)
+    return value
 
 
 def default_layout(argument: str, names: Iterable[str]) -> Layout:

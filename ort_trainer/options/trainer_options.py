@@ -132,6 +132,11 @@ class ORTTrainerOptions(Options):
         """Returns whether the user gave the setting at this dotted path, even if with its default."""
         return path in self._given
 
+    @property
+    def given(self) -> list[str]:
+        """The dotted paths of the options that the user gave."""
+        return sorted(self._given)
+
     def is_default(self, path: str) -> bool:
         """Returns whether the setting at this dotted path has its default value."""
         found = reduce(getattr, path.split("."), self)

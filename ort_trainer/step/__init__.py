@@ -1,5 +1,5 @@
 """The contract of a step: data in an ONNX model, and the passes over it."""
 
-from .contract import Dim, RandomInput, Step, TensorSpec, dtype_name
+from .contract import SIZES, Dim, RandomInput, Step, TensorSpec, dtype_name
 
-__all__ = ["Dim", "RandomInput", "Step", "TensorSpec", "dtype_name"]
+__all__ = ["SIZES", "Dim", "RandomInput", "Step", "TensorSpec", "dtype_name"]

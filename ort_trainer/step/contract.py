@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # onnx_ir takes half a second to import, which would delay ev
 __all__ = [
     "FORMAT",
     "METADATA",
+    "SIZES",
     "Dim",
     "OptimizerModel",
     "RandomInput",
@@ -39,6 +40,8 @@ __all__ = [
 
 METADATA = "ort_trainer.artifact"
 """The metadata key."""
+SIZES = "__sizes"
+"""Input of a backward pass, a tensor without elements whose dimensions after the first have the symbolic sizes."""
 FORMAT = 2
 """The format written. Format 1, which can still be read, lacks ``index_ranges`` and ``micro_batches``."""
 
@@ -92,22 +95,31 @@ class RandomInput(NamedTuple):
 class Step:
     """One step: the forward and backward pass for training, or only the forward pass for evaluation.
 
+    Of a call of a module, without a loss, the passes are two steps, ``forward`` and ``backward``. The forward pass also
+    returns what the backward pass needs of it; the backward pass takes that, parameters, inputs and random tensors of
+    the forward pass by their names there, the gradients of outputs, and :data:`SIZES`.
+
     The ONNX model is a pure function. Its inputs are the state (parameters and buffers), the batch, the loss scale and
     the random tensors; its outputs are the described outputs, a gradient for each parameter that has one, and the new
     value of each buffer that the step changes.
 
     Attributes:
-        kind: ``training`` or ``evaluation``.
+        kind: ``training`` or ``evaluation``; of a call, ``forward`` or ``backward``.
         export: Identifies the export that the artifacts of a step come from, the same in all of them; empty before.
         inputs: The batch, in order.
         outputs: The described outputs, including the loss, in order.
-        loss: Name of the loss.
+        loss: Name of the loss; empty for a call.
         state: Name of a parameter or buffer -> graph input, for those that the graph uses.
         gradients: Name of a trained parameter -> graph output.
         sums: Name of a trained parameter -> graph input, the sum of its earlier gradients; empty if the step computes
             only its own gradients.
         buffer_updates: Name of a buffer that training changes -> graph output.
         reset: With ``sums``, graph input, bool [1]: True overwrites them with the gradients, False adds to them.
+        input_updates: Name of an input that a call changes in place -> graph output.
+        saved: What the forward pass of a call returns for the backward pass.
+        tangents: Of a backward pass, name of an output of the call -> graph input, its gradient.
+        input_gradients: Of a backward pass, name of an input of the call -> graph output.
+        depends: Of a backward pass, graph output -> names of the call's outputs whose gradients it depends on.
         random: The random inputs, in the order in which PyTorch would draw them. The common key of masks comes first.
         guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.core.dims.holds`.
         fixed: Name of a dimension -> its only valid size, for sizes that the model's code fixes.
@@ -129,6 +141,11 @@ class Step:
     gradients: Mapping[str, str] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
     buffer_updates: Mapping[str, str] = field(default_factory=dict)
+    input_updates: Mapping[str, str] = field(default_factory=dict)
+    saved: tuple[TensorSpec, ...] = ()
+    tangents: Mapping[str, str] = field(default_factory=dict)
+    input_gradients: Mapping[str, str] = field(default_factory=dict)
+    depends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     reset: str = "lazy_reset_grad"
     random: tuple[RandomInput, ...] = ()
     guards: tuple[str, ...] = ()
@@ -140,7 +157,7 @@ class Step:
     stored: ir.Model | bytes = b""
     kept: str = ""
 
-    kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation")
+    kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation", "forward", "backward")
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
@@ -302,7 +319,17 @@ class OptimizerModel:
 _MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "kept", "sums", "model")
-_MAY_LACK = ("micro_batches", "loss_scale", "programs", "origins", "order")
+_MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order"}) | frozenset(
+    {"input_updates", "saved", "tangents", "input_gradients", "depends"}
+)
+
+
+_SEVERAL: Mapping[str, type[Any]] = {
+    "inputs": TensorSpec,
+    "outputs": TensorSpec,
+    "saved": TensorSpec,
+    "random": RandomInput,
+}
 
 
 def dtype_name(dtype: object) -> str:
@@ -345,14 +372,14 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         raise ValueError(
             f"{name} has artifact format {shown(given)}, but this ort_trainer reads formats 1 to {FORMAT}: {way}"
         )
-    if kind not in ("training", "evaluation", "optimizer"):
+    if kind not in (*Step.kinds, *OptimizerModel.kinds):
         raise ValueError(f"{name} is damaged: unknown kind {shown(kind)} in its metadata")
     if kind not in cls.kinds:
         raise ValueError(f"expected the {' or '.join(cls.kinds)} model of an export, but {name} is the {kind} model")
     try:
         if not found.keys().isdisjoint(_APART):
             raise ValueError(f"unexpected fields, one of {list(_APART)}")
-        for key, parts in (("inputs", TensorSpec), ("outputs", TensorSpec), ("random", RandomInput)):
+        for key, parts in _SEVERAL.items():
             if key in found:
                 found[key] = tuple(parts(**_tuples(entry)) for entry in found[key])
         if "loss_scale" in found:

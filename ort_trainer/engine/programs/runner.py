@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ...step import Step
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Memory, Plan
+from ..runner import GraphRunner, Kind, Memory, Plan
 from .compiler import compiled
 from .nodes import read_nodes
 
@@ -25,14 +25,12 @@ class ProgramRunner(GraphRunner):
 
     Args:
         step: The step.
-        state: The tensors for ``step.state``.
+        state: The tensors for ``step.state``; none if :meth:`call` gets them.
         memory: The memory of all tensors.
         deterministic: Whether to request deterministic kernels from PyTorch.
 
     Attributes:
         calls: The nodes, in order.
-        inputs: Names of the graph's inputs, in the order in which a run takes them.
-        outputs: Names of the graph's outputs, in the order in which a run returns them.
         run_programs: The graph as a function.
     """
 
@@ -42,10 +40,6 @@ class ProgramRunner(GraphRunner):
         super().__init__(step, {name: value.detach() for name, value in state.items()}, memory)
         keep_freed_memory()
         self._deterministic = deterministic
-        self.inputs = [*self._state, *(spec.name for spec in step.inputs), *(spec.name for spec in step.random)]
-        self.inputs += [step.loss_scale.name] if step.loss_scale is not None else []
-        names = (spec.name for spec in step.outputs)
-        self.outputs = [*names, *step.gradients.values(), *step.buffer_updates.values()]
         self.calls, self._constants = read_nodes(step.serialized(), step.programs)
         self.run_programs = self._compiled(timed=False)
 
@@ -77,8 +71,7 @@ class ProgramRunner(GraphRunner):
             values += self._draw(plan.random, generator)
         if loss_scale is not None:
             values.append(loss_scale)
-        with _as_captured(self._deterministic):
-            found = dict(zip(self.outputs, self.run_programs(values), strict=True))
+        found = dict(zip(self.outputs, self.call(values), strict=True))
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
         results = {
@@ -86,6 +79,13 @@ class ProgramRunner(GraphRunner):
             for output in plan.outputs
         }
         return results, {**found, **destinations} if destinations else found
+
+    def call(
+        self, values: list[torch.Tensor], results: Callable[[], Sequence[Kind]] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the graph on all its inputs; see the base class."""
+        with _as_captured(self._deterministic):
+            return self.run_programs(values)
 
 
 @contextmanager

@@ -73,17 +73,33 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
         """
+        return self._finished(self._exported(batch, training))
+
+    def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
+        """Exports a call, for inputs' dtypes, as :meth:`build` does.
+
+        Returns:
+            The forward pass, and the backward passes, the one that takes most gradients last.
+
+        Raises:
+            ExportError: If the module can't be exported.
+        """
+        found = self._exported(inputs, True)
+        return found.step, found.backward
+
+    def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                return self._build(batch, training)
+                return self._found_or_made(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
             recompute = dataclasses.replace(self.step.recompute, **_IDLE[error.option])
             step = dataclasses.replace(self.step, recompute=recompute)
-            return dataclasses.replace(self, step=step).build(batch, training)
+            return dataclasses.replace(self, step=step)._exported(batch, training)
 
-    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
+    def _found_or_made(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
+        """Finds the export in the cache, or makes it; says so in the log."""
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         if not is_tested():
@@ -105,16 +121,19 @@ class GraphBuilder:
             meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             found = made() if answer is None else Export.from_bytes(answer)
-        graph = dataclasses.replace(found.step, kept=found.kept)
         if training and self.depends_on_modes is not None:
-            parts = dict(StepModule(self.step).named_modules())
+            parts = dict(self.step.module().named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})
-        self._log_export(found, graph, time.perf_counter() - start)
-        if graph.fixed:
+        self._log_export(found, time.perf_counter() - start)
+        if found.step.fixed:
             places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))
             places = f". {places}" if places else ""
-            sizes = fixed_dimensions(graph.fixed)
+            sizes = fixed_dimensions(found.step.fixed)
             _log.warning("the model fixes %s: every other size needs its own export%s", sizes, places)
+        return found
+
+    def _finished(self, found: Export) -> Step:
+        graph = dataclasses.replace(found.step, kept=found.kept)
         if self.postprocess is not None:
             from ...step.postprocess import postprocessed
 
@@ -123,10 +142,11 @@ class GraphBuilder:
             _refuse_contrib_ops(graph)
         return graph
 
-    def _log_export(self, found: Export, graph: Step, seconds: float) -> None:
+    def _log_export(self, found: Export, seconds: float) -> None:
         for remark in found.remarks:
             _log.info("%s", remark)
-        kind = "training" if graph.training else "evaluation"
+        graph = found.step
+        kind = f"{graph.kind} and backward" if found.backward else graph.kind
         kernels = ", computed by PyTorch's kernels" if graph.programs else ""
         if found.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)

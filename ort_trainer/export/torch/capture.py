@@ -17,7 +17,7 @@ from unittest import mock
 import numpy
 import sympy
 import torch
-from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph as autograd_graph
 from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
@@ -74,7 +74,8 @@ class Capture:
     @property
     def fake_mode(self) -> Any:
         """The fake mode of the inputs; its ``shape_env`` has the symbolic sizes and the conditions on them."""
-        return self.inputs[0].fake_mode  # type: ignore[attr-defined]
+        values = (node.meta.get("val") for node in self.exported.graph.nodes)
+        return next(value.fake_mode for value in (*self.inputs, *values) if isinstance(value, FakeTensor))
 
 
 @contextlib.contextmanager
@@ -268,8 +269,8 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
         )
 
 
-def _refuse_hooks(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
+def _refuse_hooks(module: StepModule) -> None:
+    for name, parameter in () if module.hooks_of_parameters else module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ExportError(f"parameter {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
     for name, part in module.named_modules():

@@ -26,7 +26,7 @@ from .step_module import (
     unset_labels,
 )
 
-__all__ = ["describe", "name_sample"]
+__all__ = ["describe", "input_shapes", "name_sample"]
 
 # Inputs of Hugging Face models with one entry per token of the sequence.
 _ALONG_THE_SEQUENCE = ("attention_mask", "token_type_ids", "position_ids")
@@ -124,7 +124,7 @@ def describe(
         **{name: value for name, value in batch.items() if argument_of(name) not in labels},
         **{name: value for name, value in batch.items() if argument_of(name) in labels},
     }
-    inputs = [(name, list(shape)) for name, shape in _input_shapes(batch).items()]
+    inputs = [(name, list(shape)) for name, shape in input_shapes(batch).items()]
 
     # forward() may do anything to Python objects; its side effects stay in the child.
     def found() -> list[tuple[str, list[str], bool]]:
@@ -180,7 +180,8 @@ def _labels(
     return labels
 
 
-def _input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str, ...]]:
+def input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str, ...]]:
+    """Returns the sizes of inputs, and names of those that are dynamic; see :func:`describe`."""
     first_sizes = {value.shape[0] for name, value in batch.items() if value.dim() and argument_of(name) == name}
     shapes: dict[str, tuple[int | str, ...]] = {}
     sequence: int | None = None

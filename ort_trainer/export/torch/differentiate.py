@@ -7,6 +7,7 @@ test each version of torch (``torch_versions.py``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +55,12 @@ class FlatGraph:
         state: Placeholder -> canonical name of the model's parameter or buffer.
         constants: Placeholder -> value, for tensors that are not the model's parameters or buffers.
         batch: Placeholder -> index of the batch input.
-        tangent: The placeholder of the loss scale; None for evaluation.
+        tangents: Placeholder -> index of the output whose gradient it takes; of a step's loss, it is the loss scale.
         outputs: Results of the captured module, in order.
         gradients: Canonical name of a parameter -> its gradient.
+        input_gradients: Index of a batch input that requires grad -> its gradient.
         buffer_updates: Canonical name of a buffer -> its new value.
+        input_updates: Index of a batch input that is changed in place -> its new value.
         symbols: The symbolic sizes.
         index_ranges: The ranges that operators allow for inputs used as indices.
     """
@@ -66,12 +69,31 @@ class FlatGraph:
     state: dict[torch.fx.Node, str]
     constants: dict[torch.fx.Node, torch.Tensor]
     batch: dict[torch.fx.Node, int]
-    tangent: torch.fx.Node | None
+    tangents: dict[torch.fx.Node, int]
     outputs: list[torch.fx.Node]
     gradients: dict[str, torch.fx.Node]
+    input_gradients: dict[int, torch.fx.Node]
     buffer_updates: dict[str, torch.fx.Node]
+    input_updates: dict[int, torch.fx.Node]
     symbols: SymbolTable
     index_ranges: Sequence[IndexRange] = ()
+
+    @property
+    def tangent(self) -> torch.fx.Node | None:
+        """The placeholder of a step's loss scale; None for evaluation."""
+        return next(iter(self.tangents), None)
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Makes the results those nodes that replace them while the context is active."""
+        (end,) = self.module.graph.find_nodes(op="output")
+        several = (self.gradients, self.input_gradients, self.buffer_updates, self.input_updates)
+        end.args = ((*self.outputs, *(node for part in several for node in part.values())),)
+        yield
+        found = iter(end.args[0])
+        self.outputs[:] = itertools.islice(found, len(self.outputs))
+        for part in several:
+            part.update(zip(part, found))  # type: ignore[call-overload] # noqa: B905 - the next part takes the rest
 
     def read_sizes_from_batch(self) -> None:
         """Makes the graph read symbolic sizes from batch inputs: reading from an activation would keep it alive."""
@@ -259,7 +281,7 @@ def _sort(
     joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
 ) -> FlatGraph:
     """Sorts placeholders and results by AOTAutograd's descriptors."""
-    result = FlatGraph(joint, {}, {}, {}, None, [], {}, {}, symbols)
+    result = FlatGraph(joint, {}, {}, {}, {}, [], {}, {}, {}, {}, symbols)
     placeholders: dict[str, torch.fx.Node] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         what = node.meta["desc"]
@@ -274,7 +296,8 @@ def _sort(
         elif isinstance(what, PlainAOTInput):
             result.batch[node] = what.idx
         elif isinstance(what, TangentAOTInput):
-            result.tangent = node
+            assert isinstance(what.output, PlainAOTOutput)
+            result.tangents[node] = what.output.idx
         else:
             raise ExportError(_unsupported_input(what, joint.graph))
     _lift_attributes(joint, result.constants)
@@ -289,6 +312,8 @@ def _sort(
         elif isinstance(what, GradAOTOutput):
             if isinstance(what.grad_of, ParamAOTInput):
                 _add_gradient(result, known[what.grad_of.target], node)
+            elif isinstance(what.grad_of, PlainAOTInput):
+                result.input_gradients[what.grad_of.idx] = node
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, known, result)
         else:
@@ -345,7 +370,8 @@ def _sort_mutation(
             f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
             "outside forward(), or make it a buffer"
         )
-    # An in-place change of a batch input is ignored: the tensor is the caller's.
+    elif isinstance(mutated, PlainAOTInput):
+        result.input_updates[mutated.idx] = node
 
 
 def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.errors import ExportError
+from ...step import Step
 from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
+from .call import ExportedCall
 from .capture import Capture, capture
 from .explain import forward_line, may_be_sizes
 from .fingerprint import NoFingerprint, fingerprint
 from .index_ranges import find_index_ranges
-from .step_module import ExportedStep, StepModule
+from .step_module import ExportedStep
 
 if TYPE_CHECKING:
     from .differentiate import FlatGraph
@@ -90,7 +92,7 @@ class _Exporter:
         self._inputs = step.description.inputs
         self._sample = [batch[entry.name] for entry in self._inputs]
         self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
-        self._module = StepModule(step)
+        self._module = step.module()
         self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
         self._read: tuple[str, ...] = ()
         self._key = ""  # in the cache; empty for what can't be cached
@@ -105,7 +107,8 @@ class _Exporter:
                 refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
         if isinstance(graph, Export):
             return dataclasses.replace(graph, modes_read=self._read)
-        if training and not graph.gradients:
+        of_call = isinstance(step, ExportedCall)
+        if training and not graph.gradients and not of_call:
             raise ExportError(
                 "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
@@ -115,17 +118,25 @@ class _Exporter:
         from .recompute import apply_recompute, asks_for_recomputation
 
         draws = Draws(step.fast_random, self._for_kernels)
-        random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
-        if self._for_kernels and asks_for_recomputation(step.recompute, graph):
+        with graph.following():
+            random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
+        if self._for_kernels and not of_call and asks_for_recomputation(step.recompute, graph):
             raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
         if not training:
             described = zip(step.description.outputs, graph.outputs, strict=True)
             graph.read_sizes_from_needed_inputs([node for entry, node in described if not entry.is_loss])
-        elif not self._for_kernels:
+        elif not self._for_kernels and not of_call:
             apply_recompute(step.recompute, graph, random, step.model)
-        made = assemble(step, graph, random, self._for_kernels, self._stage)
+        backward: tuple[Step, ...] = ()
+        if isinstance(step, ExportedCall):
+            from .assemble_call import assemble_call
+
+            made, backward = assemble_call(step, graph, random, self._for_kernels, self._stage)
+        else:
+            made = assemble(step, graph, random, self._for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
-        return self._kept(Export(dataclasses.replace(made, stored=made.serialized()), reasons, self._read))
+        made = dataclasses.replace(made, stored=made.serialized())
+        return self._kept(Export(made, reasons, self._read, backward=backward))
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -141,6 +152,8 @@ class _Exporter:
         failure: ExportError | None = None
         while True:
             stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
+            if isinstance(self._step, ExportedCall):
+                stand_in = self._step.as_leaves(stand_in)
             autocast = self._step.autocast_for(self._sample)
             self._stage("capture")
             try:
@@ -153,7 +166,9 @@ class _Exporter:
                 self._stage("differentiate")
                 from .differentiate import differentiate  # takes seconds; a cached graph does not need it
 
-                ranges = find_index_ranges(captured, self._step.description)  # before operators are replaced
+                # Before operators are replaced. Indices of a call may be computed; the kernels check them.
+                described = None if isinstance(self._step, ExportedCall) else self._step.description
+                ranges = () if described is None else find_index_ranges(captured, described)
                 autocast = self._step.autocast_for(self._sample)
                 found = differentiate(captured, self._module, self._inputs, autocast, self._for_kernels)
                 found = dataclasses.replace(found, index_ranges=ranges)

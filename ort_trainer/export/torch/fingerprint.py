@@ -18,7 +18,7 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -72,7 +72,7 @@ def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, train
     digest = hashlib.sha256()
     for line in (
         *_environment(),
-        *_step(step, training, captured.inputs[0].device),
+        *_step(step, training, [value.device for value in captured.inputs]),
         *_tensors(captured, module),
         *_sizes(captured),
         *_graph_module(captured.exported.graph_module),
@@ -112,8 +112,8 @@ def _versions() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _step(step: ExportedStep, training: bool, device: torch.device) -> Iterator[str]:
-    yield f"training {training} device {device}"
+def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) -> Iterator[str]:
+    yield f"{type(step).__name__} training {training} device {device}"
     yield f"trainable {sorted(step.trainable)}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
     yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"

@@ -23,7 +23,7 @@ from .describe import describe, name_sample
 from .guard import Guard
 from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
-__all__ = ["TorchSource"]
+__all__ = ["TorchSource", "recompute_options"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -172,7 +172,7 @@ class TorchSource(ModelSource):
             autocast=autocast_dtype(self._options),
             opset=internal.onnx_opset_version,
             simplified=internal.enable_internal_postprocess,
-            recompute=_recompute_options(self._options),
+            recompute=recompute_options(self._options),
             kernels="onnxruntime" if portable else self._kernels(),
             fast_random=self._options.utils.random_numbers == "fast",
         )
@@ -186,7 +186,8 @@ class TorchSource(ModelSource):
         )
 
 
-def _recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+def recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:
+    """Returns what options ask to compute again in the backward pass."""
     chosen = options.graph_transformer
     return RecomputeOptions(
         attention_dropout=chosen.attn_dropout_recompute,

@@ -36,7 +36,7 @@ from .operators.execution_order import AFTER
 from .step_module import RecomputeOptions
 from .symbols import size_in_bytes
 
-__all__ = ["apply_recompute", "asks_for_recomputation"]
+__all__ = ["apply_recompute", "asks_for_recomputation", "values_to_recompute"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -59,6 +59,9 @@ _PASSED = frozenset(
 )
 _GELU = ("aten.gelu.default", "aten.gelu_backward.default")
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
+# Masks and noises, of 1 byte or as they are: kept, as drawing them again takes long.
+_DRAWN = (torch.ops.ort_trainer.noise.default, torch.ops.ort_trainer.draw_mask.default)
+_DROPOUTS = (aten.mul.Tensor, torch.ops.ort_trainer.apply_mask.default)
 _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
@@ -85,6 +88,28 @@ def apply_recompute(
         ExportError: If an option names something that the model does not have.
     """
     graph = _JointGraph(found, random)
+    regions = _regions(options, graph, random, model)
+    if regions or options.cheap:
+        found.read_sizes_from_batch()
+    _recompute_regions(graph, regions)
+    if options.cheap:
+        graph = _JointGraph(found, random)
+        _recompute_regions(graph, _cheap_regions(graph))
+
+
+def values_to_recompute(
+    options: RecomputeOptions, found: FlatGraph, random: Mapping[Node, RandomInput], model: nn.Module
+) -> set[Node]:
+    """Returns the forward values that a separate backward pass computes again; see :func:`apply_recompute`."""
+    graph = _JointGraph(found, random)
+    regions = _regions(options, graph, random, model) + (_cheap_regions(graph) if options.cheap else [])
+    return set().union(*(_inside(graph, region) for region in regions))
+
+
+def _regions(
+    options: RecomputeOptions, graph: _JointGraph, random: Mapping[Node, RandomInput], model: nn.Module
+) -> list[_Region]:
+    """Returns the regions that the options name and the model checkpoints."""
     regions: dict[Any, _Region] = {}
     taken: dict[Node, _Region] = {}
 
@@ -112,12 +137,7 @@ def apply_recompute(
                 if source in taken and not taken[source].keep_results:
                     taken[node] = taken[source]
                     taken[node].nodes.add(node)
-    if regions or options.cheap:
-        found.read_sizes_from_batch()
-    _recompute_regions(graph, list(regions.values()))
-    if options.cheap:
-        graph = _JointGraph(found, random)
-        _recompute_regions(graph, _cheap_regions(graph))
+    return list(regions.values())
 
 
 @dataclass
@@ -135,22 +155,22 @@ class _Region:
 
 
 class _JointGraph:
-    """A joint graph, divided into the nodes that depend on the loss scale (``backward``) and those that do not."""
+    """A joint graph, divided into the nodes that depend on tangents (``backward``) and those that do not."""
 
     def __init__(self, found: FlatGraph, random: Collection[Node]) -> None:
-        assert found.tangent is not None
         self.graph = found.module.graph
         self.position = {node: number for number, node in enumerate(self.graph.nodes)}
-        self.backward = {found.tangent}
+        self.backward = {*found.tangents}
         for node in self.graph.nodes:
             if any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         (end,) = self.graph.find_nodes(op="output")
         self.backward.discard(end)
-        self.forward = _ancestors([*found.outputs, *found.buffer_updates.values()])
+        updates = (*found.buffer_updates.values(), *found.input_updates.values())
+        self.forward = _ancestors([*found.outputs, *updates])
         self.results = {*found.gradients.values()}
-        noises = self.graph.find_nodes(op="call_function", target=torch.ops.ort_trainer.noise.default)
-        self.random = frozenset(random) | {*noises}
+        drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
+        self.random = frozenset(random).union(*drawn)
         # Always in memory: reading them again keeps nothing alive.
         self.free = {*found.state, *found.constants, *self.random}
         self.candidates = [
@@ -186,14 +206,19 @@ def _ancestors(nodes: Iterable[Node], within: Collection[Node] | None = None) ->
     return found
 
 
+def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
+    """Returns the nodes of a region that are recomputed."""
+    if not region.keep_results:
+        return region.nodes
+    outside = graph.forward - region.nodes
+    return {n for n in region.nodes if not any(user in outside and _has_tensors(user) for user in n.users)}
+
+
 def _recompute_regions(graph: _JointGraph, regions: list[_Region]) -> None:
     """Copies every region to where the backward pass reads it first."""
     jobs = []
     for region in regions:
-        inside = region.nodes
-        if region.keep_results:
-            results = {n for n in inside if any(u in graph.forward - inside and _has_tensors(u) for u in n.users)}
-            inside = inside - results
+        inside = _inside(graph, region)
         values = graph.read_by_backward(inside)
         readers = {user for value in values for user in value.users if user in graph.backward and _has_tensors(user)}
         if readers:
@@ -286,10 +311,10 @@ def _layers(graph: _JointGraph, model: nn.Module, count: int) -> dict[Node, str]
 
 def _attention_dropouts(graph: _JointGraph, random: Mapping[Node, RandomInput]) -> dict[Node, Node]:
     """Returns the dropouts of softmax results and the nodes that pass them on, each with its dropout."""
-    masks = {node for node in graph.random if node not in random or random[node].kind == "bernoulli"}
+    masks = {node for node in graph.random if node not in random or random[node].kind in ("bernoulli", "mask")}
     found: dict[Node, Node] = {}
     for node in graph.candidates:
-        if node.target is aten.mul.Tensor and node in graph.forward:
+        if node.target in _DROPOUTS and node in graph.forward:
             given = [source for source in node.all_input_nodes if source not in masks]
             if len(given) == 1 and masks & {*node.all_input_nodes} and _is_softmax(given[0]):
                 found[node] = node
@@ -324,7 +349,7 @@ def _gelus(graph: _JointGraph) -> dict[Node, Any]:
             found[node] = modules[-1]
         elif str(node.meta.get("original_aten")) in _GELU:  # a copy of the operator, so compare names
             found[node] = node.meta.get("seq_nr")
-        elif node.target in _PASSED or (node.target is aten.mul.Tensor and graph.random & {*node.all_input_nodes}):
+        elif node.target in _PASSED or (node.target in _DROPOUTS and graph.random & {*node.all_input_nodes}):
             source = next((source for source in node.all_input_nodes if source in found), None)
             if source is not None:
                 found[node] = found[source]
@@ -379,7 +404,7 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
 
 
 def _is_cheap(node: Node) -> bool:
-    if node.target in _PASSED or node.target in _NORMS:
+    if node.target in (*_PASSED, *_NORMS, *_DROPOUTS):
         return True
     if getattr(node.target, "__name__", "") == "getitem":
         return node.all_input_nodes[0].target in _NORMS

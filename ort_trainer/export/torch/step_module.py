@@ -99,7 +99,12 @@ class ExportedStep:
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
-        return torch.autocast(sample[0].device.type, self.autocast or torch.float16, enabled=self.autocast is not None)
+        device = next((value.device.type for value in (*sample, *self.model.parameters())), "cpu")
+        return torch.autocast(device, self.autocast or torch.float16, enabled=self.autocast is not None)
+
+    def module(self) -> StepModule:
+        """Returns the step as a function of flat tensors."""
+        return StepModule(self)
 
 
 def canonical_names(model: nn.Module, within: nn.Module | None = None) -> dict[str, str]:
@@ -332,8 +337,11 @@ class StepModule(nn.Module):
     the loss scale.
 
     Attributes:
+        hooks_of_parameters: Whether autograd runs the hooks of parameters, because it gets their gradients.
         left: Attributes in which the last run left tensors.
     """
+
+    hooks_of_parameters = False
 
     def __init__(self, step: ExportedStep) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from ..borrow import BORROWED
 from ..step_module import canonical_names, content_of
 from .shared_tensors import SharedTensors
 
-__all__ = ["Guard", "ModelWatch"]
+__all__ = ["Guard", "ModelChangedError", "ModelWatch"]
 
 _log = logging.getLogger(__name__)
 _OWN_OF_MODULE = frozenset(nn.Module().__dict__)
@@ -35,6 +35,10 @@ _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 # Containers with more entries or deeper nesting are not watched: comparing them at every step is too slow.
 _MOST_ENTRIES, _DEEPEST = 1000, 4
 _Reader = tuple[str, Callable[[], Any]]
+
+
+class ModelChangedError(RuntimeError):
+    """A model has other modules or parameters than before."""
 
 
 class Guard:
@@ -112,6 +116,8 @@ class ModelWatch:
         model: The model.
         trainable: Canonical names of the parameters that may be trained.
         frozen: Names of parameters that are never trained, even if they require grad.
+        own_modes: Whether a training step runs in the modes that the modules are in, even if all are in evaluation
+            mode.
 
     Attributes:
         modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
@@ -119,8 +125,11 @@ class ModelWatch:
         last_change: What the last call of :meth:`variant` found changed; empty if nothing.
     """
 
-    def __init__(self, model: nn.Module, trainable: Collection[str], frozen: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, trainable: Collection[str], frozen: Collection[str], own_modes: bool = False
+    ) -> None:
         self._model = model
+        self._as_they_are = own_modes
         self._may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
         self._modules = _modules(model)
@@ -242,7 +251,9 @@ class ModelWatch:
                 "optimizer state: make the trainer while they require grad, then freeze them with "
                 "requires_grad_(False) until they are to be trained"
             )
-        if all(training):
+        if self._as_they_are:
+            self._own_modes = training
+        elif all(training):
             self._own_modes = None
         elif any(training):
             if not training[0] and self._own_modes != training:
@@ -321,7 +332,7 @@ class ModelWatch:
 
     def _refuse(self, changes: list[str]) -> None:
         if changes:
-            raise RuntimeError(
+            raise ModelChangedError(
                 f"the model has changed since the trainer was made: {'; '.join(sorted(changes)[:5])}"
                 f"{'; ...' if len(changes) > 5 else ''}. The graphs and the optimizer's state belong to the former "
                 "model: undo the change, or make a new trainer and load the state that still fits with strict=False"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -14,12 +14,13 @@ from ....engine.programs.program import Order
 from ....options import InputDescription
 from ....step.emitter import Names
 from ..differentiate import FlatGraph
+from ..symbols import SymbolTable
 from .encode import Encoder
 from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
-__all__ = ["ProgramModel", "program_model"]
+__all__ = ["ProgramModel", "build", "program_model"]
 
 aten = torch.ops.aten
 Named = Sequence[tuple[Node, str]]
@@ -63,7 +64,38 @@ def program_model(
     end.args = (tuple(_widened(node, end) for node, _ in results),)
     rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
-    builder = _Builder(found, inputs, results, batch)
+    sizes: dict[str, tuple[Node, int]] = {}
+    for node, entry in batch:
+        for axis, size in enumerate(entry.shape):
+            if isinstance(size, str):
+                sizes.setdefault(size, (node, axis))
+    return build(graph, inputs, results, found.constants, found.symbols, sizes)
+
+
+def build(
+    graph: torch.fx.Graph,
+    inputs: Named,
+    results: Named,
+    constants: Mapping[Node, torch.Tensor],
+    symbols: SymbolTable,
+    sizes: Mapping[str, tuple[Node, int]],
+    ordered: Collection[Node] = (),
+) -> ProgramModel:
+    """Returns a model that computes a graph as it is.
+
+    Args:
+        graph: The graph.
+        inputs: Placeholders with the names of the model's inputs, in order.
+        results: Nodes with the names of the model's outputs, in order.
+        constants: Placeholder -> value, for constants.
+        symbols: The symbolic sizes.
+        sizes: Symbolic size -> an input and an axis that have it.
+        ordered: The inputs and results that keep their order in memory; others are contiguous.
+
+    Raises:
+        ExportError: If a program can't run an operator of the graph.
+    """
+    builder = _Builder(graph, inputs, results, constants, symbols, sizes, ordered)
     return ProgramModel(builder.model(), builder.programs, builder.operators)
 
 
@@ -93,19 +125,23 @@ def _widened(result: Node, end: Node) -> Node:
 
 class _Builder:
     def __init__(
-        self, found: FlatGraph, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+        self,
+        graph: torch.fx.Graph,
+        inputs: Named,
+        results: Named,
+        constants: Mapping[Node, torch.Tensor],
+        symbols: SymbolTable,
+        sizes: Mapping[str, tuple[Node, int]],
+        ordered: Collection[Node],
     ) -> None:
-        self._inputs, self._results, self._constants = inputs, results, found.constants
-        self._symbols = found.symbols
-        self._sizes: dict[str, tuple[Node, int]] = {}
-        for node, entry in batch:
-            for axis, size in enumerate(entry.shape):
-                if isinstance(size, str):
-                    self._sizes.setdefault(size, (node, axis))
-        self._programs = partition(found.module.graph)
+        self._inputs, self._results, self._constants = inputs, results, constants
+        self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
+        self._programs = partition(graph)
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
-        self._orders: dict[Node, Order] = {}
+        self._orders: dict[Node, Order] = {
+            node: memory_order(node.meta["val"]) for node, _ in inputs if node in ordered
+        }
         self.programs: dict[str, str] = {}
         self.operators: dict[str, list[Node]] = {}
         self._outputs: dict[str, ir.Value] = {}
@@ -160,7 +196,8 @@ class _Builder:
     def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> list[ir.Value]:
         """Adds the node of a program."""
         for node in results:
-            self._orders[node] = None if node in names else memory_order(node.meta["val"])
+            keeps = node not in names or node in self._ordered
+            self._orders[node] = memory_order(node.meta["val"]) if keeps else None
         encoder = Encoder(self._symbols, self._sizes, self._orders)
         program = encoder.write(nodes, results)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]

@@ -1,0 +1,229 @@
+"""Assembles the graphs of a call from its joint graph: one for the forward pass, and one or two for the backward pass.
+
+The first backward graph takes only the gradient of the output that is probably differentiated, the loss; the last one
+takes the gradients of all outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...step import SIZES, RandomInput, Step, TensorSpec, dtype_name
+from ...step.emitter import Names
+from .call import ExportedCall
+from .differentiate import FlatGraph
+from .divide import Divided, Part, depends_on, divide, without
+from .programs.build import build
+from .programs.rewrites import rewrite
+from .recompute import values_to_recompute
+
+__all__ = ["assemble_call"]
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+Named = list[tuple[Node, str]]
+
+
+def assemble_call(
+    call: ExportedCall,
+    found: FlatGraph,
+    random: Mapping[Node, RandomInput],
+    for_kernels: bool,
+    stage: Callable[[str], None],
+) -> tuple[Step, tuple[Step, ...]]:
+    """Names every input and result of a joint graph, divides it, and lowers the parts.
+
+    Args:
+        call: What is exported.
+        found: The joint graph; it is consumed.
+        random: Its placeholders of random numbers.
+        for_kernels: Whether its nodes become programs of PyTorch's operators.
+        stage: Called with the name of each stage when it begins.
+
+    Returns:
+        The forward pass, and the backward passes, the one that takes most gradients last; none if nothing requires
+        grad.
+
+    Raises:
+        ExportError: If a graph can't be lowered.
+    """
+    return _Assembler(call, found, random, for_kernels, stage).steps()
+
+
+class _Assembler:
+    """Nodes are known by the names that they have in the joint graph; the parts' inputs and results by graph names."""
+
+    def __init__(
+        self,
+        call: ExportedCall,
+        found: FlatGraph,
+        random: Mapping[Node, RandomInput],
+        for_kernels: bool,
+        stage: Callable[[str], None],
+    ) -> None:
+        self._call, self._found, self._for_kernels, self._stage = call, found, for_kernels, stage
+        self._described = {entry.name: entry.shape for entry in call.description.inputs}
+        self._batch = {node.name: call.description.inputs[index].name for node, index in found.batch.items()}
+        self._inputs = random
+        self._names = names = Names([SIZES, *self._described])
+        self._random = {node.name: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
+        self._state = {node.name: names.unique(name) for node, name in found.state.items()}
+        self._outputs = [names.unique(f"output_{index}") for index in range(len(found.outputs))]
+        inputs = call.description.inputs
+        self._updated = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
+        self._changed = {
+            name: names.unique(f"{name}.updated") for name in (inputs[i].name for i in found.input_updates)
+        }
+        # Node of a tangent -> the output whose gradient it is.
+        self._tangents = {node.name: self._outputs[index] for node, index in found.tangents.items()}
+        self._constants = {node.name: value for node, value in found.constants.items()}
+        # What the backward pass may take of the forward pass, in addition to its inputs.
+        self._kept: dict[str, str] = {}
+
+    def steps(self) -> tuple[Step, tuple[Step, ...]]:
+        found, graph = self._found, self._found.module.graph
+        trained = [name for name, node in found.gradients.items() if node.meta["val"].numel()]
+        found.outputs[:] = map(_without_copy, found.outputs)
+        if self._for_kernels:
+            self._stage("translate")
+            with found.following():
+                rewrite(graph)
+        else:
+            found.read_sizes_from_batch()
+        of_forward = [*found.outputs, *found.buffer_updates.values(), *found.input_updates.values()]
+        of_backward = [found.gradients[name] for name in trained] + [*found.input_gradients.values()]
+        again = values_to_recompute(self._call.recompute, found, self._inputs, self._call.model)
+        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._for_kernels)
+        self._kept = {node.name: name for node, name in _named(of_forward, self._own_results)}
+        self._kept |= {name: self._names.unique(f"saved_{index}") for index, name in enumerate(divided.saved)}
+        forward = self._forward(divided)
+        return forward, self._backwards(divided.backward, trained, of_forward) if of_backward else ()
+
+    @property
+    def _own_results(self) -> list[str]:
+        """What the forward pass returns, without what is only saved."""
+        return [*self._outputs, *self._updated.values(), *self._changed.values()]
+
+    def _forward(self, divided: Divided) -> Step:
+        found, part = self._found, divided.forward
+        saved = [self._kept[name] for name in divided.saved]
+        results = _named(part.results, [*self._own_results, *saved])
+        guards, frozen = found.symbols.guards()
+        step = Step(
+            kind="forward",
+            inputs=tuple(
+                TensorSpec(name, dtype_name(part.inputs[node].meta["val"].dtype), self._described[name])
+                for node, name in self._batch.items()
+            ),
+            outputs=tuple(self._spec(node, name) for node, name in results[: len(self._outputs)]),
+            loss="",
+            state={name: self._state[node.name] for node, name in found.state.items()},
+            buffer_updates=self._updated,
+            input_updates=self._changed,
+            saved=tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :]),
+            random=tuple(self._random.values()),
+            guards=tuple(guards),
+            fixed={**frozen, **found.symbols.fixed},
+        )
+        random = {node: spec.name for node, spec in self._random.items()}
+        names = {**self._state, **self._batch, **random}
+        inputs = [(part.inputs[node], name) for node, name in names.items()]
+        sizes: dict[str, tuple[Node, int]] = {}
+        for node, name in self._batch.items():
+            for axis, size in enumerate(self._described[name]):
+                if isinstance(size, str):
+                    sizes.setdefault(size, (part.inputs[node], axis))
+        return self._lowered(step, part, inputs, results, sizes)
+
+    def _spec(self, node: Node, name: str) -> TensorSpec:
+        fake = node.meta["val"]
+        return TensorSpec(name, dtype_name(fake.dtype), self._found.symbols.shape(fake))
+
+    def _backwards(self, part: Part, trained: Sequence[str], outputs: Sequence[Node]) -> tuple[Step, ...]:
+        found = []
+        if len(self._tangents) > 1:
+            sizes = dict(zip(self._outputs, (node.meta["val"].numel() for node in outputs), strict=False))
+            numbers = [tangent for tangent, output in self._tangents.items() if sizes[output] == 1]
+            found.append(self._backward(_copied(part), trained, [*numbers, *self._tangents][:1]))
+        return (*found, self._backward(part, trained, list(self._tangents)))
+
+    def _backward(self, part: Part, trained: Sequence[str], given: Sequence[str]) -> Step:
+        tangents = {part.inputs[node]: node for node in self._tangents if node in part.inputs}
+        absent = [node for node, tangent in tangents.items() if tangent not in given]
+        if absent:
+            without(part, tangents, absent)
+        depends = depends_on(part, tangents)
+        needing = [self._call.description.inputs[index].name for index in self._found.input_gradients]
+        own = Names([SIZES, *self._state.values(), *self._described, *self._kept.values()])
+        names = [own.unique(f"{name}.grad") for name in (*trained, *needing)]
+        results = _named(part.results, names)
+        present = {name for _, name in results}
+        gradient_of = {node: own.unique(f"{self._tangents[node]}.grad") for node in given if node in part.inputs}
+        random = {node: spec.name for node, spec in self._random.items()}
+        taken = {**self._state, **self._batch, **random, **self._kept, **gradient_of}
+        inputs = [(node, taken[name]) for name, node in part.inputs.items() if name in taken and node.users]
+        dimensions = list(dict.fromkeys(s for shape in self._described.values() for s in shape if isinstance(s, str)))
+        sizes: dict[str, tuple[Node, int]] = {}
+        specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in inputs]
+        if dimensions and self._for_kernels:
+            with part.module.graph.inserting_before(next(iter(part.module.graph.nodes))):
+                source = part.module.graph.placeholder(SIZES)
+            source.meta["val"] = torch.empty((0, *(2 for _ in dimensions)))
+            inputs.append((source, SIZES))
+            specs.append(TensorSpec(SIZES, "float32", (0, *dimensions)))
+            sizes = {name: (source, axis) for axis, name in enumerate(dimensions, 1)}
+        step = Step(
+            kind="backward",
+            inputs=tuple(specs),
+            outputs=(),
+            loss="",
+            state={},
+            gradients={key: name for key, name in zip(trained, names, strict=False) if name in present},
+            input_gradients={
+                key: name for key, name in zip(needing, names[len(trained) :], strict=True) if name in present
+            },
+            tangents={self._tangents[node]: name for node, name in gradient_of.items() if part.inputs[node].users},
+            depends={
+                name: tuple(sorted(self._tangents[tangents[tangent]] for tangent in depends[node]))
+                for node, name in results
+            },
+        )
+        return self._lowered(step, part, inputs, results, sizes)
+
+    def _lowered(
+        self, step: Step, part: Part, inputs: Named, results: Named, sizes: Mapping[str, tuple[Node, int]]
+    ) -> Step:
+        constants = {part.inputs[name]: value for name, value in self._constants.items() if name in part.inputs}
+        if not self._for_kernels:
+            from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
+
+            call = self._call
+            model, _ = to_onnx(part.module, inputs, results, constants, call.opset, call.simplified, self._stage)
+            step = dataclasses.replace(step, stored=model)
+        else:
+            saved = {name for name in self._kept.values() if name not in self._own_results}
+            ordered = {node for node, name in (*inputs, *results) if name in saved}
+            graph, symbols = part.module.graph, self._found.symbols
+            made = build(graph, inputs, results, constants, symbols, sizes, ordered)
+            step = dataclasses.replace(step, stored=made.model, programs=made.programs)
+        return dataclasses.replace(step, stored=step.serialized())
+
+
+def _named(nodes: Sequence[Node | None], names: Sequence[str]) -> Named:
+    return [(node, name) for node, name in zip(nodes, names, strict=True) if node is not None]
+
+
+def _without_copy(node: Node) -> Node:
+    """Returns what an output is a copy of; see ``CallModule.run``."""
+    return node.args[0] if node.target is aten.clone.default else node  # type: ignore[return-value]
+
+
+def _copied(part: Part) -> Part:
+    module = copy.deepcopy(part.module)
+    named = {node.name: node for node in module.graph.nodes}
+    results = [None if node is None else named[node.name] for node in part.results]
+    return Part(module, {name: named[node.name] for name, node in part.inputs.items()}, results)

@@ -1,0 +1,176 @@
+"""``ORTModule``: a module that runs as graphs in the user's own loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import shown
+from ..options import ORTTrainerOptions
+from .graphs import CallGraphs
+
+__all__ = ["ORTModule"]
+
+# What a wrapper and its module have in common, so that parameters have the same names in both, and hooks for state
+# dicts run however they are called.
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given")})
+
+
+_OPTIONS = (
+    *("utils.kernels", "utils.random_numbers", "utils.cache_exports", "utils.memory_efficient_gradient"),
+    *(
+        "graph_transformer",
+        "debug.deterministic_compute",
+        "session_options",
+        "provider_options",
+        "_internal_use.onnx_opset_version",
+    ),
+)
+
+
+class ORTModule(nn.Module):
+    """A module whose forward and backward pass run as graphs of PyTorch's kernels.
+
+    It is called as the module itself, in any loop, and ``loss.backward()`` adds to ``p.grad`` of the module's own
+    parameters. Parameters, buffers, submodules and attributes are the module's, under the names that they have there.
+
+    The first call with arguments of some structure, in some mode, exports the module, which takes seconds. Before, it
+    runs the module once, to see what it returns.
+
+    Args:
+        module: The module.
+        options: Options for its graphs, as for ``ORTTrainer``: of ``utils``, ``kernels``, ``random_numbers``,
+            ``cache_exports`` and ``memory_efficient_gradient``; ``graph_transformer``, with what is computed again in
+            the backward pass; ``debug.deterministic_compute``; with ONNX Runtime's kernels, ``session_options``,
+            ``provider_options`` and ``_internal_use.onnx_opset_version``.
+
+    Attributes:
+        module: The module inside.
+
+    Raises:
+        TypeError: If it is not a module, or a wrapped one.
+        ValueError: If an option has no effect here.
+
+    Example:
+        >>> model = ORTModule(model)
+        >>> loss = model(x, labels=y).loss
+        >>> loss.backward()
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, options: ORTTrainerOptions | Mapping[str, Any] | None = None) -> None:
+        _check(module)
+        modes = module.training
+        vars(self)["module"] = module
+        super().__init__()
+        module.training = modes
+        for key in _SHARED:
+            vars(self)[key] = vars(module)[key]
+        vars(self)["_given"] = options
+        vars(self)["_graphs"] = CallGraphs(module, _checked(options))
+        # Others replace it, as accelerate does for mixed precision, and read its signature.
+        vars(self)["forward"] = functools.update_wrapper(functools.partial(ORTModule._run, self), module.forward)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module returns."""
+        found, call, values = self._graphs.find(args, kwargs)
+        return found.result(call(values))
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> ORTModule:
+        """Sets the mode of the module; see :meth:`torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the module's state dict; see :meth:`torch.nn.Module.state_dict`."""
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads the module's state dict; see :meth:`torch.nn.Module.load_state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def apply(self, fn: Any) -> ORTModule:
+        """Calls a function with every submodule; see :meth:`torch.nn.Module.apply`."""
+        self.module.apply(fn)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.module._load_from_state_dict(*args)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ORTModule:
+        self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self):
+            return vars(self)[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *vars(self), *dir(self.module)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ORTModule, (self.module, self._given)
+
+    def __repr__(self) -> str:
+        return f"ORTModule({self.module!r})"
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, but {shown(module)} was given")
+    kind = type(module).__name__
+    if isinstance(module, ORTModule):
+        raise TypeError("module is an ORTModule already")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"module is a {kind}: wrap the module inside, {kind}(ORTModule(model.module))")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a TorchScript module, which can't be exported: use the original module")
+    if kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        raise TypeError("module is the result of torch.compile(): use the module inside, module._orig_mod")
+
+
+def _checked(options: ORTTrainerOptions | Mapping[str, Any] | None) -> ORTTrainerOptions:
+    found = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(dict(options or {}))
+    # Sections and the parts of an option have paths, too.
+    idle = [p for p in found.given if not any(f"{p}.".startswith(f"{o}.") or o.startswith(f"{p}.") for o in _OPTIONS)]
+    if idle:
+        raise ValueError(
+            f"options {idle} have no effect on an ORTModule, whose loop is the user's: leave them out. It has "
+            f"{list(_OPTIONS)}"
+        )
+    return found

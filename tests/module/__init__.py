@@ -1,0 +1,1 @@
+"""Tests of ``ORTModule``, against the module itself."""
