@@ -41,7 +41,7 @@ from .programs.rewrites import rewrite_forward
 from .step_module import StepModule, canonical_names
 from .symbols import SymbolTable
 
-__all__ = ["FlatGraph", "differentiate"]
+__all__ = ["FlatGraph", "differentiate", "lift_attributes"]
 
 aten = torch.ops.aten
 
@@ -93,7 +93,8 @@ class FlatGraph:
         found = iter(end.args[0])
         self.outputs[:] = itertools.islice(found, len(self.outputs))
         for part in several:
-            part.update(zip(part, found))  # type: ignore[call-overload] # noqa: B905 - the next part takes the rest
+            for key in part:
+                part[key] = next(found)  # type: ignore[index]
 
     def read_sizes_from_batch(self) -> None:
         """Makes the graph read symbolic sizes from batch inputs: reading from an activation would keep it alive."""
@@ -300,7 +301,7 @@ def _sort(
             result.tangents[node] = what.output.idx
         else:
             raise ExportError(_unsupported_input(what, joint.graph))
-    _lift_attributes(joint, result.constants)
+    lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
         if node is None:
@@ -374,8 +375,8 @@ def _sort_mutation(
         result.input_updates[mutated.idx] = node
 
 
-def _lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
-    """Turns the graph's tensor attributes into placeholders."""
+def lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:
+    """Turns a graph's tensor attributes into placeholders, and adds their values to ``constants``."""
     for node in joint.graph.find_nodes(op="get_attr"):
         value: Any = joint
         for part in str(node.target).split("."):

@@ -14,7 +14,7 @@ import torch
 from .programs.values import base_of
 from .symbols import number_of_elements
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "without"]
+__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "without"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -68,28 +68,28 @@ def divide(
     """
     graph = joint.graph
     inputs = graph.find_nodes(op="placeholder")
-    within = _needed(of_forward)
+    within = needed_for(of_forward)
     within |= {user for node in within for user in node.users if user.target is operator.getitem}
     within -= set(again)
-    later = _needed(of_backward, within)
+    later = needed_for(of_backward, within)
     read = [node for node in graph.nodes if node in within and any(user in later for user in node.users)]
     read += [node for node in of_backward if node in within and node not in read]
     saved = _bases(read, {*inputs, *of_forward})
     # The backward pass takes views of what is saved again.
-    later = _needed(of_backward, saved, sizes)
+    later = needed_for(of_backward, saved, sizes)
     taken = [node for node in inputs if node in later]
     tangents = [node for node in taken if "tangents" in str(node.target)]
-    backward = _part(joint, later, [*taken, *saved], of_backward, _users_of(tangents))
+    backward = part_of(joint, later, [*taken, *saved], of_backward, _users_of(tangents))
     own = [node for node in saved if node not in of_forward]
-    within = _needed([*of_forward, *own], (), sizes)
-    return Divided(_part(joint, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
+    within = needed_for([*of_forward, *own], (), sizes)
+    return Divided(part_of(joint, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
 
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _needed(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
+def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
     """Returns results and what they are computed from, without ``but``, and without sizes unless asked for."""
     found: set[Node] = set()
     waiting = list(results)
@@ -124,7 +124,7 @@ def _bases(saved: Sequence[Node], known: Collection[Node]) -> list[Node]:
     return [node for node in found if node.op != "placeholder"]
 
 
-def _part(
+def part_of(
     joint: torch.fx.GraphModule,
     nodes: Collection[Node],
     inputs: Sequence[Node],

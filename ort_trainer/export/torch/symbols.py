@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from ...step import Dim
 from .explain import LIBRARIES, shown_place
 
 __all__ = [
+    "SymbolNames",
     "SymbolTable",
     "hint",
     "is_choice_of_library",
@@ -62,7 +63,51 @@ def size_in_bytes(value: torch.Tensor) -> int:
     return number_of_elements(value) * int(value.element_size())
 
 
-class SymbolTable:
+class SymbolNames:
+    """Writes sizes as expressions over named dimensions.
+
+    Args:
+        names: torch's symbol -> name of the dimension.
+        sizes: Name of a dimension -> its size in the sample, to check expressions with.
+    """
+
+    def __init__(self, names: Mapping[sympy.Symbol, str], sizes: Mapping[str, int]) -> None:
+        self._names, self._sizes = names, sizes
+
+    def expression(self, size: int | torch.SymInt) -> Dim | None:
+        """Returns a size as an expression over described dimensions; None if it depends on the values of a batch."""
+        if isinstance(size, int):
+            return size
+        return self._print(size.node.expr)
+
+    def number(self, value: torch.SymFloat) -> float | str | None:
+        """Returns a number computed from sizes, such as a ratio, in the form of :meth:`expression`."""
+        expression = value.node.expr
+        if not expression.free_symbols:
+            return float(expression)
+        text = self._print(expression)
+        return text if isinstance(text, str) else None
+
+    def shape(self, value: torch.Tensor) -> tuple[Dim, ...] | None:
+        """Returns the shape of a traced tensor; None if any size depends on the values of a batch."""
+        sizes = [self.expression(size) for size in value.shape]
+        return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
+
+    def _print(self, expression: sympy.Basic) -> Dim | None:
+        if not expression.free_symbols <= set(self._names):
+            return None
+        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        if not named.free_symbols:
+            return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
+        try:
+            text = str(PythonPrinter().doprint(named))
+            evaluate(text, self._sizes)  # checks that it can be read back
+        except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
+            return None
+        return text
+
+
+class SymbolTable(SymbolNames):
     """Maps torch's symbols to the dimensions of the batch.
 
     Args:
@@ -84,40 +129,21 @@ class SymbolTable:
     ) -> None:
         self._shape_env = shape_env
         self._above_one = above_one
-        self._names: dict[sympy.Symbol, str] = {}
+        names: dict[sympy.Symbol, str] = {}
         for symbol, sources in shape_env.var_to_sources.items():
             for source in sources:
                 axis = getattr(source, "idx", None)
                 index = getattr(getattr(source, "base", None), "index", None)
                 if axis is not None and index is not None and isinstance(inputs[index].shape[axis], str):
-                    self._names[symbol] = str(inputs[index].shape[axis])
+                    names[symbol] = str(inputs[index].shape[axis])
         values = shape_env.backed_var_to_val
-        self._sizes = {name: int(values[symbol]) for symbol, name in self._names.items() if symbol in values}
+        super().__init__(names, {name: int(values[symbol]) for symbol, name in names.items() if symbol in values})
         self.fixed: dict[str, int] = {}
         for entry, shape in zip(inputs, shapes, strict=True):
             for described, size in zip(entry.shape, shape, strict=True):
                 value = self.expression(size)
                 if isinstance(described, str) and isinstance(value, int):
                     self.fixed[described] = value
-
-    def expression(self, size: int | torch.SymInt) -> Dim | None:
-        """Returns a size as an expression over described dimensions; None if it depends on the values of a batch."""
-        if isinstance(size, int):
-            return size
-        return self._print(size.node.expr)
-
-    def number(self, value: torch.SymFloat) -> float | str | None:
-        """Returns a number computed from sizes, such as a ratio, in the form of :meth:`expression`."""
-        expression = value.node.expr
-        if not expression.free_symbols:
-            return float(expression)
-        text = self._print(expression)
-        return text if isinstance(text, str) else None
-
-    def shape(self, value: torch.Tensor) -> tuple[Dim, ...] | None:
-        """Returns the shape of a traced tensor; None if any size depends on the values of a batch."""
-        sizes = [self.expression(size) for size in value.shape]
-        return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
 
     def guards(self) -> tuple[list[str], dict[str, int]]:
         """Returns the conditions under which the graph is valid.
@@ -146,19 +172,6 @@ class SymbolTable:
         # An equality fixes the size; an earlier bound may not.
         about.sort(key=lambda guard: not isinstance(guard.expr, sympy.Eq))
         return _line_of_condition(about[0].sloc) if about else ""
-
-    def _print(self, expression: sympy.Basic) -> Dim | None:
-        if not expression.free_symbols <= set(self._names):
-            return None
-        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
-        if not named.free_symbols:
-            return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
-        try:
-            text = str(PythonPrinter().doprint(named))
-            evaluate(text, self._sizes)  # checks that it can be read back
-        except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
-            return None
-        return text
 
 
 @contextlib.contextmanager

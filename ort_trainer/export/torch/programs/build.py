@@ -14,7 +14,7 @@ from ....engine.programs.program import Order
 from ....options import InputDescription
 from ....step.emitter import Names
 from ..differentiate import FlatGraph
-from ..symbols import SymbolTable
+from ..symbols import SymbolNames
 from .encode import Encoder
 from .partition import partition, used_by
 from .rewrites import rewrite
@@ -77,7 +77,7 @@ def build(
     inputs: Named,
     results: Named,
     constants: Mapping[Node, torch.Tensor],
-    symbols: SymbolTable,
+    symbols: SymbolNames,
     sizes: Mapping[str, tuple[Node, int]],
     ordered: Collection[Node] = (),
 ) -> ProgramModel:
@@ -130,7 +130,7 @@ class _Builder:
         inputs: Named,
         results: Named,
         constants: Mapping[Node, torch.Tensor],
-        symbols: SymbolTable,
+        symbols: SymbolNames,
         sizes: Mapping[str, tuple[Node, int]],
         ordered: Collection[Node],
     ) -> None:

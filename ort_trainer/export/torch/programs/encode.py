@@ -12,7 +12,7 @@ import torch
 from ....core.dims import symbols_of
 from ....engine.programs import Program
 from ....engine.programs.program import GETITEM, Order
-from ..symbols import SymbolTable
+from ..symbols import SymbolNames
 from .reuse import find_reuse
 from .values import Node, base_of, is_view, refuse, tensors_of
 
@@ -39,7 +39,7 @@ class Encoder:
     """
 
     def __init__(
-        self, symbols: SymbolTable, sizes: Mapping[str, tuple[Node, int]], orders: Mapping[Node, Order]
+        self, symbols: SymbolNames, sizes: Mapping[str, tuple[Node, int]], orders: Mapping[Node, Order]
     ) -> None:
         self._symbols, self._sizes, self._orders = symbols, sizes, orders
         self.inputs: list[Node] = []

@@ -1,0 +1,168 @@
+"""``torch.compile(model, backend="ort_trainer")``: the graphs that TorchDynamo captures, as programs.
+
+TorchDynamo captures the parts of a model between what it can't capture, and AOTAutograd differentiates them; both are
+PyTorch's. Each graph becomes a model of programs, as everywhere here. Random numbers are drawn as PyTorch draws them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...core.dims import evaluate
+from ...core.errors import ExportError, warn
+from ...engine.programs.runner import ProgramRunner
+from ...engine.torch_memory import TorchMemory
+from ...step import SIZES, Step, TensorSpec, dtype_name
+from .differentiate import lift_attributes
+from .divide import needed_for, part_of
+from .programs.build import build
+from .programs.rewrites import rewrite
+from .programs.values import base_of, memory_order
+from .symbols import SymbolNames, hint
+
+__all__ = ["ort_trainer"]
+
+Node = torch.fx.Node
+
+
+def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles a captured graph: the backend of ``torch.compile``.
+
+    Args:
+        module: The graph.
+        inputs: Its inputs, fake or real.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # takes a second
+
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_lowered)(module, inputs)
+    return compiled
+
+
+def _lowered(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Returns a flat graph as a function of a list, which it empties.
+
+    A graph with an operator that no program can run, such as one of another library, runs in PyTorch, with a warning.
+    """
+    try:
+        with _disable_current_modes():  # the constants of the graph are real
+            run = _Lowered(torch.fx.GraphModule(module, copy.deepcopy(module.graph))).run
+    except ExportError as error:
+        warn(f"torch.compile(backend='ort_trainer') lets PyTorch run a part of the model: {error}")
+        run = functools.partial(_run_in_pytorch, module)
+
+    def boxed(values: list[Any]) -> Sequence[Any]:
+        return run(values)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined] # it takes a list, which it empties
+    return boxed
+
+
+def _run_in_pytorch(module: torch.fx.GraphModule, values: list[Any]) -> Sequence[Any]:
+    found: Sequence[Any] = module(*values)
+    values.clear()
+    return found
+
+
+class _Lowered:
+    """A flat graph as programs.
+
+    Args:
+        module: The graph; it is consumed.
+
+    Raises:
+        ExportError: If no program can run an operator of it.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        graph = module.graph
+        constants: dict[Node, torch.Tensor] = {}
+        given = graph.find_nodes(op="placeholder")
+        lift_attributes(module, constants)
+        devices = {value.device.type for node in given if isinstance(value := node.meta["val"], torch.Tensor)}
+        if not devices <= {"cpu"}:
+            raise ExportError(f"programs of PyTorch's kernels run on the CPU, but inputs are on {sorted(devices)}")
+        rewrite(graph)
+        (end,) = graph.find_nodes(op="output")
+        returned = [node for node in end.args[0] if isinstance(node, Node) and _is_tensor(node)]
+        # Programs would copy inputs and views of them, such as transposed weights that are saved for the backward pass.
+        views = list(dict.fromkeys(node for node in returned if base_of(node) in given))
+        self._views = part_of(module, needed_for(views, sizes=True), given, views).module if views else None
+        tensors = dict.fromkeys(node for node in returned if node not in views)
+        # Sizes that the graph takes as numbers; programs read them from the shape of a tensor.
+        numbers = [at for at, node in enumerate(given) if not _is_tensor(node)]
+        known = {f"size_{at}": given[at].meta["val"] for at in numbers}
+        names = {size.node.expr: name for name, size in known.items() if isinstance(size, torch.SymInt)}
+        symbols = SymbolNames(
+            {expression: name for expression, name in names.items() if expression.is_Symbol},
+            {name: hint(size) for name, size in known.items()},
+        )
+        self._numbers = dict(zip(known, numbers, strict=True))
+        self._taken = [at for at, node in enumerate(given) if _is_tensor(node)]
+        named = [(given[at], f"input_{at}") for at in self._taken]
+        specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in named]
+        sizes: dict[str, tuple[Node, int]] = {}
+        if numbers:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                source = graph.placeholder(SIZES)
+            source.meta["val"] = torch.empty((0, *(2 for _ in numbers)))
+            named.append((source, SIZES))
+            specs.append(TensorSpec(SIZES, "float32", None))
+            sizes = {f"size_{at}": (source, axis) for axis, at in enumerate(numbers, 1)}
+        outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]
+        made = build(graph, named, outputs, constants, symbols, sizes, list(tensors))
+        step = Step(
+            kind="forward",
+            inputs=tuple(specs),
+            outputs=tuple(TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in outputs),
+            loss="",
+            state={},
+            stored=made.model,
+            programs=made.programs,
+        )
+        step = dataclasses.replace(step, stored=step.serialized())
+        self._runner = ProgramRunner(step, {}, TorchMemory(torch.device("cpu")), deterministic=False)
+        orders = [memory_order(node.meta["val"]) for node in tensors]
+        # Programs return tensors in their order in memory.
+        self._turned = [(at, sorted(range(len(o)), key=o.__getitem__)) for at, o in enumerate(orders) if o is not None]
+        places = {node: at for at, node in enumerate([*tensors, *views])}
+        # Of each result: its place among the tensors; or a constant, or an expression over sizes.
+        self._results = [(places.get(node), _plain(node, symbols)) for node in end.args[0]]
+
+    def run(self, values: list[Any]) -> Sequence[Any]:
+        """Returns the results of the graph."""
+        sizes = {name: int(values[at]) for name, at in self._numbers.items()}
+        tensors = [values[at] for at in self._taken]
+        views = () if self._views is None else self._views(*values)
+        values.clear()
+        if sizes:
+            tensors.append(torch.empty((0, *sizes.values())))
+        found = list(self._runner.call(tensors))
+        for at, order in self._turned:
+            found[at] = found[at].permute(order)
+        found += views
+        return [
+            (evaluate(other, sizes) if isinstance(other, str) else other) if at is None else found[at]
+            for at, other in self._results
+        ]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _plain(result: Any, symbols: SymbolNames) -> Any:
+    """Returns a result that is not a tensor: a constant, or a size as an expression."""
+    value = result.meta["val"] if isinstance(result, Node) else result
+    if not isinstance(value, torch.SymInt):
+        return None if isinstance(value, torch.Tensor) else value
+    size = symbols.expression(value)
+    if size is None:
+        raise ExportError("a graph returns a size that depends on the values of the batch")
+    return size
