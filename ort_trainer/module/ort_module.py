@@ -40,7 +40,9 @@ class ORTModule(nn.Module):
     """A module whose forward and backward pass run as graphs of PyTorch's kernels.
 
     It is called as the module itself, in any loop, and ``loss.backward()`` adds to ``p.grad`` of the module's own
-    parameters. Parameters, buffers, submodules and attributes are the module's, under the names that they have there.
+    parameters. Parameters, buffers, submodules, attributes and methods are the module's, under the names that they have
+    there, and it passes as an instance of the module's class. What methods other than ``forward`` compute runs in
+    PyTorch.
 
     The first call with arguments of some structure, in some mode, exports the module, which takes seconds. Before, it
     runs the module once, to see what it returns.
@@ -84,6 +86,11 @@ class ORTModule(nn.Module):
         """Returns what the module returns."""
         found, call, values = self._graphs.find(args, kwargs)
         return found.result(call(values))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The module's class, so that others recognize the module, as transformers recognizes its models."""
+        return type(vars(self)["module"]) if "module" in vars(self) else ORTModule
 
     @property
     def training(self) -> bool:

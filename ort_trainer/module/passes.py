@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..core.dims import evaluate
+from ..engine.programs.runner import ProgramRunner, Progress
 from ..engine.runner import GraphRunner, Kind
 from ..engine.torch_memory import TorchMemory
 from ..step import SIZES, Step
 
 __all__ = ["Call", "Passes"]
 
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
 Kinds = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -71,6 +74,11 @@ class Passes:
         """Returns the smallest backward pass that takes the gradients of some outputs."""
         return next(backward for backward in self._backward if given <= backward.takes)
 
+    @functools.cached_property
+    def groups(self) -> list[list[int]]:
+        """The trained values in the order in which the backward pass computes their gradients, as groups."""
+        return self._backward[-1].groups()
+
 
 class _Backward:
     """A backward pass.
@@ -104,29 +112,38 @@ class _Backward:
         self._sizes = names.index(SIZES) if SIZES in names else None
         self._count = len(names)
         order = [*step.gradients.values(), *step.input_gradients.values()]
-        found = [getattr(step, field).get(key) for field, key in trained]
-        # Of each trained value: its place among the results, and the outputs that its gradient depends on.
-        self._results = [
-            None if name is None else (order.index(name), frozenset(map(outputs.index, step.depends[name])))
-            for name in found
+        self._names: list[str | None] = [getattr(step, field).get(key) for field, key in trained]
+        # Of each trained value: the place of its gradient, and the outputs that it depends on.
+        self._results: list[tuple[int | None, frozenset[int]]] = [
+            (None, frozenset())
+            if name is None
+            else (order.index(name), frozenset(map(outputs.index, step.depends[name])))
+            for name in self._names
         ]
-        self._trained = [found.index(name) for name in order]
+        self._trained = [self._names.index(name) for name in order]
 
     @functools.cached_property
     def _runner(self) -> GraphRunner:
         return self._load(self._step)
 
-    def run(
-        self, saved: Tensors, gradients: Mapping[int, torch.Tensor], call: Call, outputs: Kinds, trained: Kinds
-    ) -> list[torch.Tensor | None]:
-        """Returns the gradients of the trained values; None for those that no given gradient reaches.
+    def groups(self) -> list[list[int]]:
+        """Returns the trained values, grouped by the program that computes their gradients, in the order of these."""
+        if not isinstance(self._runner, ProgramRunner):
+            return [list(range(len(self._results)))]
+        made = {name: number for number, stage in enumerate(self._runner.stages) for name in stage.outputs}
+        found: dict[int, list[int]] = {}
+        for place, name in enumerate(self._names):
+            found.setdefault(made.get(name or "", 0), []).append(place)
+        return [found[number] for number in sorted(found)]
+
+    def values(self, saved: Tensors, gradients: Mapping[int, torch.Tensor], call: Call, outputs: Kinds) -> list[Any]:
+        """Returns what the pass takes.
 
         Args:
             saved: What the forward pass has saved.
             gradients: Gradients by the place of their output.
             call: The call.
             outputs: Shapes and dtypes of all outputs, for zeros in place of gradients that are not given.
-            trained: Shapes and dtypes of the trained values.
         """
         values: list[Any] = [None] * self._count
         for at, place in self._saved:
@@ -139,10 +156,32 @@ class _Backward:
             values[at] = gradient.contiguous()
         if self._sizes is not None:
             values[self._sizes] = call.sizes
+        return values
+
+    def run(self, values: list[Any], given: Collection[int], trained: Kinds) -> list[torch.Tensor | None]:
+        """Returns the gradients of the trained values; None for those that no given gradient reaches.
+
+        Args:
+            values: What the pass takes.
+            given: Places of the outputs whose gradients are given.
+            trained: Shapes and dtypes of the trained values.
+        """
         found = self._runner.call(values, lambda: [trained[place] for place in self._trained])
-        return [
-            None if result is None or result[1].isdisjoint(gradients) else found[result[0]] for result in self._results
-        ]
+        return [None if at is None or depends.isdisjoint(given) else found[at] for at, depends in self._results]
+
+    def run_in_stages(
+        self, values: list[Any], given: Collection[int]
+    ) -> Callable[[Sequence[int]], list[torch.Tensor | None]]:
+        """Returns a function that runs as far as is needed for the gradients of some trained values, and returns them."""
+        assert isinstance(self._runner, ProgramRunner)
+        progress = Progress(self._runner, values)
+
+        def take(places: Sequence[int]) -> list[torch.Tensor | None]:
+            names = {place: name for place in places if (name := self._names[place]) is not None}
+            found = dict(zip(names, progress.take(list(names.values())), strict=True))
+            return [None if self._results[place][1].isdisjoint(given) else found[place] for place in places]
+
+        return take
 
 
 class Call:
@@ -181,7 +220,17 @@ class Call:
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]
-        found: tuple[torch.Tensor, ...] = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
+        # Inside DistributedDataParallel, gradients are handed on while the backward pass runs.
+        groups = [] if _DDP._active_ddp_module is None else self.passes.groups
+        found: tuple[torch.Tensor, ...]
+        if len(groups) < 2:
+            found = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
+            return found
+        stages, token = _Stages(), torch.empty(0)
+        for group in reversed(groups[1:]):
+            token = _Later.apply(stages, group, token, *(trained[at] for at in group))  # type: ignore[no-untyped-call]
+        first = [trained[at] for at in groups[0]]
+        found = _First.apply(self, values, stages, groups[0], token, *first)  # type: ignore[no-untyped-call]
         return found
 
     def forward(self, values: Tensors) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
@@ -199,30 +248,78 @@ class Call:
 
 
 class _Function(torch.autograd.Function):
+    """A call whose backward pass runs at once."""
+
     @staticmethod
     def forward(ctx: Any, call: Call, values: Tensors, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, saved = call.forward(values)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        differentiable = call.passes.differentiable
-        if len(differentiable) < len(outputs):
-            fixed = [value for place, value in enumerate(outputs) if place not in differentiable]
-            ctx.mark_non_differentiable(*fixed)
-        ctx.outputs, ctx.trained = _kinds(outputs), _kinds(trained)
-        return outputs
+        ctx.trained = _kinds(trained)
+        return _forward(ctx, call, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "ORTModule can't be differentiated twice: its backward pass is a graph without a backward pass of its "
-                "own. Leave out create_graph=True, or call the module inside, model.module, for this step"
-            )
-        saved, call = ctx.saved_tensors, ctx.call
-        given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
-        backward = call.passes.backward(frozenset(given))
-        return (None, None, *backward.run(saved, given, call, ctx.outputs, ctx.trained))
+        backward, values, given = _begin(ctx, gradients)
+        return (None, None, *backward.run(values, given, ctx.trained))
+
+
+@dataclasses.dataclass
+class _Stages:
+    """A backward pass that runs in stages, each of which is a function of autograd: it gets the gradients early."""
+
+    take: Callable[[Sequence[int]], list[torch.Tensor | None]] | None = None
+
+
+class _First(torch.autograd.Function):
+    """A call, and the first stage of its backward pass; the gradient of the token lets the next stage run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, values: Tensors, stages: _Stages, group: list[int], *rest: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.stages, ctx.group = stages, group
+        return _forward(ctx, call, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        backward, values, given = _begin(ctx, gradients)
+        ctx.stages.take = backward.run_in_stages(values, given)
+        return (None, None, None, None, torch.empty(0), *ctx.stages.take(ctx.group))
+
+
+class _Later(torch.autograd.Function):
+    """A later stage."""
+
+    @staticmethod
+    def forward(ctx: Any, stages: _Stages, group: list[int], *rest: torch.Tensor) -> torch.Tensor:
+        ctx.stages, ctx.group = stages, group
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, torch.empty(0), *ctx.stages.take(ctx.group))
+
+
+def _forward(ctx: Any, call: Call, values: Tensors) -> tuple[torch.Tensor, ...]:
+    outputs, saved = call.forward(values)
+    ctx.save_for_backward(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.call, ctx.outputs = call, _kinds(outputs)
+    differentiable = call.passes.differentiable
+    if len(differentiable) < len(outputs):
+        fixed = [value for place, value in enumerate(outputs) if place not in differentiable]
+        ctx.mark_non_differentiable(*fixed)
+    return outputs
+
+
+def _begin(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[_Backward, list[Any], Collection[int]]:
+    """Returns a backward pass, what it takes, and the places of the outputs whose gradients are given."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "ORTModule can't be differentiated twice: its backward pass is a graph without a backward pass of its own. "
+            "Leave out create_graph=True, or call the module inside, model.module, for this step"
+        )
+    given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+    backward = ctx.call.passes.backward(frozenset(given))
+    return backward, backward.values(ctx.saved_tensors, given, ctx.call, ctx.outputs), given.keys()
 
 
 def _kinds(values: Tensors) -> list[tuple[torch.Size, torch.dtype]]:

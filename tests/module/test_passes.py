@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ExportError, ORTModule
+from ort_trainer.engine.programs.runner import Progress
+from ort_trainer.export.torch.programs import partition
 
 from .pairs import Heads, assert_same_gradients, close, pair
 
@@ -294,3 +296,30 @@ def test_too_many_constants() -> None:
     with pytest.raises(RuntimeError, match="exported 16 times.*Pass numbers that change as tensors"):
         for number in range(20):
             ours(X, float(number))
+
+
+def test_gradients_are_there_while_the_backward_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside DistributedDataParallel, each program is a function of autograd, so that its gradients can be sent."""
+    monkeypatch.setattr(partition, "_ENOUGH", 0.0)  # each operator is a program
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
+    eager, ours = pair(Heads(), {"utils": {"cache_exports": False}})
+    assert_same_gradients(eager, ours, lambda module: module(X, label=Y)["loss"].backward())
+    assert_same_gradients(eager, ours, lambda module: module(X, label=Y)["heads"][1].sum().backward())
+    seen: list[tuple[str, int]] = []
+    run = Progress.take
+
+    def counted(progress: Progress, names: Any) -> Any:
+        found = run(progress, names)
+        seen.append(("ran", progress._next))
+        return found
+
+    monkeypatch.setattr(Progress, "take", counted)
+    ours.first.weight.register_hook(lambda gradient: seen.append(("first", 0)))
+    ours.trunk.weight.register_hook(lambda gradient: seen.append(("trunk", 0)))
+    loss = ours(X, label=Y)["loss"]
+    loss.backward(retain_graph=True)
+    order = [what for what, _ in seen]
+    assert order.index("first") < order.index("trunk") and "ran" in order[order.index("first") : order.index("trunk")]
+    assert [number for what, number in seen if what == "ran"] == sorted(n for what, n in seen if what == "ran")
+    loss.backward()
+    close(torch.autograd.grad(ours(X, label=Y)["loss"], ours.first.weight)[0], ours.first.weight.grad / 2)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,23 @@ from ..runner import GraphRunner, Kind, Memory, Plan
 from .compiler import compiled
 from .nodes import read_nodes
 
-__all__ = ["ProgramRunner"]
+__all__ = ["ProgramRunner", "Progress", "Stage"]
+
+
+class Stage(NamedTuple):
+    """A program of a graph, to be run by itself.
+
+    Attributes:
+        run: A function of a list of tensors, which it empties.
+        inputs: Names of the values that it takes.
+        outputs: Names of the values that it returns.
+        last: Names of the values that no later stage takes, and that are not outputs of the graph.
+    """
+
+    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+    inputs: list[str]
+    outputs: list[str]
+    last: list[str]
 
 
 class ProgramRunner(GraphRunner):
@@ -46,6 +63,19 @@ class ProgramRunner(GraphRunner):
     def _compiled(self, timed: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Returns the graph as a function of its inputs."""
         return compiled(self.calls, self.inputs, self.outputs, self._constants, timed)
+
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
+        """The programs, in order, for runs that hand on results while the graph still runs."""
+        found: list[Stage] = []
+        later = set(self.outputs)
+        for call in reversed(self.calls):
+            wanted = [name for name in call.outputs if name in later]
+            inputs = [name for name in dict.fromkeys(call.inputs) if name not in self._constants]
+            run = compiled([call], inputs, wanted, self._constants)
+            found.append(Stage(run, inputs, wanted, [name for name in inputs if name not in later]))
+            later |= set(inputs)
+        return found[::-1]
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the tensor of a parameter or buffer."""
@@ -81,11 +111,40 @@ class ProgramRunner(GraphRunner):
         return results, {**found, **destinations} if destinations else found
 
     def call(
-        self, values: list[torch.Tensor], results: Callable[[], Sequence[Kind]] | None = None
+        self,
+        values: list[torch.Tensor],
+        results: Callable[[], Sequence[Kind]] | None = None,
+        run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the graph on all its inputs; see the base class."""
+        """Runs the graph on all its inputs, or the program of a stage; see the base class."""
         with _as_captured(self._deterministic):
-            return self.run_programs(values)
+            return self.run_programs(values) if run is None else run(values)
+
+
+class Progress:
+    """A run of a graph of programs that goes only as far as its results are asked for.
+
+    Args:
+        runner: The runner of the graph.
+        values: The values of the runner's inputs.
+    """
+
+    def __init__(self, runner: ProgramRunner, values: Sequence[torch.Tensor]) -> None:
+        self._runner, self._next = runner, 0
+        self._known = dict(zip(runner.inputs, values, strict=True))
+
+    def take(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once."""
+        stages = self._runner.stages
+        while not self._known.keys() >= set(names):
+            stage = stages[self._next]
+            self._next += 1
+            values = [self._known[name] for name in stage.inputs]
+            for name in stage.last:
+                del self._known[name]
+            found = self._runner.call(values, run=stage.run)
+            self._known.update(zip(stage.outputs, found, strict=True))
+        return [self._known.pop(name) for name in names]
 
 
 @contextmanager

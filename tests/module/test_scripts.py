@@ -1,0 +1,81 @@
+"""Scripts of the cookbook and the recipes with the lines that docs/module.md adds to them: ``ORTModule`` in any loop."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "module.md"
+# Of the table: script, and lines to add, each after the statement that first sets its variable.
+ROW = re.compile(r"^\| `(\w+)/(\w+)` \| (.*) \|$", re.MULTILINE)
+ROWS = [(folder, name, re.findall(r"`([^`]+)`", lines)) for folder, name, lines in ROW.findall(PAGE.read_text())]
+NEEDS = {"fabric_loop": "lightning", "lightning_module": "lightning", "peft_methods": "peft", "timm_models": "timm"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_all_scripts_are_listed() -> None:
+    files = {path for folder in ("cookbook", "recipes") for path in (ROOT / "examples" / folder).glob("*_torch.py")}
+    assert {(path.parent.name, path.stem.removesuffix("_torch")) for path in files} == {row[:2] for row in ROWS}
+
+
+def extended(source: str, lines: list[str]) -> str:
+    """Returns a script with lines added, each after the first statement that assigns to what it assigns to."""
+    kept = source.splitlines()
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
+    for line in sorted(lines):
+        (wanted,) = (ast.unparse(target) for target in ast.parse(line).body[0].targets)  # type: ignore[attr-defined]
+
+        def assigns(node: ast.Assign, wanted: str = wanted) -> bool:
+            targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
+            return wanted in map(ast.unparse, targets)
+
+        first = min((node for node in statements if assigns(node)), key=lambda node: node.lineno)
+        assert first.end_lineno is not None
+        kept[first.end_lineno - 1] += f"\n{' ' * first.col_offset}{line}"
+    return "from ort_trainer import ORTModule\n" + "\n".join(kept)
+
+
+def script(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(source, name, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of these libraries, about each other
+@pytest.mark.parametrize(("folder", "name", "lines"), ROWS, ids=[row[1] for row in ROWS])
+def test_losses_are_those_without_it(
+    folder: str, name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    if name in NEEDS:
+        pytest.importorskip(
+            NEEDS[name], reason=f"{NEEDS[name]} is not installed: docs/recipes.md", exc_type=ImportError
+        )
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    source = (ROOT / "examples" / folder / f"{name}_torch.py").read_text()
+    expected = script(f"{name}_torch", source).main(steps=20)
+    said = capsys.readouterr().out.splitlines()[-1]
+    module = script(f"{name}_module", extended(source, lines))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = module.main(steps=20)
+    open("/tmp/diffs", "a").write(
+        f"{name} %.1e\n" % max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True))
+    )
+    assert len(expected) >= 20 and found == pytest.approx(expected, rel=1e-4)
+    assert said in capsys.readouterr().out.splitlines()
