@@ -127,6 +127,12 @@ class ORTModule(nn.Module):
         self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self
 
+    def _replicate_for_data_parallel(self) -> ORTModule:
+        raise RuntimeError(
+            "an ORTModule can't be copied to several devices, as DataParallel does: start one process per device, and "
+            "use DistributedDataParallel(ORTModule(model))"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name in vars(self):
             return vars(self)[name]

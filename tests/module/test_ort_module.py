@@ -103,6 +103,11 @@ def test_modules_that_are_refused(module: Any, error: type[Exception], text: str
         ORTModule(module())
 
 
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel\(ORTModule\(model\)\)"):
+        ORTModule(nn.Linear(1, 1))._replicate_for_data_parallel()  # what DataParallel calls
+
+
 def test_options_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\['utils.grad_norm_clip'\] have no effect on an ORTModule"):
         ORTModule(nn.Linear(1, 1), {"utils": {"grad_norm_clip": True, "random_numbers": "pytorch"}})
