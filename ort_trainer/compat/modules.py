@@ -19,6 +19,8 @@ _ABSENT = object()
 _changed: list[tuple[Any, str, Any]] = []
 _made: list[str] = []
 _PACKAGE = "onnxruntime.training"
+# The installed one needs parts of torch that are gone.
+_REPLACED = f"{_PACKAGE}.ortmodule"
 _PREFIX = f"{_PACKAGE}."
 
 
@@ -34,9 +36,10 @@ def module_named(name: str) -> ModuleType:
     parent, _, child = name.rpartition(".")
     if parent:
         module_named(parent)  # find_spec needs it
-    with process_undisturbed():
-        if importlib.util.find_spec(name) is not None:
-            return importlib.import_module(name)
+    if not name.startswith(_REPLACED):
+        with process_undisturbed():
+            if importlib.util.find_spec(name) is not None:
+                return importlib.import_module(name)
     module = ModuleType(name, f"Made by ort_trainer.compat.install() in place of the legacy module {name}.")
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []
@@ -129,7 +132,7 @@ class _Explaining(SourceFileLoader):
             if getattr(error, "name", None) == _PACKAGE:
                 raise  # the error is explained already
             reason = f"the module of the installed onnxruntime-training fails: {error}"
-            raise _missing(self.name, _ORTMODULE if _is_ortmodule(self.name) else reason) from error
+            raise _missing(self.name, reason) from error
 
 
 def _missing(name: str, reason: str) -> ModuleNotFoundError:
@@ -137,13 +140,9 @@ def _missing(name: str, reason: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"{name} can't be imported: {reason}", name=_PACKAGE)
 
 
-def _is_ortmodule(name: str) -> bool:
-    return "ortmodule" in name.lower()
-
-
 _ORTMODULE = (
-    "ort_trainer has no ORTModule, and the ORTModule of onnxruntime-training 1.19.2, the last release, needs parts of "
-    "torch that torch 2.13 no longer has: train the model with ORTTrainer"
+    "ort_trainer has ORTModule, DebugOptions and LogLevel of this package, which need no extensions to be built, and "
+    "nothing of what was experimental or internal: leave it out"
 )
 
 
@@ -154,9 +153,8 @@ def _reason(name: str) -> str:
             "onnxruntime.training.api, which trains from artifacts. To make artifacts or to train a model, install "
             "ort_trainer with the extra [cpu], [cuda] or [stock] instead of [api]"
         )
-    if _is_ortmodule(name):
+    if name.startswith(_REPLACED):
         return _ORTMODULE
-
     if has_training():
         return "neither ort_trainer nor the installed onnxruntime-training has it"
     return (

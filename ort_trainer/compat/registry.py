@@ -10,7 +10,7 @@ from .. import amp
 from ..engine.ort import engine, training_bindings
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from . import checkpoint, older_api, options
+from . import checkpoint, older_api, options, ort_module
 from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
 from .trainer import ORTTrainer, TrainingSession
@@ -19,7 +19,7 @@ __all__ = ["install_all", "uninstall_all"]
 
 
 def _is_ortmodule_available() -> bool:
-    return False
+    return True
 
 
 def _refused_class(name: str, instead: str) -> type:
@@ -57,9 +57,18 @@ _TRAINER: dict[str, Any] = {
     "TrainStepInfo": ort_trainer.TrainStepInfo,
 }
 _SESSION = {"TrainingSession": TrainingSession, "TrainingParameters": ort_trainer.TrainingParameters}
+_MODULE = {name: getattr(ort_module, name) for name in ort_module.__all__}
 _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime": _SESSION,
-    "onnxruntime.training": {**_TRAINER, **_SESSION, "is_ortmodule_available": _is_ortmodule_available},
+    "onnxruntime.training": {
+        **_TRAINER,
+        **_SESSION,
+        "ORTModule": ort_module.ORTModule,
+        "is_ortmodule_available": _is_ortmodule_available,
+    },
+    "onnxruntime.training.ortmodule": _MODULE,
+    "onnxruntime.training.ortmodule.ortmodule": {"ORTModule": ort_module.ORTModule},
+    "onnxruntime.training.ortmodule.options": {name: _MODULE[name] for name in ("DebugOptions", "LogLevel")},
     "onnxruntime.training.amp": _SCALERS,
     "onnxruntime.training.amp.loss_scaler": _SCALERS,
     "onnxruntime.training.optim": {**_CONFIGS, **_SCHEDULES},

@@ -72,4 +72,4 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         return self._wrapped(super().call_model_init(*args, **kwargs))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        return model if type(model) is ORTModule else ORTModule(model, self._ort_options)
+        return model if isinstance(model, ORTModule) else ORTModule(model, self._ort_options)

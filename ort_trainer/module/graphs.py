@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -71,10 +71,14 @@ class CallGraphs:
     Args:
         module: The module.
         options: All settings.
+
+    Attributes:
+        exported: Called with the passes of each export.
     """
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions) -> None:
         self._module, self._options = module, options
+        self.exported: Callable[[Step, Sequence[Step]], None] | None = None
         parameters = signature_of(module.forward).parameters.values()
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
@@ -186,6 +190,8 @@ class CallGraphs:
             depends_on_modes=self._watch.depends_on_modes,
         )
         forward, backward = builder.build_call(sample)
+        if self.exported is not None:
+            self.exported(forward, backward)
         memory = TorchMemory(device)
         passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
         return _Found(description, passes, [self._place(name) for name in forward.state], list(outputs), layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ _SHARED = (
 _OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given")})
 
 
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 _OPTIONS = (
     *("utils.kernels", "utils.random_numbers", "utils.cache_exports", "utils.memory_efficient_gradient"),
     *(
@@ -68,6 +69,11 @@ class ORTModule(nn.Module):
     """
 
     module: nn.Module
+
+    def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> ORTModule:
+        """Makes an object that can be indexed and iterated over if the module can."""
+        special = {name: _special(name) for name in _SPECIAL if hasattr(type(module), name)}
+        return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions | Mapping[str, Any] | None = None) -> None:
         _check(module)
@@ -161,6 +167,11 @@ class ORTModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"
+
+
+def _special(name: str) -> Callable[..., Any]:
+    """Returns a special method, which Python looks up in classes only."""
+    return lambda self, *args: getattr(self.module, name)(*args)
 
 
 def _check(module: Any) -> None:

@@ -172,7 +172,7 @@ class _Backward:
     def run_in_stages(
         self, values: list[Any], given: Collection[int]
     ) -> Callable[[Sequence[int]], list[torch.Tensor | None]]:
-        """Returns a function that runs as far as is needed for the gradients of some trained values, and returns them."""
+        """Returns a function that returns the gradients of some trained values, and runs only as far as they need."""
         assert isinstance(self._runner, ProgramRunner)
         progress = Progress(self._runner, values)
 

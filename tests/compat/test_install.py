@@ -85,8 +85,11 @@ def test_the_c_classes_say_what_to_use_instead(installed: None) -> None:
         state.TrainingConfigurationResult()
 
 
-def test_no_ortmodule_is_available(installed: None) -> None:
-    assert importlib.import_module("onnxruntime.training").is_ortmodule_available() is False
+def test_an_ortmodule_is_available(installed: None) -> None:
+    training = importlib.import_module("onnxruntime.training")
+    found = importlib.import_module("onnxruntime.training.ortmodule")
+    assert training.is_ortmodule_available() and training.ORTModule is found.ORTModule
+    assert issubclass(found.ORTModule, ort_trainer.ORTModule)
 
 
 @pytest.mark.skipif(HAS_TRAINING, reason="onnxruntime-training has one")
@@ -124,10 +127,9 @@ def test_what_onnxruntime_training_has_besides_goes_on_working() -> None:
 @pytest.mark.parametrize(
     ("statement", "missing"),
     [
-        ("from onnxruntime.training import ORTModule", "ort_trainer has no ORTModule.*train the model with ORTTrainer"),
         (
-            "from onnxruntime.training.ortmodule import ORTModule",
-            "^onnxruntime.training.ortmodule can't be imported: ort_trainer has no ORTModule.* with ORTTrainer$",
+            "import onnxruntime.training.ortmodule.experimental.json_config",
+            "^onnxruntime.training.ortmodule.experimental can't be imported: ort_trainer has ORTModule, .*leave it",
         ),
         ("import onnxruntime.training.experimental.exporter", r"onnxruntime.training.\w+ can't be imported: "),
         ("import onnxruntime.training.nothing", r"onnxruntime.training.nothing can't be imported: .* has it"),

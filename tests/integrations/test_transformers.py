@@ -343,7 +343,7 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     kept = trainer.model
     second = trainer.train()
     assert trainer.model is not kept and first.training_loss == second.training_loss
-    assert type(trainer.model) is ORTModule and isinstance(trainer.model, Tiny)
+    assert isinstance(trainer.model, ORTModule) and isinstance(trainer.model, Tiny)
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), trainer.model.parameters(), strict=True))
 
 
