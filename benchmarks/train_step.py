@@ -1,4 +1,4 @@
-"""Full training steps (forward, backward, AdamW) of ORTTrainer against PyTorch eager and torch.compile.
+"""Full training steps (forward, backward, AdamW) of ORTTrainer and ORTModule against PyTorch eager and torch.compile.
 
 The contenders take turns, each in its own process (see turns.py). Two of them take part only if installed: the newest
 stock onnxruntime as ort_trainer's engine (make setup-stock), and the ORTTrainer of onnxruntime-training 1.16.3
@@ -17,6 +17,7 @@ outside operators and the weight update.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import platform
@@ -37,14 +38,15 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, OURS, ON_STOCK, LEGACY = CONTENDERS = (
+EAGER, COMPILE, MODULE, OURS, ON_STOCK, LEGACY = CONTENDERS = (
     "eager",
     "compile",
+    "ORTModule",
     "ort_trainer",
     "ort_trainer, stock engine",
     "legacy 1.16.3",
 )
-QUICK = (EAGER, OURS, ON_STOCK)
+QUICK = (EAGER, MODULE, OURS, ON_STOCK)
 SLOW_ROWS = ("bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
 # PyTorch itself takes five seconds per step if the processor has no fp16 arithmetic: see precisions.py.
 NOT_HERE = ("bert-fp16",)
@@ -56,13 +58,17 @@ PROFILED = 10
 ENOUGH_ROUNDS = 3
 
 
-def eager_training(row: Row, compiled: bool) -> Training:
-    """Returns the training of a row by PyTorch."""
+def eager_training(row: Row, compiled: bool = False, as_module: bool = False) -> Training:
+    """Returns the training of a row by PyTorch's own loop."""
     import torch
     from step_models import make_task
 
     task = make_task(row.model, row.dropout)
     task.model.train()
+    if as_module:
+        from ort_trainer import ORTModule
+
+        task = dataclasses.replace(task, model=ORTModule(task.model))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     compute = torch.compile(task.loss) if compiled else task.loss
     dtype = getattr(torch, HALVES.get(row.precision, "bfloat16"))
@@ -86,8 +92,8 @@ def serve_contender(name: str, row: Row) -> None:
     """Runs a contender's process."""
     import torch  # noqa: F401 - imports are no part of the start-up that is measured
 
-    if name in (EAGER, COMPILE):
-        serve(functools.partial(eager_training, row, name == COMPILE))
+    if name in (EAGER, COMPILE, MODULE):
+        serve(functools.partial(eager_training, row, name == COMPILE, name == MODULE))
         return
     from ort_trainer import ORTTrainer  # noqa: F401
 
