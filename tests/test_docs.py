@@ -83,9 +83,16 @@ def test_both_sides_of_the_diff_train_the_same() -> None:
         assert_close(states["+"][name], value, 1e-5, name)
 
 
+def test_the_readmes_module_gets_gradients() -> None:
+    block, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), scope)
+    assert scope["model"].weight.grad.any()
+
+
 def test_the_readme_trains_on_without_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    _, block = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     description = {
         "inputs": [("x", ["batch", 8]), ("label", ["batch"])],
         "outputs": [("loss", [], True), ("logits", ["batch", 3])],
