@@ -237,9 +237,14 @@ class Call:
         """Runs the forward pass; returns the outputs, and what the backward pass needs."""
         passes = self.passes
         found = passes.runner.call(list(values), lambda: self._kinds(values))
-        for place, new in passes.updates:
-            values[place].detach().copy_(found[new])
         saved = [values[place] if is_value else found[place] for is_value, place in passes.saved]
+        if passes.updates:
+            changed = {place for place, _ in passes.updates}
+            for at, (is_value, place) in enumerate(passes.saved):
+                if is_value and place in changed:
+                    saved[at] = saved[at].clone()  # the backward pass reads what was there before
+            for place, new in passes.updates:
+                values[place].detach().copy_(found[new])
         return tuple(found[: passes.outputs]), saved
 
     def _kinds(self, values: Tensors) -> list[Kind]:
@@ -319,7 +324,9 @@ def _begin(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[_Backwar
         )
     given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
     backward = ctx.call.passes.backward(frozenset(given))
-    return backward, backward.values(ctx.saved_tensors, given, ctx.call, ctx.outputs), given.keys()
+    values = backward.values(ctx.saved_tensors, given, ctx.call, ctx.outputs)
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that the pass frees what it has read
+    return backward, values, given.keys()
 
 
 def _kinds(values: Tensors) -> list[tuple[torch.Size, torch.dtype]]:

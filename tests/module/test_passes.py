@@ -228,6 +228,28 @@ def test_arguments_of_all_kinds() -> None:
         close(grad, torch.full((6,), 6.0))
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("factor", torch.full((6,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.weight * self.factor * x
+        self.factor.add_(1)  # in PyTorch an error in the backward pass
+        return result
+
+
+def test_the_backward_pass_reads_what_a_buffer_was() -> None:
+    ours = ORTModule(Counts())
+    first, second = ours(X), ours(X)
+    first.sum().backward()
+    close(ours.weight.grad, 2 * X.sum(0))
+    second.sum().backward()
+    close(ours.weight.grad, 5 * X.sum(0))
+    assert ours.factor.tolist() == [4.0] * 6
+
+
 class Repeats(nn.Module):
     def __init__(self) -> None:
         super().__init__()
