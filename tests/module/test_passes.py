@@ -234,13 +234,17 @@ class Counts(nn.Module):
         self.weight = nn.Parameter(torch.ones(6))
         self.register_buffer("factor", torch.full((6,), 2.0))
 
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.factor.clone() * x
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.weight * self.factor * x
-        self.factor.add_(1)  # in PyTorch an error in the backward pass
+        result = checkpoint(self.scaled, x, use_reentrant=False)
+        self.factor.add_(1)
         return result
 
 
 def test_the_backward_pass_reads_what_a_buffer_was() -> None:
+    """In PyTorch itself, a checkpoint would compute again with the new value."""
     ours = ORTModule(Counts())
     first, second = ours(X), ours(X)
     first.sum().backward()

@@ -90,7 +90,7 @@ class GraphBuilder:
     def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                return self._found_or_made(batch, training)
+                return self._build(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
@@ -98,7 +98,7 @@ class GraphBuilder:
             step = dataclasses.replace(self.step, recompute=recompute)
             return dataclasses.replace(self, step=step)._exported(batch, training)
 
-    def _found_or_made(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
+    def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         """Finds the export in the cache, or makes it; says so in the log."""
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
