@@ -53,8 +53,8 @@ class TorchMemory:
         return _bound_type(dtype), dtype
 
     def bind_input(self, binding: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Binds a contiguous tensor, in the dtype of the graph's input, and returns it."""
-        value = as_taken(value)
+        """Binds a tensor, contiguous and in the dtype of the graph's input, and returns it."""
+        value = as_taken(value).contiguous()
         binding.bind_input(name, *self._described(name, value))
         return value
 

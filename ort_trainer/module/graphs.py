@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import ExportError
 from ..core.signatures import signature_of
 from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
@@ -152,8 +153,13 @@ class CallGraphs:
                     "to fewer sizes, or wrap the part of the model whose graph stays the same"
                 )
             description = CallDescription(input_shapes(leaves))
-            for earlier in known:
-                description = earlier.description.covering(shapes)
+            if known:
+                description = known[-1].description.covering(shapes)
+                _log.warning(
+                    "%s got inputs of other sizes than before, so it is exported again: %s",
+                    type(self._module).__name__,
+                    ", ".join(map(str, description.inputs)),
+                )
             found = self._export(leaves, description, key)
             known.append(found)
         return found, Call(found.passes, shapes)
@@ -190,6 +196,11 @@ class CallGraphs:
             depends_on_modes=self._watch.depends_on_modes,
         )
         forward, backward = builder.build_call(sample)
+        if len(outputs) != len(forward.outputs):
+            raise ExportError(
+                f"forward() of {type(module).__name__} returns {len(outputs)} tensors, but {len(forward.outputs)} "
+                "while it is captured: it must not ask whether it is compiled or exported"
+            )
         if self.exported is not None:
             self.exported(forward, backward)
         memory = TorchMemory(device)

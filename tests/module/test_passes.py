@@ -303,6 +303,23 @@ def test_kernels_of_onnx_runtime() -> None:
     close(ours.state_dict(), eager.state_dict())
 
 
+def test_inputs_in_any_order_in_memory() -> None:
+    for kernels in ("pytorch", "onnxruntime"):
+        ours = ORTModule(nn.Linear(6, 2), {"utils": {"kernels": kernels}})
+        turned = X.t().contiguous().t()
+        assert not turned.is_contiguous()
+        close(ours(turned), ours.module(X))
+        ours(turned[::2]).sum().backward()
+        close(ours.weight.grad, X[::2].sum(0).expand(2, 6))
+
+
+def test_other_sizes_are_exported_once_more() -> None:
+    ours = ORTModule(nn.Tanh())
+    for size in (6, 4, 5, 3):
+        close(ours(torch.ones(2, size)), torch.ones(2, size).tanh())
+    assert sum(map(len, ours._graphs._found.values())) == 2
+
+
 class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x
