@@ -3,12 +3,16 @@
 Each optimizer runs in a separate process, in alternating blocks. The graph's part is measured in the same steps, around
 its one call, and subtracted; the rest is the trainer, including PyTorch's kernels of the weight update.
 
+``ORTModule`` is a call with its backward pass, without an optimizer. Its own part is without its graphs, and without
+what PyTorch takes for a call of a module that is one operator (``exp``), and for its backward pass.
+
     python benchmarks/step_overhead.py [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import subprocess
 import sys
@@ -20,9 +24,12 @@ import torch
 from torch import nn
 from versions import ENGINES, versions
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import ORTModule, ORTTrainer, optim
+from ort_trainer.engine.programs.runner import ProgramRunner
 
 OPTIMIZERS = ("SGDConfig", "AdamConfig")
+MODULE = "ORTModule"
+CONTENDERS = (*OPTIMIZERS, MODULE)
 STEPS = 3000
 
 
@@ -60,6 +67,39 @@ class Timed:
         return found
 
 
+class Exponential(nn.Module):
+    """One operator without parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the exponentials."""
+        return x.exp()
+
+
+def microseconds(function: Callable[[], Any]) -> float:
+    """Returns the time of a call."""
+    for _ in range(200):
+        function()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        function()
+    return (time.perf_counter() - start) / STEPS * 1e6
+
+
+def measure_module() -> None:
+    """Prints the microseconds of a call of an ORTModule with its backward pass, and of what is not its own part."""
+    torch.set_num_threads(1)
+    module, x = ORTModule(Multiply()), torch.randn(8, 4)
+    module(x).backward()
+    runners = [found for found in gc.get_objects() if isinstance(found, ProgramRunner)]
+    for runner in runners:
+        runner.run_programs = Timed(runner.run_programs)
+    whole = microseconds(lambda: module(x).backward())
+    inside = sum(runner.run_programs.seconds for runner in runners) / (STEPS + 200) * 1e6
+    leaf, single = torch.ones((), requires_grad=True), Exponential()
+    least = microseconds(lambda: single(leaf).backward()) - microseconds(lambda: leaf.detach().exp())
+    print(whole, inside + least)
+
+
 def measure(optimizer: str) -> None:
     """Prints the microseconds of a step, and of the graph in it."""
     torch.set_num_threads(1)
@@ -81,15 +121,15 @@ def main() -> None:
     """Runs the blocks and prints medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measure", choices=OPTIMIZERS)
+    parser.add_argument("--measure", choices=CONTENDERS)
     arguments = parser.parse_args()
     if arguments.measure:
-        measure(arguments.measure)
+        measure_module() if arguments.measure == MODULE else measure(arguments.measure)
         return
     print(versions(["torch", *ENGINES]))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in OPTIMIZERS}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(arguments.rounds):
-        for name in OPTIMIZERS:
+        for name in CONTENDERS:
             done = subprocess.run(
                 [sys.executable, __file__, "--measure", name], check=True, capture_output=True, text=True
             )
@@ -98,7 +138,7 @@ def main() -> None:
     for name, rounds in found.items():
         step, graph = (statistics.median(values) for values in zip(*rounds, strict=True))
         own = statistics.median(step - graph for step, graph in rounds)
-        print(f"{name:12} step {step:6.1f} us, graph {graph:6.1f} us, Python part {own:6.1f} us")
+        print(f"{name:12} step {step:6.1f} us, not its own {graph:6.1f} us, Python part {own:6.1f} us")
 
 
 if __name__ == "__main__":
