@@ -134,7 +134,10 @@ class Progress:
         self._known = dict(zip(runner.inputs, values, strict=True))
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once."""
+        """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once.
+
+        It keeps none that no later stage takes, so that PyTorch can keep their memory as gradients.
+        """
         stages = self._runner.stages
         while not self._known.keys() >= set(names):
             stage = stages[self._next]
@@ -144,7 +147,8 @@ class Progress:
                 del self._known[name]
             found = self._runner.call(values, run=stage.run)
             self._known.update(zip(stage.outputs, found, strict=True))
-        return [self._known.pop(name) for name in names]
+        later = {name for stage in stages[self._next :] for name in stage.inputs}
+        return [self._known[name] if name in later else self._known.pop(name) for name in names]
 
 
 @contextmanager
