@@ -135,7 +135,7 @@ class Export:
             for guard in found.step.guards:
                 symbols_of(guard)
             dict(found.step.fixed), dict(found.reasons)
-        except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"this is not an export: {error!r}") from error
         return found
 

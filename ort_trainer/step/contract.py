@@ -157,7 +157,7 @@ class Step:
     stored: ir.Model | bytes = b""
     kept: str = ""
 
-    kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation", "forward", "backward")
+    kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation")
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
@@ -315,6 +315,8 @@ class OptimizerModel:
     kinds: ClassVar[tuple[str, ...]] = ("optimizer",)
 
 
+# Kinds of steps that are no artifacts.
+_OF_CALLS = ("forward", "backward")
 # Numbers of fields in onnx.proto.
 _MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
@@ -372,9 +374,9 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
         raise ValueError(
             f"{name} has artifact format {shown(given)}, but this ort_trainer reads formats 1 to {FORMAT}: {way}"
         )
-    if kind not in (*Step.kinds, *OptimizerModel.kinds):
+    if kind not in (*Step.kinds, *OptimizerModel.kinds, *_OF_CALLS):
         raise ValueError(f"{name} is damaged: unknown kind {shown(kind)} in its metadata")
-    if kind not in cls.kinds:
+    if kind not in cls.kinds and not (cls is Step and kind in _OF_CALLS):
         raise ValueError(f"expected the {' or '.join(cls.kinds)} model of an export, but {name} is the {kind} model")
     try:
         if not found.keys().isdisjoint(_APART):

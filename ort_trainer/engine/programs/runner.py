@@ -101,7 +101,8 @@ class ProgramRunner(GraphRunner):
             values += self._draw(plan.random, generator)
         if loss_scale is not None:
             values.append(loss_scale)
-        found = dict(zip(self.outputs, self.call(values), strict=True))
+        with _as_captured(self._deterministic):
+            found = dict(zip(self.outputs, self.run_programs(values), strict=True))
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
         results = {

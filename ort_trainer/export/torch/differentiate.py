@@ -297,8 +297,8 @@ def _sort(
         elif isinstance(what, PlainAOTInput):
             result.batch[node] = what.idx
         elif isinstance(what, TangentAOTInput):
-            assert isinstance(what.output, PlainAOTOutput)
-            result.tangents[node] = what.output.idx
+            # The other kind is of an input that is changed in place, which is an error or needs no gradient.
+            result.tangents[node] = what.output.idx if isinstance(what.output, PlainAOTOutput) else -1
         else:
             raise ExportError(_unsupported_input(what, joint.graph))
     lift_attributes(joint, result.constants)
