@@ -113,6 +113,16 @@ class ORTModule(ort_trainer.ORTModule):
         return ORTModule, (self.module, self._given)
 
 
+class _Options(ORTTrainerOptions):
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+
+    def tolerates(self, message: str) -> bool:
+        """Warns of an option without effect on the module, as a variable is set for all of a script's modules."""
+        warn(message)
+        return True
+
+
 def _options(debug: DebugOptions) -> ORTTrainerOptions:
     given: dict[str, dict[str, Any]] = {}
     opset = os.environ.get("ORTMODULE_ONNX_OPSET_VERSION")
@@ -122,7 +132,7 @@ def _options(debug: DebugOptions) -> ORTTrainerOptions:
         given["utils"] = {"kernels": "onnxruntime"}
     if os.environ.get("ORTMODULE_MEMORY_OPT_LEVEL", "0") != "0":
         given["graph_transformer"] = {"transformer_layer_recompute": True}
-    return ORTTrainerOptions(given)
+    return _Options(given)
 
 
 def _writer(debug: DebugOptions, module: nn.Module) -> Callable[[Step, Sequence[Step]], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output
 
-__all__ = ["TorchMemory", "as_taken"]
+__all__ = ["TorchMemory", "as_taken", "shaped"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -95,6 +95,12 @@ class TorchMemory:
         # An empty tensor has no address, but ONNX Runtime requires one.
         address = value.data_ptr() or self._nothing.data_ptr()
         return (*self._place, kind, value.shape, address)
+
+
+def shaped(sizes: Iterable[int]) -> torch.Tensor:
+    """Returns a tensor for :data:`~ort_trainer.step.SIZES`; contiguous strides of many sizes would overflow."""
+    shape = (0, *sizes)
+    return torch.empty_strided(shape, (0,) * len(shape))
 
 
 def as_taken(value: torch.Tensor) -> torch.Tensor:

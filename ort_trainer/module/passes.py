@@ -12,7 +12,7 @@ import torch
 from ..core.dims import evaluate
 from ..engine.programs.runner import ProgramRunner, Progress
 from ..engine.runner import GraphRunner, Kind
-from ..engine.torch_memory import TorchMemory
+from ..engine.torch_memory import TorchMemory, shaped
 from ..step import SIZES, Step
 
 __all__ = ["Call", "Passes"]
@@ -199,7 +199,7 @@ class Call:
     def __init__(self, passes: Passes, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.passes = passes
         sizes = passes.step.sizes(shapes)
-        self.sizes = torch.empty((0, *sizes.values()))
+        self.sizes = shaped(sizes.values())
         self._random = [(spec, tuple(evaluate(size, sizes) for size in spec.shape)) for spec in passes.step.random]
         self._results: list[Kind] = [
             (

@@ -55,6 +55,8 @@ def test_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     finally:
         logger.setLevel(before)
     options = ours._graphs._options
+    with pytest.warns(UserWarning, match="has no effect: graph_transformer.transformer_layer_recompute"):
+        ours(X)
     assert options._internal_use.onnx_opset_version == 20 and options.graph_transformer.transformer_layer_recompute
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "LOUD")
     with pytest.raises(ValueError, match="'VERBOSE', 'INFO', 'WARNING', 'ERROR', 'FATAL'.*'LOUD'"):

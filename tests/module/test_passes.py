@@ -320,6 +320,24 @@ def test_other_sizes_are_exported_once_more() -> None:
     assert sum(map(len, ours._graphs._found.values())) == 2
 
 
+class Parts(nn.Module):
+    def forward(self, parts: dict[str, torch.Tensor], count: int) -> Any:
+        return sum(parts.values()).split(count, 1)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_many_sizes_and_outputs(kernels: str) -> None:
+    """The product of all sizes is beyond 64 bits."""
+    ours = ORTModule(Parts(), {"utils": {"kernels": kernels}})
+    for rows, columns in ((32, 128), (16, 256)):
+        parts = {str(number): torch.full((rows, columns), 0.5, requires_grad=True) for number in range(12)}
+        first, second, *_ = ours(parts, columns // 2)
+        close(second, torch.full((rows, columns // 2), 6.0))
+        first.sum().backward()
+        assert parts["7"].grad is not None
+        close(parts["7"].grad.sum(), torch.tensor(rows * columns / 2.0))
+
+
 class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x

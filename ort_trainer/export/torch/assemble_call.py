@@ -1,6 +1,6 @@
 """Assembles the graphs of a call from its joint graph: one for the forward pass, and one or two for the backward pass.
 
-The first backward graph takes only the gradient of the output that is probably differentiated, the loss; the last one
+If there are two, the first takes only the gradient of the output that is probably differentiated, the loss; the last
 takes the gradients of all outputs.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ...engine.torch_memory import shaped
 from ...step import SIZES, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
 from .call import ExportedCall
@@ -145,7 +146,8 @@ class _Assembler:
 
     def _backwards(self, part: Part, trained: Sequence[str], outputs: Sequence[Node]) -> tuple[Step, ...]:
         found = []
-        if len(self._tangents) > 1:
+        # For ONNX Runtime the symbolic sizes of zeros would have to be computed.
+        if len(self._tangents) > 1 and self._for_kernels:
             sizes = dict(zip(self._outputs, (node.meta["val"].numel() for node in outputs), strict=False))
             numbers = [tangent for tangent, output in self._tangents.items() if sizes[output] == 1]
             found.append(self._backward(_copied(part), trained, [*numbers, *self._tangents][:1]))
@@ -172,7 +174,7 @@ class _Assembler:
         if dimensions and self._for_kernels:
             with part.module.graph.inserting_before(next(iter(part.module.graph.nodes))):
                 source = part.module.graph.placeholder(SIZES)
-            source.meta["val"] = torch.empty((0, *(2 for _ in dimensions)))
+            source.meta["val"] = shaped(2 for _ in dimensions)
             inputs.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", (0, *dimensions)))
             sizes = {name: (source, axis) for axis, name in enumerate(dimensions, 1)}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...core.dims import evaluate
 from ...core.errors import ExportError, warn
 from ...engine.programs.runner import ProgramRunner
-from ...engine.torch_memory import TorchMemory
+from ...engine.torch_memory import TorchMemory, shaped
 from ...step import SIZES, Step, TensorSpec, dtype_name
 from .differentiate import lift_attributes
 from .divide import needed_for, part_of
@@ -111,7 +111,7 @@ class _Lowered:
         if numbers:
             with graph.inserting_before(next(iter(graph.nodes))):
                 source = graph.placeholder(SIZES)
-            source.meta["val"] = torch.empty((0, *(2 for _ in numbers)))
+            source.meta["val"] = shaped(2 for _ in numbers)
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
             sizes = {f"size_{at}": (source, axis) for axis, at in enumerate(numbers, 1)}
@@ -142,7 +142,7 @@ class _Lowered:
         views = () if self._views is None else self._views(*values)
         values.clear()
         if sizes:
-            tensors.append(torch.empty((0, *sizes.values())))
+            tensors.append(shaped(sizes.values()))
         found = list(self._runner.call(tensors))
         for at, order in self._turned:
             found[at] = found[at].permute(order)
