@@ -160,9 +160,9 @@ def _is_tensor(node: Node) -> bool:
 def _plain(result: Any, symbols: SymbolNames) -> Any:
     """Returns a result that is not a tensor: a constant, or a size as an expression."""
     value = result.meta["val"] if isinstance(result, Node) else result
-    if not isinstance(value, torch.SymInt):
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return None if isinstance(value, torch.Tensor) else value
-    size = symbols.expression(value)
+    size = symbols.expression(value) if isinstance(value, torch.SymInt) else None
     if size is None:
-        raise ExportError("a graph returns a size that depends on the values of the batch")
+        raise ExportError(f"a graph returns {value}, which is no size of its inputs")
     return size
