@@ -15,7 +15,7 @@ from .ort import make_session
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = ["Binding", "Check", "GraphRunner", "Kind", "Memory", "Output", "Plan", "SessionRunner"]
+__all__ = ["Binding", "Check", "GraphRunner", "Kind", "Memory", "Output", "Plan", "SessionRunner", "evaluated"]
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
@@ -138,10 +138,10 @@ class GraphRunner(ABC):
         return Plan(
             self,
             tuple(
-                Output(name, _evaluated(specs[name].shape, sizes), *self._memory.dtypes(specs[name].dtype))
+                Output(name, evaluated(specs[name].shape, sizes), *self._memory.dtypes(specs[name].dtype))
                 for name in dict.fromkeys(names)
             ),
-            tuple((spec, _evaluated(spec.shape, sizes) or ()) for spec in self.step.random),
+            tuple((spec, evaluated(spec.shape, sizes) or ()) for spec in self.step.random),
             tuple(
                 (entry, evaluate(entry.size, sizes))
                 for entry in self.step.index_ranges
@@ -294,5 +294,6 @@ class SessionRunner(GraphRunner):
             self.inference_session.run_with_iobinding(binding, options)
 
 
-def _evaluated(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+def evaluated(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Returns a shape for sizes of the symbolic dimensions; None for an unknown one."""
     return None if shape is None else tuple(evaluate(size, sizes) for size in shape)

@@ -7,7 +7,6 @@ argument can be rebuilt. Other values in a layout are constants of the graph: No
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -101,7 +100,7 @@ def _rebuild_object(kind: str, which: Any, parts: Any, tensors: Mapping[str, tor
     if kind == "mapping":
         # The outputs of transformers are dataclasses, and take their entries by name.
         named = dataclasses.is_dataclass(which)
-        return which(**found) if named else which(found) if which is OrderedDict else _filled(which, found)
+        return which(**found) if named else _filled(which, found)
     value = which.__new__(which)
     vars(value).update(found)
     return value

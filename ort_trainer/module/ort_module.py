@@ -140,8 +140,6 @@ class ORTModule(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in vars(self):
-            return vars(self)[name]
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..core.dims import evaluate
 from ..engine.programs.runner import ProgramRunner, Progress
-from ..engine.runner import GraphRunner, Kind
+from ..engine.runner import GraphRunner, Kind, evaluated
 from ..engine.torch_memory import TorchMemory, shaped
 from ..step import SIZES, Step
 
@@ -194,20 +193,17 @@ class Call:
     Attributes:
         passes: As given.
         sizes: The tensor for :data:`SIZES`.
+        trained: Shapes and dtypes of the trained values, known from the first call on.
     """
 
     def __init__(self, passes: Passes, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.passes = passes
         sizes = passes.step.sizes(shapes)
         self.sizes = shaped(sizes.values())
-        self._random = [(spec, tuple(evaluate(size, sizes) for size in spec.shape)) for spec in passes.step.random]
-        self._results: list[Kind] = [
-            (
-                None if spec.shape is None else tuple(evaluate(size, sizes) for size in spec.shape),
-                getattr(torch, spec.dtype),
-            )
-            for spec in (*passes.step.outputs, *passes.step.saved)
-        ]
+        self._random = [(spec, evaluated(spec.shape, sizes) or ()) for spec in passes.step.random]
+        specs = (*passes.step.outputs, *passes.step.saved)
+        self._results: list[Kind] = [(evaluated(spec.shape, sizes), getattr(torch, spec.dtype)) for spec in specs]
+        self.trained: Kinds = ()
 
     def __call__(self, values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns the tensors that the module returns.
@@ -257,13 +253,13 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, values: Tensors, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.trained = _kinds(trained)
+        call.trained = call.trained or _kinds(trained)
         return _forward(ctx, call, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         backward, values, given = _begin(ctx, gradients)
-        return (None, None, *backward.run(values, given, ctx.trained))
+        return (None, None, *backward.run(values, given, ctx.call.trained))
 
 
 @dataclasses.dataclass

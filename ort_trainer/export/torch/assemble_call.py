@@ -12,31 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...engine.torch_memory import shaped
 from ...step import SIZES, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
 from .call import ExportedCall
 from .differentiate import FlatGraph
 from .divide import Divided, Part, depends_on, divide, without
-from .programs.build import build
+from .programs.build import ProgramBuilder, add_sizes, sizes_of
 from .programs.rewrites import rewrite
 from .recompute import values_to_recompute
 
-__all__ = ["assemble_call"]
+__all__ = ["CallAssembler"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
 Named = list[tuple[Node, str]]
 
 
-def assemble_call(
-    call: ExportedCall,
-    found: FlatGraph,
-    random: Mapping[Node, RandomInput],
-    for_kernels: bool,
-    stage: Callable[[str], None],
-) -> tuple[Step, tuple[Step, ...]]:
+class CallAssembler:
     """Names every input and result of a joint graph, divides it, and lowers the parts.
+
+    Nodes are known by the names that they have in the joint graph; the parts' inputs and results by graph names.
 
     Args:
         call: What is exported.
@@ -44,19 +39,7 @@ def assemble_call(
         random: Its placeholders of random numbers.
         for_kernels: Whether its nodes become programs of PyTorch's operators.
         stage: Called with the name of each stage when it begins.
-
-    Returns:
-        The forward pass, and the backward passes, the one that takes most gradients last; none if nothing requires
-        grad.
-
-    Raises:
-        ExportError: If a graph can't be lowered.
     """
-    return _Assembler(call, found, random, for_kernels, stage).steps()
-
-
-class _Assembler:
-    """Nodes are known by the names that they have in the joint graph; the parts' inputs and results by graph names."""
 
     def __init__(
         self,
@@ -73,6 +56,8 @@ class _Assembler:
         self._names = names = Names([SIZES, *self._described])
         self._random = {node.name: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
         self._state = {node.name: names.unique(name) for node, name in found.state.items()}
+        # What both passes may take.
+        self._given = {**self._state, **self._batch, **{node: spec.name for node, spec in self._random.items()}}
         self._outputs = [names.unique(f"output_{index}") for index in range(len(found.outputs))]
         inputs = call.description.inputs
         self._updated = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
@@ -86,6 +71,13 @@ class _Assembler:
         self._kept: dict[str, str] = {}
 
     def steps(self) -> tuple[Step, tuple[Step, ...]]:
+        """Returns the forward pass, and the backward passes, the one that takes most gradients last.
+
+        There is no backward pass if nothing requires grad.
+
+        Raises:
+            ExportError: If a graph can't be lowered.
+        """
         found, graph = self._found, self._found.module.graph
         trained = [name for name, node in found.gradients.items() if node.meta["val"].numel()]
         found.outputs[:] = map(_without_copy, found.outputs)
@@ -130,14 +122,8 @@ class _Assembler:
             guards=tuple(guards),
             fixed={**frozen, **found.symbols.fixed},
         )
-        random = {node: spec.name for node, spec in self._random.items()}
-        names = {**self._state, **self._batch, **random}
-        inputs = [(part.inputs[node], name) for node, name in names.items()]
-        sizes: dict[str, tuple[Node, int]] = {}
-        for node, name in self._batch.items():
-            for axis, size in enumerate(self._described[name]):
-                if isinstance(size, str):
-                    sizes.setdefault(size, (part.inputs[node], axis))
+        inputs = [(part.inputs[node], name) for node, name in self._given.items()]
+        sizes = sizes_of((part.inputs[node], self._described[name]) for node, name in self._batch.items())
         return self._lowered(step, part, inputs, results, sizes)
 
     def _spec(self, node: Node, name: str) -> TensorSpec:
@@ -165,19 +151,15 @@ class _Assembler:
         results = _named(part.results, names)
         present = {name for _, name in results}
         gradient_of = {node: own.unique(f"{self._tangents[node]}.grad") for node in given if node in part.inputs}
-        random = {node: spec.name for node, spec in self._random.items()}
-        taken = {**self._state, **self._batch, **random, **self._kept, **gradient_of}
+        taken = {**self._given, **self._kept, **gradient_of}
         inputs = [(node, taken[name]) for name, node in part.inputs.items() if name in taken and node.users]
         dimensions = list(dict.fromkeys(s for shape in self._described.values() for s in shape if isinstance(s, str)))
-        sizes: dict[str, tuple[Node, int]] = {}
+        sizes: Mapping[str, tuple[Node, int]] = {}
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in inputs]
         if dimensions and self._for_kernels:
-            with part.module.graph.inserting_before(next(iter(part.module.graph.nodes))):
-                source = part.module.graph.placeholder(SIZES)
-            source.meta["val"] = shaped(2 for _ in dimensions)
+            source, sizes = add_sizes(part.module.graph, dimensions)
             inputs.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", (0, *dimensions)))
-            sizes = {name: (source, axis) for axis, name in enumerate(dimensions, 1)}
         step = Step(
             kind="backward",
             inputs=tuple(specs),
@@ -210,7 +192,7 @@ class _Assembler:
             saved = {name for name in self._kept.values() if name not in self._own_results}
             ordered = {node for node, name in (*inputs, *results) if name in saved}
             graph, symbols = part.module.graph, self._found.symbols
-            made = build(graph, inputs, results, constants, symbols, sizes, ordered)
+            made = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered).build()
             step = dataclasses.replace(step, stored=made.model, programs=made.programs)
         return dataclasses.replace(step, stored=step.serialized())
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .programs.values import base_of
+from .programs.values import base_of, is_tensor
 from .symbols import number_of_elements
 
 __all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "without"]
@@ -85,10 +85,6 @@ def divide(
     return Divided(part_of(joint, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
     """Returns results and what they are computed from, without ``but``, and without sizes unless asked for."""
     found: set[Node] = set()
@@ -118,7 +114,7 @@ def _bases(saved: Sequence[Node], known: Collection[Node]) -> list[Node]:
     for node in saved:
         base = base_of(node)
         fits = base in known or base in saved
-        if _is_tensor(base) and (fits or elements[base] >= number_of_elements(base.meta["val"])):
+        if is_tensor(base) and (fits or elements[base] >= number_of_elements(base.meta["val"])):
             node = base
         found[node] = None
     return [node for node in found if node.op != "placeholder"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from ...engine.torch_memory import TorchMemory, shaped
 from ...step import SIZES, Step, TensorSpec, dtype_name
 from .differentiate import lift_attributes
 from .divide import needed_for, part_of
-from .programs.build import build
+from .programs.build import ProgramBuilder, add_sizes
 from .programs.rewrites import rewrite
-from .programs.values import base_of, memory_order
+from .programs.values import base_of, is_tensor, memory_order
 from .symbols import SymbolNames, hint
 
 __all__ = ["ort_trainer"]
@@ -90,13 +90,13 @@ class _Lowered:
             raise ExportError(f"programs of PyTorch's kernels run on the CPU, but inputs are on {sorted(devices)}")
         rewrite(graph)
         (end,) = graph.find_nodes(op="output")
-        returned = [node for node in end.args[0] if isinstance(node, Node) and _is_tensor(node)]
+        returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]
         # Programs would copy inputs and views of them, such as transposed weights that are saved for the backward pass.
         views = list(dict.fromkeys(node for node in returned if base_of(node) in given))
         self._views = part_of(module, needed_for(views, sizes=True), given, views).module if views else None
         tensors = dict.fromkeys(node for node in returned if node not in views)
         # Sizes that the graph takes as numbers; programs read them from the shape of a tensor.
-        numbers = [at for at, node in enumerate(given) if not _is_tensor(node)]
+        numbers = [at for at, node in enumerate(given) if not is_tensor(node)]
         known = {f"size_{at}": given[at].meta["val"] for at in numbers}
         names = {size.node.expr: name for name, size in known.items() if isinstance(size, torch.SymInt)}
         symbols = SymbolNames(
@@ -104,19 +104,16 @@ class _Lowered:
             {name: hint(size) for name, size in known.items()},
         )
         self._numbers = dict(zip(known, numbers, strict=True))
-        self._taken = [at for at, node in enumerate(given) if _is_tensor(node)]
+        self._taken = [at for at, node in enumerate(given) if is_tensor(node)]
         named = [(given[at], f"input_{at}") for at in self._taken]
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in named]
-        sizes: dict[str, tuple[Node, int]] = {}
+        sizes: Mapping[str, tuple[Node, int]] = {}
         if numbers:
-            with graph.inserting_before(next(iter(graph.nodes))):
-                source = graph.placeholder(SIZES)
-            source.meta["val"] = shaped(2 for _ in numbers)
+            source, sizes = add_sizes(graph, list(known))
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
-            sizes = {f"size_{at}": (source, axis) for axis, at in enumerate(numbers, 1)}
         outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]
-        made = build(graph, named, outputs, constants, symbols, sizes, list(tensors))
+        made = ProgramBuilder(graph, named, outputs, constants, symbols, sizes, list(tensors)).build()
         step = Step(
             kind="forward",
             inputs=tuple(specs),
@@ -151,10 +148,6 @@ class _Lowered:
             (evaluate(other, sizes) if isinstance(other, str) else other) if at is None else found[at]
             for at, other in self._results
         ]
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _plain(result: Any, symbols: SymbolNames) -> Any:

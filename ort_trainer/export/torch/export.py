@@ -129,9 +129,9 @@ class _Exporter:
             apply_recompute(step.recompute, graph, random, step.model)
         backward: tuple[Step, ...] = ()
         if isinstance(step, ExportedCall):
-            from .assemble_call import assemble_call
+            from .assemble_call import CallAssembler
 
-            made, backward = assemble_call(step, graph, random, self._for_kernels, self._stage)
+            made, backward = CallAssembler(step, graph, random, self._for_kernels, self._stage).steps()
         else:
             made = assemble(step, graph, random, self._for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}

@@ -33,6 +33,7 @@ from ...step import RandomInput
 from .capture import CHECKPOINT
 from .differentiate import FlatGraph
 from .operators.execution_order import AFTER
+from .programs.values import is_tensor
 from .step_module import RecomputeOptions
 from .symbols import size_in_bytes
 
@@ -184,11 +185,6 @@ class _JointGraph:
         return {node for node in nodes if any(user in self.backward and _has_tensors(user) for user in node.users)}
 
 
-def _is_tensor(node: Node) -> bool:
-    """Returns whether a node's value is one tensor."""
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _has_tensors(node: Node) -> bool:
     """Returns whether a node's value is one or several tensors, not a size."""
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
@@ -239,7 +235,7 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region]) -> None:
 
 def _alive(graph: _JointGraph, node: Node, start: int) -> bool:
     """Returns whether a gradient that is computed before a position is still needed there, or is an output."""
-    if node.op == "placeholder" or not _is_tensor(node) or not node.meta["val"].is_floating_point():
+    if node.op == "placeholder" or not is_tensor(node) or not node.meta["val"].is_floating_point():
         return False
     return node in graph.results or any(graph.position.get(user, -1) >= start for user in node.users)
 
@@ -252,7 +248,7 @@ def _copy(
     copies: dict[Node, Node] = {}
 
     def source(node: Node) -> Node:
-        if node not in copies and _is_tensor(node) and node not in graph.free:
+        if node not in copies and is_tensor(node) and node not in graph.free:
             copies[node] = graph.graph.call_function(AFTER, (node, awaited))
             copies[node].meta["val"] = node.meta["val"]
         return copies.get(node, node)
@@ -384,7 +380,7 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
     endless = math.inf
     for node in graph.candidates:
         # An operator with several results can't be cut: each result is kept or not.
-        weight = _bytes(node) if _is_tensor(node) else endless
+        weight = _bytes(node) if is_tensor(node) else endless
         flow.add_edge((node, "in"), (node, "out"), capacity=weight)
         if not _is_cheap(node):
             flow.add_edge("source", (node, "in"), capacity=endless)
@@ -419,7 +415,7 @@ def _bytes(node: Node) -> int:
 
 def _reads_activations(nodes: set[Node], graph: _JointGraph) -> bool:
     given = {source for node in nodes for source in node.all_input_nodes} - nodes
-    return any(_is_tensor(source) and source not in graph.free for source in given)
+    return any(is_tensor(source) and source not in graph.free for source in given)
 
 
 def _connected(nodes: set[Node], graph: _JointGraph) -> list[_Region]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -11,7 +11,9 @@ import torch
 from ....core.errors import ExportError
 from ....engine.programs.nodes import DOMAIN, OPERATOR
 from ....engine.programs.program import Order
+from ....engine.torch_memory import shaped
 from ....options import InputDescription
+from ....step import SIZES
 from ....step.emitter import Names
 from ..differentiate import FlatGraph
 from ..symbols import SymbolNames
@@ -20,10 +22,11 @@ from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
-__all__ = ["ProgramModel", "build", "program_model"]
+__all__ = ["ProgramBuilder", "ProgramModel", "add_sizes", "program_model", "sizes_of"]
 
 aten = torch.ops.aten
 Named = Sequence[tuple[Node, str]]
+Sizes = Mapping[str, tuple[Node, int]]
 
 
 @dataclass(frozen=True)
@@ -64,39 +67,30 @@ def program_model(
     end.args = (tuple(_widened(node, end) for node, _ in results),)
     rewrite(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
-    sizes: dict[str, tuple[Node, int]] = {}
-    for node, entry in batch:
-        for axis, size in enumerate(entry.shape):
-            if isinstance(size, str):
-                sizes.setdefault(size, (node, axis))
-    return build(graph, inputs, results, found.constants, found.symbols, sizes)
+    sizes = sizes_of((node, entry.shape) for node, entry in batch)
+    return ProgramBuilder(graph, inputs, results, found.constants, found.symbols, sizes).build()
 
 
-def build(
-    graph: torch.fx.Graph,
-    inputs: Named,
-    results: Named,
-    constants: Mapping[Node, torch.Tensor],
-    symbols: SymbolNames,
-    sizes: Mapping[str, tuple[Node, int]],
-    ordered: Collection[Node] = (),
-) -> ProgramModel:
-    """Returns a model that computes a graph as it is.
+def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
+    """Returns where the symbolic sizes of inputs can be read: size -> an input and an axis that have it.
 
     Args:
-        graph: The graph.
-        inputs: Placeholders with the names of the model's inputs, in order.
-        results: Nodes with the names of the model's outputs, in order.
-        constants: Placeholder -> value, for constants.
-        symbols: The symbolic sizes.
-        sizes: Symbolic size -> an input and an axis that have it.
-        ordered: The inputs and results that keep their order in memory; others are contiguous.
-
-    Raises:
-        ExportError: If a program can't run an operator of the graph.
+        batch: Inputs with their described shapes.
     """
-    builder = _Builder(graph, inputs, results, constants, symbols, sizes, ordered)
-    return ProgramModel(builder.model(), builder.programs, builder.operators)
+    found: dict[str, tuple[Node, int]] = {}
+    for node, shape in batch:
+        for axis, size in enumerate(shape):
+            if isinstance(size, str):
+                found.setdefault(size, (node, axis))
+    return found
+
+
+def add_sizes(graph: torch.fx.Graph, names: Sequence[str]) -> tuple[Node, Sizes]:
+    """Adds the input :data:`~ort_trainer.step.SIZES`; returns it, and the axis that has each of the sizes."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder(SIZES)
+    node.meta["val"] = shaped(2 for _ in names)
+    return node, {name: (node, axis) for axis, name in enumerate(names, 1)}
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
@@ -123,7 +117,25 @@ def _widened(result: Node, end: Node) -> Node:
     return wide
 
 
-class _Builder:
+class ProgramBuilder:
+    """Builds a model that computes a graph as it is.
+
+    Args:
+        graph: The graph.
+        inputs: Placeholders with the names of the model's inputs, in order.
+        results: Nodes with the names of the model's outputs, in order.
+        constants: Placeholder -> value, for constants.
+        symbols: The symbolic sizes.
+        sizes: Symbolic size -> an input and an axis that have it.
+        ordered: The inputs and results that keep their order in memory; others are contiguous.
+
+    Attributes:
+        programs, operators: As in :class:`ProgramModel`.
+
+    Raises:
+        ExportError: If a program can't run an operator of the graph.
+    """
+
     def __init__(
         self,
         graph: torch.fx.Graph,
@@ -131,8 +143,8 @@ class _Builder:
         results: Named,
         constants: Mapping[Node, torch.Tensor],
         symbols: SymbolNames,
-        sizes: Mapping[str, tuple[Node, int]],
-        ordered: Collection[Node],
+        sizes: Sizes,
+        ordered: Collection[Node] = (),
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, constants
         self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
@@ -147,7 +159,11 @@ class _Builder:
         self._outputs: dict[str, ir.Value] = {}
         self._nodes: list[ir.Node] = []
 
-    def model(self) -> ir.Model:
+    def build(self) -> ProgramModel:
+        """Returns the model with its programs."""
+        return ProgramModel(self._model(), self.programs, self.operators)
+
+    def _model(self) -> ir.Model:
         given = []
         for node, name in self._inputs:
             value = self._values[node] = _value(node, name)

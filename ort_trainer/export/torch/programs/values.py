@@ -13,6 +13,7 @@ from ..symbols import hint, number_of_elements
 
 __all__ = [
     "base_of",
+    "is_tensor",
     "is_view",
     "memory_order",
     "product_flops",
@@ -33,6 +34,11 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     """Returns the fake tensors that a node produces."""
     value = node.meta.get("val")
     return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
+
+
+def is_tensor(node: Node) -> bool:
+    """Returns whether a node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_view(node: Node) -> bool:
