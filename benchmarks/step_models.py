@@ -121,6 +121,21 @@ class _Classifier(nn.Module):
         return self.bert(input_ids, attention_mask).logits
 
 
+def _text_classifier(model: nn.Module, vocabulary: int, texts: int) -> Task:
+    """Returns a BERT that classifies texts of 128 tokens."""
+    batch = (
+        torch.randint(0, vocabulary, (texts, 128)),
+        torch.ones(texts, 128, dtype=torch.int64),
+        torch.randint(0, 2, (texts,)),
+    )
+    shape = ["batch", "length"]
+    description = {
+        "inputs": [("input_ids", shape), ("attention_mask", shape), ("label", ["batch"])],
+        "outputs": [("loss", [], True)],
+    }
+    return Task(_Classifier(model), batch, description)
+
+
 def _bert() -> Task:
     """BERT with 4 layers of 256, 8 texts of 128 tokens."""
     from transformers import BertConfig, BertForSequenceClassification
@@ -128,24 +143,24 @@ def _bert() -> Task:
     config = BertConfig(
         vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
     )
-    batch = torch.randint(0, 8000, (8, 128)), torch.ones(8, 128, dtype=torch.int64), torch.randint(0, 2, (8,))
-    shape = ["batch", "length"]
-    description = {
-        "inputs": [("input_ids", shape), ("attention_mask", shape), ("label", ["batch"])],
-        "outputs": [("loss", [], True)],
-    }
-    return Task(_Classifier(BertForSequenceClassification(config)), batch, description)
+    return _text_classifier(BertForSequenceClassification(config), 8000, 8)
 
 
 class _LanguageModel(nn.Module):
-    """A GPT-2 that returns the loss of its own predictions."""
+    """A language model that returns the loss of its own predictions."""
 
-    def __init__(self, gpt: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.gpt = gpt
+        self.model = model
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.gpt(input_ids, labels=input_ids).loss
+        return self.model(input_ids, labels=input_ids).loss
+
+
+def _language_model(model: nn.Module, texts: int, length: int) -> Task:
+    description = {"inputs": [("input_ids", ["batch", "length"])], "outputs": [("loss", [], True)]}
+    vocabulary = model.config.vocab_size
+    return Task(_LanguageModel(model), (torch.randint(0, vocabulary, (texts, length)),), description, None)
 
 
 def _gpt2() -> Task:
@@ -153,8 +168,265 @@ def _gpt2() -> Task:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=8000, n_positions=128, n_embd=256, n_layer=4, n_head=4)
-    description = {"inputs": [("input_ids", ["batch", "length"])], "outputs": [("loss", [], True)]}
-    return Task(_LanguageModel(GPT2LMHeadModel(config)), (torch.randint(0, 8000, (8, 128)),), description, None)
+    return _language_model(GPT2LMHeadModel(config), 8, 128)
+
+
+class _Residual1d(nn.Module):
+    """Two dilated convolutions over the past, with a shortcut (Bai et al., 2018)."""
+
+    def __init__(self, channels: int, width: int, dilation: int) -> None:
+        super().__init__()
+        self.padding = 2 * dilation
+        self.convolution1 = nn.Conv1d(channels, width, 3, dilation=dilation)
+        self.convolution2 = nn.Conv1d(width, width, 3, dilation=dilation)
+        self.dropout = nn.Dropout(0.1)
+        self.shortcut: nn.Module = nn.Identity() if channels == width else nn.Conv1d(channels, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(F.relu(self.convolution1(F.pad(x, (self.padding, 0)))))
+        hidden = self.dropout(F.relu(self.convolution2(F.pad(hidden, (self.padding, 0)))))
+        return F.relu(hidden + self.shortcut(x))
+
+
+def _tcn() -> Task:
+    """A temporal convolutional network: five blocks of 64 channels on 16 series of 256 steps."""
+    blocks = [_Residual1d(8 if number == 0 else 64, 64, 2**number) for number in range(5)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 10))
+    description = {"inputs": [("input", ["batch", 8, 256]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+    return Task(model, (torch.randn(16, 8, 256), torch.randint(0, 10, (16,))), description)
+
+
+class _InvertedResidual(nn.Module):
+    """A block of MobileNetV2 (Sandler et al., 2018)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        inner = 4 * channels
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU6(),
+            nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU6(),
+            nn.Conv2d(inner, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.adds = stride == 1 and channels == width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x) if self.adds else self.layers(x)
+
+
+def _mobilenet() -> Task:
+    """Eight inverted residual blocks, 16 to 64 channels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()]
+    channels = 16
+    for width, stride in ((16, 1), (24, 2), (24, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1)):
+        layers.append(_InvertedResidual(channels, width, stride))
+        channels = width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    return Task(model, *_images(16, 32))
+
+
+class _NormalizedConvolutions(nn.Module):
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.convolution1, self.norm1 = nn.Conv2d(channels, width, 3, 1, 1), nn.GroupNorm(8, width)
+        self.convolution2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1), nn.GroupNorm(8, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.norm2(self.convolution2(F.silu(self.norm1(self.convolution1(x))))))
+
+
+class _UNet(nn.Module):
+    """Three levels of convolutions with group norm and SiLU (Ronneberger et al., 2015)."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.down1, self.down2 = _NormalizedConvolutions(3, width), _NormalizedConvolutions(width, 2 * width)
+        self.middle = _NormalizedConvolutions(2 * width, 4 * width)
+        self.up2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.join2 = _NormalizedConvolutions(4 * width, 2 * width)
+        self.up1 = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.join1 = _NormalizedConvolutions(2 * width, width)
+        self.head = nn.Conv2d(width, 4, 1)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        first = self.down1(input)
+        second = self.down2(F.max_pool2d(first, 2))
+        third = self.middle(F.max_pool2d(second, 2))
+        second = self.join2(torch.cat([second, self.up2(third)], 1))
+        return self.head(self.join1(torch.cat([first, self.up1(second)], 1)))
+
+
+def _unet() -> Task:
+    """A U-Net of 32 to 128 channels that labels the pixels of 4 images of 64 x 64."""
+    description = {
+        "inputs": [("input", ["batch", 3, 64, 64]), ("label", ["batch", 64, 64])],
+        "outputs": [("loss", [], True)],
+    }
+    return Task(_UNet(), (torch.randn(4, 3, 64, 64), torch.randint(0, 4, (4, 64, 64))), description)
+
+
+class _Logits(nn.Module):
+    """A model of Hugging Face's that returns only the logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.model(input).logits
+
+
+def _vit() -> Task:
+    """A vision transformer with 4 layers of 192 on 8 images of 64 x 64, 64 patches each."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=64,
+        patch_size=8,
+        num_labels=10,
+    )
+    return Task(_Logits(ViTForImageClassification(config)), *_images(8, 64))
+
+
+def _small_gpt2() -> Task:
+    """GPT-2 with 4 layers of 128 and a vocabulary of 5000, 2 texts of 48 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=5000, n_positions=48, n_embd=128, n_layer=4, n_head=4)
+    return _language_model(GPT2LMHeadModel(config), 2, 48)
+
+
+def _llama() -> Task:
+    """Llama with 4 layers of 256, 8 heads for 4 of keys and values, and a vocabulary of 8000; 8 texts of 128 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    return _language_model(LlamaForCausalLM(config), 8, 128)
+
+
+class _Translator(nn.Module):
+    """A T5 that returns its own loss."""
+
+    def __init__(self, t5: nn.Module) -> None:
+        super().__init__()
+        self.t5 = t5
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.t5(input_ids=input_ids, labels=labels).loss
+
+
+def _t5() -> Task:
+    """T5 with 3 + 3 layers of 256 and a vocabulary of 8000; 8 texts of 64 tokens, 32 tokens of each answer."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=8000, d_model=256, d_kv=64, d_ff=1024, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    description = {
+        "inputs": [("input_ids", ["batch", "length"]), ("labels", ["batch", "answer"])],
+        "outputs": [("loss", [], True)],
+    }
+    batch = torch.randint(1, 8000, (8, 64)), torch.randint(1, 8000, (8, 32))
+    return Task(_Translator(T5ForConditionalGeneration(config)), batch, description, None)
+
+
+class _Recommender(nn.Module):
+    """DLRM (Naumov et al., 2019): tables for categories, a network for numbers, products of all pairs."""
+
+    def __init__(self, tables: int = 8, rows: int = 10000, width: int = 16) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(rows, width) for _ in range(tables)])
+        self.bottom = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, width), nn.ReLU())
+        pairs = (tables + 1) * tables // 2
+        self.top = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.register_buffer("pairs", torch.tril_indices(tables + 1, tables + 1, -1), persistent=False)
+
+    def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
+        dense = self.bottom(numbers)
+        rows = [dense, *(table(categories[:, index]) for index, table in enumerate(self.tables))]
+        stacked = torch.stack(rows, 1)
+        products = torch.bmm(stacked, stacked.transpose(1, 2))
+        first, second = self.pairs
+        return self.top(torch.cat([dense, products[:, first, second]], 1))[:, 0]
+
+
+def _dlrm() -> Task:
+    """DLRM with 8 tables of 10,000 rows of 16, 256 samples."""
+    description = {
+        "inputs": [("numbers", ["batch", 13]), ("categories", ["batch", 8]), ("label", ["batch"])],
+        "outputs": [("loss", [], True)],
+    }
+    batch = torch.randn(256, 13), torch.randint(0, 10000, (256, 8)), torch.randint(0, 2, (256,)).float()
+    return Task(_Recommender(), batch, description, F.binary_cross_entropy_with_logits)
+
+
+def _bert_base() -> Task:
+    """BERT-base (110 million parameters), 4 texts of 128 tokens."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return _text_classifier(BertForSequenceClassification(BertConfig()), 30522, 4)
+
+
+def _gpt2_base() -> Task:
+    """GPT-2 with 124 million parameters, 2 texts of 128 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _language_model(GPT2LMHeadModel(GPT2Config()), 2, 128)
+
+
+class _Bottleneck(nn.Module):
+    """A block of ResNet-50 (He et al., 2016)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != 4 * width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+def _resnet50() -> Task:
+    """ResNet-50, 4 images of 224 x 224."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(count):
+            layers.append(_Bottleneck(channels, width, 2 if number == 0 and width > 64 else 1))
+            channels = 4 * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+    return Task(model, *_images(4, 224, 1000))
+
 
 
 MODELS: dict[str, Callable[[], Task]] = {
@@ -164,6 +436,17 @@ MODELS: dict[str, Callable[[], Task]] = {
     "lstm": _lstm,
     "bert": _bert,
     "gpt2": _gpt2,
+    "t5": _t5,
+    "tcn": _tcn,
+    "mobilenet": _mobilenet,
+    "unet": _unet,
+    "vit": _vit,
+    "small-gpt2": _small_gpt2,
+    "llama": _llama,
+    "dlrm": _dlrm,
+    "bert-base": _bert_base,
+    "gpt2-base": _gpt2_base,
+    "resnet50": _resnet50,
 }
 
 

@@ -38,11 +38,12 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, MODULE, OURS, ON_STOCK, LEGACY = CONTENDERS = (
+EAGER, COMPILE, MODULE, OURS, LOOPS, ON_STOCK, LEGACY = CONTENDERS = (
     "eager",
     "compile",
     "ORTModule",
     "ort_trainer",
+    "ort_trainer, compiled",
     "ort_trainer, stock engine",
     "legacy 1.16.3",
 )
@@ -52,6 +53,7 @@ SLOW_ROWS = ("bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
 NOT_HERE = ("bert-fp16",)
 # Not timed; it shows where the time went before PyTorch's kernels were used.
 BEFORE = "ort_trainer, ONNX Runtime's kernels"
+KERNELS = {LOOPS: "compiled", BEFORE: "onnxruntime"}
 ROWS_BY_OPERATOR = ("bert", "gpt2")
 PROFILED = 10
 # With fewer rounds, dropout may hide that a loss falls.
@@ -97,7 +99,7 @@ def serve_contender(name: str, row: Row) -> None:
         return
     from ort_trainer import ORTTrainer  # noqa: F401
 
-    serve(functools.partial(ort_training, row, {"kernels": "onnxruntime"} if name == BEFORE else {}))
+    serve(functools.partial(ort_training, row, {"kernels": KERNELS.get(name, "auto")}))
 
 
 def takes_part(name: str, row: Row) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KEYS", "draw_mask", "unpacked", "words_for"]
+__all__ = ["KEYS", "draw_mask", "draw_unpacked", "unpacked", "words_for"]
 
 Array = np.ndarray[Any, Any]
 
@@ -39,20 +39,36 @@ def draw_mask(key: int, count: int, number: int, kept: float) -> Array:
         number: Number of the mask in the model.
         kept: Probability that an element is kept, which is rounded to a multiple of 1 / 65536.
     """
+    words, halves = words_for(count), _draw(key, count, number, kept)
+    packed = halves[words:]
+    packed <<= 8
+    packed |= halves[:words]
+    return packed
+
+
+def draw_unpacked(key: int, count: int, number: int, kept: float) -> Array:
+    """Returns the mask that :func:`draw_mask` packs, with one byte per element: bool [count]."""
+    halves = _draw(key, count, number, kept)
+    mask = np.empty(2 * len(halves), np.bool_)
+    numbers = mask.view(np.uint8)
+    np.copyto(numbers[: len(halves)], halves, casting="unsafe")  # drops the upper half of a word
+    halves >>= 16
+    np.copyto(numbers[len(halves) :], halves, casting="unsafe")
+    return mask[:count]
+
+
+def _draw(key: int, count: int, number: int, kept: float) -> Array:
+    """Returns two words for every word of a mask, int32: two quarters, then the other two in the upper halves."""
     words, lowest = words_for(count), round((1.0 - kept) * _LEVELS) - _LEVELS // 2
     if lowest >= _LEVELS // 2:  # above every 16-bit number
-        return np.zeros(words, np.int32)
+        return np.zeros(2 * words, np.int32)
     drawn = [
         np.random.SFC64(np.random.SeedSequence((key, number, block))).random_raw(min(words - block, _BLOCK))
         for block in range(0, words, _BLOCK)
     ]
     raw = (drawn[0] if len(drawn) == 1 else np.concatenate([*drawn, np.empty(0, np.uint64)])).view(np.int16)
-    # From 64-bit numbers to words: the comparison in place leaves two bytes per element, so shift half of the words.
-    halves = np.greater_equal(raw, lowest, out=raw).view(np.int32)
-    packed = halves[words:]
-    packed <<= 8
-    packed |= halves[:words]
-    return packed
+    # The comparison in place leaves two bytes per element.
+    return np.greater_equal(raw, lowest, out=raw).view(np.int32)
 
 
 def unpacked(mask: Array, count: int) -> Array:

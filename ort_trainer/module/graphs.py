@@ -211,8 +211,8 @@ class CallGraphs:
         chosen = self._options.utils.kernels
         if device.type == "cpu":
             return chosen
-        if chosen == "pytorch":
-            raise ValueError("utils.kernels is 'pytorch', but the module is not on the CPU: set it to 'auto'")
+        if chosen in ("pytorch", "compiled"):
+            raise ValueError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
         return "onnxruntime"
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:

@@ -236,8 +236,9 @@ class UtilsOptions(Section):
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
-    kernels: Literal["auto", "onnxruntime", "pytorch"]
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU."""
+    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU; `compiled` also compiles what lies
+    between PyTorch's kernels to fused loops, which needs a C++ compiler."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
@@ -256,7 +257,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     memory_efficient_gradient: bool
     share_weights: bool
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
-    kernels: Literal["auto", "onnxruntime", "pytorch"]
+    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
     cache_exports: bool
     run_symbolic_shape_infer: bool
 

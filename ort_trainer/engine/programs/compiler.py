@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.dims import evaluate, evaluate_number
-from .program import Order, Program, find_operator
+from .program import Order, Program
 
 __all__ = ["Call", "compiled"]
 
@@ -99,13 +99,16 @@ class _Compiler:
             ("x", index): self._permuted(value, order and _inverse(order))
             for index, (value, order) in enumerate(zip(taken, program.inputs, strict=True))
         }
+        for index, order in enumerate(program.inputs if program.loops else ()):
+            if order is None:  # unlike operators, loops read memory as it was laid out when they were compiled
+                sources["x", index] = self._set(f"{taken[index]}.contiguous()", [taken[index]])
         self._mark()
         for index, (target, args, kwargs) in enumerate(program.steps):
             reads: list[str] = []
             write = functools.partial(self._argument, sources, dims, reads)
             given = [write(argument) for argument in args]
             given += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
-            call_of = f"{self._name(find_operator(target))}({', '.join(given)})"
+            call_of = f"{self._name(program.function(target))}({', '.join(given)})"
             sources["v", index] = self._set(call_of, reads)
             self._mark()
         for name, (step, order) in zip(call.outputs, program.results, strict=True):

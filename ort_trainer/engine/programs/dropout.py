@@ -17,7 +17,7 @@ import torch
 
 from ...core import masks
 
-__all__ = ["apply_mask", "draw_mask", "unpack_mask", "unpacked"]
+__all__ = ["apply_mask", "draw_mask", "draw_unpacked", "unpack_mask", "unpacked"]
 
 # Shifts that move the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
@@ -34,6 +34,12 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
     """
     drawn = torch.from_numpy(masks.draw_mask(int(key), count, number, kept))
     return drawn if count else torch.zeros(0, dtype=torch.int32)  # PyTorch can't view an empty NumPy array
+
+
+def draw_unpacked(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+    """Returns the mask that :func:`draw_mask` packs, with one byte per element: bool [count]."""
+    drawn = torch.from_numpy(masks.draw_unpacked(int(key), count, number, kept))
+    return drawn if count else torch.zeros(0, dtype=torch.bool)
 
 
 def unpack_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

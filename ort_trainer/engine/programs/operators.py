@@ -34,6 +34,11 @@ _define(
     lambda key, count, number, kept: key.new_empty(words_for(count), dtype=torch.int32),
 )
 _define(
+    "draw_unpacked(Tensor key, SymInt count, int number, float kept) -> Tensor",
+    dropout.draw_unpacked,
+    lambda key, count, number, kept: key.new_empty(count, dtype=torch.bool),
+)
+_define(
     "apply_mask(Tensor value, Tensor mask, float factor) -> Tensor",
     dropout.apply_mask,
     lambda value, mask, factor: torch.empty_like(value, memory_format=torch.contiguous_format),

@@ -27,12 +27,15 @@ from typing import Any
 
 import torch
 
+from .loops import load
 from .operators import LIBRARY, OWN
 
-__all__ = ["GETITEM", "Order", "Program", "find_operator", "may_call"]
+__all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "may_call"]
 
 GETITEM = "getitem"
 """Target of a step that selects one of several results of another step."""
+LOOPS = "loops.run"
+"""Target of a step that runs the program's compiled loops."""
 
 # Libraries of operators that a file may name; all but one operator read and write only tensors.
 _LIBRARIES = ("aten", "mkldnn", LIBRARY)
@@ -51,12 +54,14 @@ class Program:
         symbols: Symbolic size -> an input and an axis that have it.
         steps: Operator, positional and named arguments of every call.
         results: Step and memory order of every result.
+        loops: Compiled loops, which a step with the target :data:`LOOPS` runs on a list of tensors; mostly empty.
     """
 
     inputs: list[Order] = field(default_factory=list)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: list[tuple[str, list[Any], dict[str, Any]]] = field(default_factory=list)
     results: list[tuple[int, Order]] = field(default_factory=list)
+    loops: str = ""
 
     def to_text(self) -> str:
         """Returns the program as JSON."""
@@ -72,10 +77,18 @@ class Program:
         try:
             program = cls(**json.loads(text))
             for target, _, _ in program.steps:
-                find_operator(target)
+                program.function(target)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not a program of PyTorch's operators ({error}): {text[:200]}") from error
         return program
+
+    def function(self, target: str) -> Callable[..., Any]:
+        """Returns what a step with this target calls.
+
+        Raises:
+            ValueError: If a program may not call it.
+        """
+        return load(self.loops) if target == LOOPS else find_operator(target)
 
     @property
     def key(self) -> str:

@@ -73,8 +73,8 @@ def assemble(
     programs: Mapping[str, str] = {}
     operators: Mapping[str, Sequence[Node | None]] = {}
     if for_kernels:
-        stage("translate")
-        made = program_model(found, inputs, results, batch)
+        stage("compile" if step.kernels == "compiled" else "translate")
+        made = program_model(found, inputs, results, batch, step.kernels == "compiled")
         model, programs, operators = made.model, made.programs, made.operators
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it

@@ -79,10 +79,10 @@ def divide(
     later = needed_for(of_backward, saved, sizes)
     taken = [node for node in inputs if node in later]
     tangents = [node for node in taken if "tangents" in str(node.target)]
-    backward = part_of(joint, later, [*taken, *saved], of_backward, _users_of(tangents))
+    backward = part_of(graph, later, [*taken, *saved], of_backward, _users_of(tangents))
     own = [node for node in saved if node not in of_forward]
     within = needed_for([*of_forward, *own], (), sizes)
-    return Divided(part_of(joint, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
+    return Divided(part_of(graph, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
 
 
 def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
@@ -121,7 +121,7 @@ def _bases(saved: Sequence[Node], known: Collection[Node]) -> list[Node]:
 
 
 def part_of(
-    joint: torch.fx.GraphModule,
+    joint: torch.fx.Graph,
     nodes: Collection[Node],
     inputs: Sequence[Node],
     results: Sequence[Node],
@@ -139,7 +139,7 @@ def part_of(
     """
     graph = torch.fx.Graph()
     made: dict[Node, Node] = {}
-    order = [node for node in joint.graph.nodes if node in nodes]
+    order = [node for node in joint.nodes if node in nodes]
     sizes = dict.fromkeys(source for node in order for source in node.all_input_nodes if source not in nodes)
     for node in dict.fromkeys([*inputs, *sizes]):
         made[node] = graph.placeholder(node.name)

@@ -93,7 +93,7 @@ class _Lowered:
         returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]
         # Programs would copy inputs and views of them, such as transposed weights that are saved for the backward pass.
         views = list(dict.fromkeys(node for node in returned if base_of(node) in given))
-        self._views = part_of(module, needed_for(views, sizes=True), given, views).module if views else None
+        self._views = part_of(graph, needed_for(views, sizes=True), given, views).module if views else None
         tensors = dict.fromkeys(node for node in returned if node not in views)
         # Sizes that the graph takes as numbers; programs read them from the shape of a tensor.
         numbers = [at for at, node in enumerate(given) if not is_tensor(node)]

@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -117,12 +118,24 @@ def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) ->
     yield f"trainable {sorted(step.trainable)}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
     yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"
+    if step.kernels == "compiled":
+        yield f"processor {_processor()}"
     yield f"description {_value(step.description.to_dict())} {step.description.has_open_outputs}"
     yield f"canonical {canonical_names(step.model)}"
     # The classes of all modules determine which layers are recomputed.
     for name, part in step.model.named_modules(remove_duplicate=False):
         kinds = [kind for kind in (nn.ModuleList, nn.Sequential) if isinstance(part, kind)]
         yield f"module {name!r} {_class(type(part))} {kinds} {part.training}"
+
+
+@functools.cache
+def _processor() -> str:
+    """Returns what compiled loops require of the processor, whose own instructions they use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
 
 
 def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:

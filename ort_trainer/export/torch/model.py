@@ -112,8 +112,8 @@ class TorchSource(ModelSource):
         """
         chosen = self._options.utils.kernels
         reason = "" if chosen == "onnxruntime" else self._against_pytorch_kernels()
-        if reason and chosen == "pytorch":
-            raise ValueError(f"utils.kernels is 'pytorch', but {reason}: set it to 'auto' or 'onnxruntime'")
+        if reason and chosen != "auto":
+            raise ValueError(f"utils.kernels is {chosen!r}, but {reason}: set it to 'auto' or 'onnxruntime'")
         return "onnxruntime" if reason else chosen
 
     def _against_pytorch_kernels(self) -> str:

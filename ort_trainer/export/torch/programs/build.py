@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 import torch
@@ -22,6 +23,9 @@ from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order
 
+if TYPE_CHECKING:
+    from .loops import LoopsEncoder
+
 __all__ = ["ProgramBuilder", "ProgramModel", "add_sizes", "program_model", "sizes_of"]
 
 aten = torch.ops.aten
@@ -36,16 +40,20 @@ class ProgramModel:
     Attributes:
         model: The model.
         programs: Key, as in the nodes -> program.
-        operators: Name of a node -> the operator that each step of its program computes.
+        operators: Name of a node -> the operator that each step of its program computes; None if it computes many.
     """
 
     model: ir.Model
     programs: Mapping[str, str]
-    operators: Mapping[str, Sequence[Node]]
+    operators: Mapping[str, Sequence[Node | None]]
 
 
 def program_model(
-    found: FlatGraph, inputs: Named, results: Named, batch: Sequence[tuple[Node, InputDescription]]
+    found: FlatGraph,
+    inputs: Named,
+    results: Named,
+    batch: Sequence[tuple[Node, InputDescription]],
+    compiled: bool = False,
 ) -> ProgramModel:
     """Returns a model that computes a captured graph with PyTorch's kernels.
 
@@ -54,9 +62,10 @@ def program_model(
         inputs: Placeholders with the names of the model's inputs, in order.
         results: Nodes with the names of the model's outputs, in order.
         batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
+        compiled: Whether to compile what lies between PyTorch's kernels to loops.
 
     Raises:
-        ExportError: If a program can't run an operator of the graph.
+        ExportError: If a program can't run an operator of the graph, or it can't be compiled.
     """
     graph = found.module.graph
     for node, name in inputs:
@@ -65,10 +74,15 @@ def program_model(
     _widen_interface(graph, [node for node, _ in inputs])
     (end,) = graph.find_nodes(op="output")
     end.args = (tuple(_widened(node, end) for node, _ in results),)
-    rewrite(graph)
+    rewrite(graph, compiled)
+    if compiled:
+        from .loops import open_masks  # Inductor takes half a second
+
+        open_masks(graph)
+        found.read_sizes_from_batch()
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     sizes = sizes_of((node, entry.shape) for node, entry in batch)
-    return ProgramBuilder(graph, inputs, results, found.constants, found.symbols, sizes).build()
+    return ProgramBuilder(graph, inputs, results, found.constants, found.symbols, sizes, (), compiled).build()
 
 
 def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
@@ -128,6 +142,7 @@ class ProgramBuilder:
         symbols: The symbolic sizes.
         sizes: Symbolic size -> an input and an axis that have it.
         ordered: The inputs and results that keep their order in memory; others are contiguous.
+        compiled: Whether to compile what lies between PyTorch's kernels to loops.
 
     Attributes:
         programs, operators: As in :class:`ProgramModel`.
@@ -145,17 +160,23 @@ class ProgramBuilder:
         symbols: SymbolNames,
         sizes: Sizes,
         ordered: Collection[Node] = (),
+        compiled: bool = False,
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, constants
         self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
+        self._graph, self._compiled = graph, compiled
         self._programs = partition(graph)
+        if compiled:
+            from .loops import divide_for_loops  # Inductor takes half a second
+
+            self._programs = divide_for_loops(node for program in self._programs for node in program)
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {
             node: memory_order(node.meta["val"]) for node, _ in inputs if node in ordered
         }
         self.programs: dict[str, str] = {}
-        self.operators: dict[str, list[Node]] = {}
+        self.operators: dict[str, Sequence[Node | None]] = {}
         self._outputs: dict[str, ir.Value] = {}
         self._nodes: list[ir.Node] = []
 
@@ -214,7 +235,7 @@ class ProgramBuilder:
         for node in results:
             keeps = node not in names or node in self._ordered
             self._orders[node] = memory_order(node.meta["val"]) if keeps else None
-        encoder = Encoder(self._symbols, self._sizes, self._orders)
+        encoder = self._encoder(nodes)
         program = encoder.write(nodes, results)
         outputs = [_value(node, names.get(node) or self._names.unique(node.name)) for node in results]
         inputs = [self._values[node] for node in encoder.inputs]
@@ -228,6 +249,14 @@ class ProgramBuilder:
             if node in names:
                 self._outputs[names[node]] = output
         return outputs
+
+    def _encoder(self, nodes: Sequence[Node]) -> Encoder | LoopsEncoder:
+        if self._compiled:
+            from .loops import LoopsEncoder, is_left_to_pytorch
+
+            if nodes and not is_left_to_pytorch(nodes[0]):
+                return LoopsEncoder(self._graph, self._sizes, self._orders, self._values)
+        return Encoder(self._symbols, self._sizes, self._orders)
 
 
 _OPSETS = {"": 18, DOMAIN: 1}

@@ -14,6 +14,8 @@ __all__ = ["rewrite", "rewrite_forward"]
 
 # In this order: widened products are fp32, which oneDNN needs.
 _REWRITES = (drop_needless_views, widen_products, use_onednn, fuse_cross_entropy)
+# Inductor can't look into the operators that these insert, so it would fuse less.
+_NOT_FOR_LOOPS = (use_onednn, fuse_cross_entropy)
 
 
 def rewrite_forward(graph: torch.fx.Graph) -> None:
@@ -22,8 +24,14 @@ def rewrite_forward(graph: torch.fx.Graph) -> None:
     fuse_gelu(graph)
 
 
-def rewrite(graph: torch.fx.Graph) -> None:
-    """Speeds up a differentiated graph, in place; its results change only by rounding."""
+def rewrite(graph: torch.fx.Graph, compiled: bool = False) -> None:
+    """Speeds up a differentiated graph, in place; its results change only by rounding.
+
+    Args:
+        graph: The graph.
+        compiled: Whether the graph will be compiled to loops.
+    """
     for function in _REWRITES:
-        function(graph)
+        if not compiled or function not in _NOT_FOR_LOOPS:
+            function(graph)
     graph.eliminate_dead_code()

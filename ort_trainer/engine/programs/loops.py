@@ -1,0 +1,54 @@
+"""Machine code of fused loops, which PyTorch's Inductor has compiled from a graph, as text for an ONNX file.
+
+Only a file of the cache of exports has such code, which checks who may write to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+__all__ = ["encode", "load"]
+
+
+def encode(code: bytes, operators: str) -> str:
+    """Returns machine code as text.
+
+    Args:
+        code: A shared library that Inductor has written ahead of time.
+        operators: The operators that it calls through PyTorch's dispatcher, in Inductor's format; may be empty.
+    """
+    return json.dumps([base64.b85encode(zlib.compress(code)).decode(), operators])
+
+
+@functools.lru_cache(maxsize=64)  # of the same code, there need not be two
+def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Returns machine code as a function of tensors, which must have the strides that they had at compilation.
+
+    Args:
+        text: From :func:`encode`.
+
+    Raises:
+        ValueError: If the text is not machine code for this machine.
+    """
+    try:
+        code, operators = json.loads(text)
+        library = zlib.decompress(base64.b85decode(code))
+        # The file is mapped into memory, and no longer needed then.
+        with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
+            path = Path(folder) / "loops.so"
+            path.write_bytes(library)
+            if operators:
+                path.with_suffix(".json").write_text(operators)
+            run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+            run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
+    except (ValueError, TypeError, zlib.error, RuntimeError) as error:
+        raise ValueError(f"compiled loops can't be loaded: {error}") from error
+    return run

@@ -1,0 +1,227 @@
+"""Compiles a captured graph to loops with PyTorch's Inductor, ahead of time.
+
+Inductor fuses what lies between matrix products, convolutions and attention into loops of C++, which it compiles to a
+shared library; products, convolutions and attention stay calls of PyTorch's kernels. The library needs neither Inductor
+nor a compiler to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.decomposition
+
+from ....core.errors import ExportError
+from ....engine.programs import Program
+from ....engine.programs.loops import encode
+from ....engine.programs.operators import LIBRARY
+from ....engine.programs.program import GETITEM, LOOPS, Order
+from ..divide import needed_for, part_of
+from .values import Node, base_of, is_view
+
+__all__ = ["LoopsEncoder", "divide_for_loops", "is_left_to_pytorch", "open_masks", "require_compiler"]
+
+aten = torch.ops.aten
+own = torch.ops.ort_trainer
+
+_OPTIONS: dict[str, Any] = {
+    "compile_threads": 1,  # this may be a forked process, and it compiles two files
+    # As many threads as PyTorch uses when the loops run; but for one, Inductor would leave out what makes several safe.
+    "cpp.dynamic_threads": True,
+    "cpp.threads": max(2, os.cpu_count() or 2),
+    # What several loops read is computed once, as by operators; long expressions are slow to compute again.
+    "realize_reads_threshold": 1,
+    "realize_opcount_threshold": 8,
+}
+# PyTorch's kernels for these are faster than the loops that Inductor writes; the sum of an embedding's gradients would
+# also depend on how threads run.
+_WHOLE = (
+    aten.embedding_dense_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+)
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+
+def require_compiler() -> None:
+    """Checks that there is a C++ compiler.
+
+    Raises:
+        ExportError: If there is none.
+    """
+    chosen = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "cl" if os.name == "nt" else "g++")
+    if shutil.which(chosen) is None:
+        raise ExportError(
+            f"utils.kernels is 'compiled', which needs a C++ compiler, but there is no {chosen!r}: install it (on "
+            "Debian: apt install g++), set the environment variable CXX to another one, or set utils.kernels to 'auto'"
+        )
+
+
+def open_masks(graph: torch.fx.Graph) -> None:
+    """Replaces operators on packed masks, in place::
+
+        draw_mask(key, count, ...)     =>    draw_unpacked(key, count, ...)
+        unpack_mask(mask, x)           =>    mask as x
+        noise(mask, factor, dtype)     =>    cast(mask, dtype) * factor
+        apply_mask(x, mask, factor)    =>    x * noise(mask as x, factor, dtype)
+
+    Loops read one byte for each element, in order.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _OF_MASKS:
+            continue
+        with graph.inserting_before(node), node.meta["val"].fake_mode:
+            new = _OF_MASKS[node.target](graph, *node.args)
+        new.meta.update({**node.meta, "val": new.meta["val"]})
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _call(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
+    node = graph.call_function(function, args, kwargs)
+    fakes = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+    node.meta["val"] = function(*fakes[0], **fakes[1])
+    return node
+
+
+def _noise(graph: torch.fx.Graph, mask: Node, factor: float, dtype: torch.dtype, *_: Any) -> Node:
+    return _call(graph, aten.mul.Tensor, _call(graph, aten._to_copy.default, mask, dtype=dtype), factor)
+
+
+def _masked(graph: torch.fx.Graph, value: Node, mask: Node, factor: float) -> Node:
+    kept = _call(graph, aten.view_as.default, mask, value)
+    return _call(graph, aten.mul.Tensor, value, _noise(graph, kept, factor, value.meta["val"].dtype))
+
+
+_OF_MASKS: dict[Any, Any] = {
+    own.draw_mask.default: lambda graph, *args: _call(graph, own.draw_unpacked.default, *args),
+    own.unpack_mask.default: lambda graph, *args: _call(graph, aten.view_as.default, *args),
+    own.noise.default: _noise,
+    own.apply_mask.default: _masked,
+}
+
+
+def is_left_to_pytorch(node: Node) -> bool:
+    """Returns whether an operator is not compiled, because Inductor can't call it."""
+    if node.target is operator.getitem:
+        return is_left_to_pytorch(node.all_input_nodes[0])
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target.namespace == LIBRARY or "mkldnn_rnn" in str(node.target)
+
+
+def divide_for_loops(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Divides operators, in order, into those that are compiled, and those that are not. Masks come first."""
+    known = list(nodes)
+    masks = [node for node in known if node.target is own.draw_unpacked.default]
+    others = [node for node in known if node.target is not own.draw_unpacked.default]
+    divided = [list(group) for _, group in itertools.groupby(others, is_left_to_pytorch)]
+    return [masks, *divided] if masks else divided
+
+
+class LoopsEncoder:
+    """Writes a program that runs compiled loops; it takes the place of ``encode.Encoder``.
+
+    Args:
+        graph: The graph.
+        sizes: Symbolic size -> an input and an axis that have it.
+        orders: Value that is passed between programs -> its memory order.
+        given: What the program may take: inputs of the graph, and results of other programs.
+
+    Attributes:
+        inputs: The nodes that the program takes.
+        operators: The node that each of its steps computes; None for the loops, which compute many.
+    """
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        sizes: Mapping[str, tuple[Node, int]],
+        orders: Mapping[Node, Order],
+        given: Iterable[Node],
+    ) -> None:
+        self._graph, self._orders, self._given = graph, orders, set(given)
+        self._sources = {source for source, _ in sizes.values()}
+        self.inputs: list[Node] = []
+        self.operators: list[Node | None] = []
+
+    def write(self, nodes: Sequence[Node], results: Sequence[Node]) -> Program:
+        """Returns the program of some operators.
+
+        Args:
+            nodes: The operators.
+            results: What the program returns: some of the operators, or views of them or of inputs.
+
+        Raises:
+            ExportError: If Inductor can't compile them.
+        """
+        within = needed_for(results, self._given, sizes=True)
+        # Loops read sizes from their inputs, too.
+        taken = self._sources | {node for node in self._given if any(user in within for user in node.users)}
+        self.inputs = [node for node in self._graph.nodes if node in taken]
+        part = part_of(self._graph, within, self.inputs, results)
+        (end,) = part.module.graph.find_nodes(op="output")
+        end.args = (tuple(map(_in_memory_of_its_own, end.args[0], map(self._orders.get, results))),)
+        part.module.recompile()
+        orders = [self._orders.get(node) for node in self.inputs]
+        sample = [_laid_out(node.meta["val"], order) for node, order in zip(self.inputs, orders, strict=True)]
+        program = Program(inputs=orders, loops=_compiled(part.module, sample))
+        program.steps.append((LOOPS, [[{"x": index} for index in range(len(orders))]], {}))
+        program.steps.extend((GETITEM, [{"v": 0}, index], {}) for index in range(len(results)))
+        program.results.extend((index, self._orders.get(node)) for index, node in enumerate(results, 1))
+        self.operators = [None, *results]
+        return program
+
+
+def _in_memory_of_its_own(node: Node, order: Order) -> Node:
+    """Returns a result that is no view, in its memory order."""
+    if not is_view(node) and node.op != "placeholder":
+        return node
+    (end,) = node.graph.find_nodes(op="output")
+    with node.graph.inserting_before(end), node.meta["val"].fake_mode:
+        return _call(node.graph, aten.clone.default, node, **({} if order else _CONTIGUOUS))
+
+
+def _laid_out(value: torch.Tensor, order: Order) -> torch.Tensor:
+    """Returns a fake tensor as the program gets it: contiguous, unless it has an order in memory of its own."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return value if order is not None else torch.empty(value.shape, dtype=value.dtype)
+
+
+def _compiled(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor]) -> str:
+    """Returns a graph as machine code, in the form of ``engine.programs.loops``."""
+    require_compiler()
+    with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
+        library = Path(folder) / "loops.so"
+        options = {**_OPTIONS, "aot_inductor.output_path": str(library)}
+        try:
+            with torch.no_grad(), _whole(_WHOLE):
+                torch._inductor.aot_compile(module, tuple(sample), options=options)
+        except Exception as error:
+            raise ExportError(
+                f"Inductor can't compile the graph, so set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
+            ) from error
+        operators = [path.read_text() for path in Path(folder).glob("*.wrapper.json")]
+        return encode(library.read_bytes(), operators[0] if operators else "")
+
+
+@contextlib.contextmanager
+def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
+    """Lets Inductor call operators as they are, instead of taking them apart."""
+    table = torch._inductor.decomposition.decompositions
+    with mock.patch.dict(table):
+        for each in operators:
+            table.pop(each, None)
+        yield
