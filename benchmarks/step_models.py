@@ -428,7 +428,6 @@ def _resnet50() -> Task:
     return Task(model, *_images(4, 224, 1000))
 
 
-
 MODELS: dict[str, Callable[[], Task]] = {
     "mlp": _mlp,
     "convolutions": _convolutions,

@@ -97,7 +97,7 @@ class TorchMemory:
         return (*self._place, kind, value.shape, address)
 
 
-def shaped(sizes: Iterable[int]) -> torch.Tensor:
+def shaped(sizes: Iterable[int | torch.SymInt]) -> torch.Tensor:
     """Returns a tensor for :data:`~ort_trainer.step.SIZES`; contiguous strides of many sizes would overflow."""
     shape = (0, *sizes)
     return torch.empty_strided(shape, (0,) * len(shape))

@@ -237,8 +237,7 @@ class UtilsOptions(Section):
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU; `compiled` also compiles what lies
-    between PyTorch's kernels to fused loops, which needs a C++ compiler."""
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""

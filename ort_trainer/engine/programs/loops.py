@@ -46,7 +46,7 @@ def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
             path = Path(folder) / "loops.so"
             path.write_bytes(library)
             if operators:
-                path.with_suffix(".json").write_text(operators)
+                path.with_suffix(".json").write_text(operators, encoding="utf-8")
             run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
             run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
     except (ValueError, TypeError, zlib.error, RuntimeError) as error:

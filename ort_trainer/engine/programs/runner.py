@@ -15,7 +15,7 @@ from ..runner import GraphRunner, Kind, Memory, Plan
 from .compiler import compiled
 from .nodes import read_nodes
 
-__all__ = ["ProgramRunner", "Progress", "Stage"]
+__all__ = ["ProgramRunner", "Progress", "Stage", "deterministic_kernels"]
 
 
 class Stage(NamedTuple):
@@ -165,7 +165,7 @@ def _as_captured(deterministic: bool) -> Iterator[None]:
         torch.set_autocast_enabled("cpu", False)
     try:
         if deterministic and not torch.are_deterministic_algorithms_enabled():
-            with _deterministic():
+            with deterministic_kernels():
                 yield
         else:
             yield
@@ -176,7 +176,7 @@ def _as_captured(deterministic: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """A context with PyTorch's deterministic kernels; operators that have none only warn."""
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory

@@ -50,6 +50,9 @@ class CallAssembler:
         stage: Callable[[str], None],
     ) -> None:
         self._call, self._found, self._for_kernels, self._stage = call, found, for_kernels, stage
+        self._compiled = for_kernels and call.kernels == "compiled"
+        # Operators of programs read sizes from the shapes of inputs; loops and ONNX compute them.
+        self._reads_shapes = for_kernels and not self._compiled
         self._described = {entry.name: entry.shape for entry in call.description.inputs}
         self._batch = {node.name: call.description.inputs[index].name for node, index in found.batch.items()}
         self._inputs = random
@@ -82,15 +85,19 @@ class CallAssembler:
         trained = [name for name, node in found.gradients.items() if node.meta["val"].numel()]
         found.outputs[:] = map(_without_copy, found.outputs)
         if self._for_kernels:
-            self._stage("translate")
+            self._stage("compile" if self._compiled else "translate")
             with found.following():
-                rewrite(graph)
-        else:
+                rewrite(graph, self._compiled)
+                if self._compiled:
+                    from .programs.loops import open_masks  # Inductor takes half a second
+
+                    open_masks(graph)
+        if not self._reads_shapes:
             found.read_sizes_from_batch()
         of_forward = [*found.outputs, *found.buffer_updates.values(), *found.input_updates.values()]
         of_backward = [found.gradients[name] for name in trained] + [*found.input_gradients.values()]
         again = values_to_recompute(self._call.recompute, found, self._inputs, self._call.model)
-        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._for_kernels)
+        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._reads_shapes)
         self._kept = {node.name: name for node, name in _named(of_forward, self._own_results)}
         self._kept |= {name: self._names.unique(f"saved_{index}") for index, name in enumerate(divided.saved)}
         forward = self._forward(divided)
@@ -157,7 +164,7 @@ class CallAssembler:
         sizes: Mapping[str, tuple[Node, int]] = {}
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in inputs]
         if dimensions and self._for_kernels:
-            source, sizes = add_sizes(part.module.graph, dimensions)
+            source, sizes = add_sizes(part.module.graph, self._dimensions(dimensions))
             inputs.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", (0, *dimensions)))
         step = Step(
@@ -178,6 +185,11 @@ class CallAssembler:
         )
         return self._lowered(step, part, inputs, results, sizes)
 
+    def _dimensions(self, names: Sequence[str]) -> dict[str, int | torch.SymInt]:
+        """Returns the sizes of symbolic dimensions as the graph knows them."""
+        found = sizes_of((node, self._described[self._batch[node.name]]) for node in self._found.batch)
+        return {name: found[name][0].meta["val"].shape[found[name][1]] for name in names}
+
     def _lowered(
         self, step: Step, part: Part, inputs: Named, results: Named, sizes: Mapping[str, tuple[Node, int]]
     ) -> Step:
@@ -192,7 +204,7 @@ class CallAssembler:
             saved = {name for name in self._kept.values() if name not in self._own_results}
             ordered = {node for node, name in (*inputs, *results) if name in saved}
             graph, symbols = part.module.graph, self._found.symbols
-            made = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered).build()
+            made = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered, self._compiled).build()
             step = dataclasses.replace(step, stored=made.model, programs=made.programs)
         return dataclasses.replace(step, stored=step.serialized())
 

@@ -148,6 +148,7 @@ class GraphBuilder:
         graph = found.step
         kind = f"{graph.kind} and backward" if found.backward else graph.kind
         kernels = ", computed by PyTorch's kernels" if graph.programs else ""
+        kernels += " and compiled loops" if graph.programs and self.step.kernels == "compiled" else ""
         if found.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)
         else:

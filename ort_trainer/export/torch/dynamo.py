@@ -109,7 +109,7 @@ class _Lowered:
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in named]
         sizes: Mapping[str, tuple[Node, int]] = {}
         if numbers:
-            source, sizes = add_sizes(graph, list(known))
+            source, sizes = add_sizes(graph, known)
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
         outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]

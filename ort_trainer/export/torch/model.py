@@ -97,6 +97,11 @@ class TorchSource(ModelSource):
                 f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave "
                 "the option out, or use a config of ort_trainer.optim"
             )
+        if self._options.utils.kernels == "compiled" and not self._options.debug.check_indices:
+            raise ValueError(
+                "debug.check_indices is False, but utils.kernels is 'compiled': compiled loops end the process at an "
+                "index that is out of range, so leave the check on, or set utils.kernels to 'auto'"
+            )
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
             raise ValueError(

@@ -21,7 +21,7 @@ from ..symbols import SymbolNames
 from .encode import Encoder
 from .partition import partition, used_by
 from .rewrites import rewrite
-from .values import Node, base_of, memory_order
+from .values import Node, base_of, memory_order, tensors_of
 
 if TYPE_CHECKING:
     from .loops import LoopsEncoder
@@ -99,12 +99,13 @@ def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
     return found
 
 
-def add_sizes(graph: torch.fx.Graph, names: Sequence[str]) -> tuple[Node, Sizes]:
+def add_sizes(graph: torch.fx.Graph, sizes: Mapping[str, int | torch.SymInt]) -> tuple[Node, Sizes]:
     """Adds the input :data:`~ort_trainer.step.SIZES`; returns it, and the axis that has each of the sizes."""
     with graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder(SIZES)
-    node.meta["val"] = shaped(2 for _ in names)
-    return node, {name: (node, axis) for axis, name in enumerate(names, 1)}
+    with next(value for other in graph.nodes for value in tensors_of(other)).fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = shaped(sizes.values())
+    return node, {name: (node, axis) for axis, name in enumerate(sizes, 1)}
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:

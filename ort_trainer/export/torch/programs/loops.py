@@ -27,8 +27,9 @@ from ....engine.programs import Program
 from ....engine.programs.loops import encode
 from ....engine.programs.operators import LIBRARY
 from ....engine.programs.program import GETITEM, LOOPS, Order
+from ....engine.programs.runner import deterministic_kernels
 from ..divide import needed_for, part_of
-from .values import Node, base_of, is_view
+from .values import Node, is_view
 
 __all__ = ["LoopsEncoder", "divide_for_loops", "is_left_to_pytorch", "open_masks", "require_compiler"]
 
@@ -176,8 +177,9 @@ class LoopsEncoder:
         end.args = (tuple(map(_in_memory_of_its_own, end.args[0], map(self._orders.get, results))),)
         part.module.recompile()
         orders = [self._orders.get(node) for node in self.inputs]
-        sample = [_laid_out(node.meta["val"], order) for node, order in zip(self.inputs, orders, strict=True)]
-        program = Program(inputs=orders, loops=_compiled(part.module, sample))
+        for node, order in zip(part.inputs.values(), orders, strict=True):
+            node.meta["val"] = _laid_out(node.meta["val"], order)
+        program = Program(inputs=orders, loops=_compiled(part.module))
         program.steps.append((LOOPS, [[{"x": index} for index in range(len(orders))]], {}))
         program.steps.extend((GETITEM, [{"v": 0}, index], {}) for index in range(len(results)))
         program.results.extend((index, self._orders.get(node)) for index, node in enumerate(results, 1))
@@ -200,20 +202,21 @@ def _laid_out(value: torch.Tensor, order: Order) -> torch.Tensor:
         return value if order is not None else torch.empty(value.shape, dtype=value.dtype)
 
 
-def _compiled(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor]) -> str:
+def _compiled(module: torch.fx.GraphModule) -> str:
     """Returns a graph as machine code, in the form of ``engine.programs.loops``."""
     require_compiler()
+    sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
         library = Path(folder) / "loops.so"
         options = {**_OPTIONS, "aot_inductor.output_path": str(library)}
         try:
-            with torch.no_grad(), _whole(_WHOLE):
-                torch._inductor.aot_compile(module, tuple(sample), options=options)
+            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels():
+                torch._inductor.aot_compile(module, sample, options=options)
         except Exception as error:
             raise ExportError(
-                f"Inductor can't compile the graph, so set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
+                f"Inductor can't compile the graph; set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
             ) from error
-        operators = [path.read_text() for path in Path(folder).glob("*.wrapper.json")]
+        operators = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.wrapper.json")]
         return encode(library.read_bytes(), operators[0] if operators else "")
 
 

@@ -1,0 +1,118 @@
+"""Steps whose loops are compiled: the same numbers as PyTorch's, also from the cache, where no compiler is needed."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.core.errors import ExportError
+
+from ..helpers import MLP, assert_close, assert_same_weights, mlp_trainer
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+
+class Everything(nn.Module):
+    """Has an operator of each kind: fused, left whole, kept apart (LSTM); tied weights, buffers and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True)
+        self.both, self.norm, self.head = nn.Linear(8, 24), nn.LayerNorm(8), nn.Linear(8, 20)
+        self.convolution, self.groups = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.batch_norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embedding(tokens))
+        query, key, value = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.both(x).split(8, 2))
+        x = x + self.dropout(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        y = self.batch_norm(F.silu(self.groups(self.convolution(x.transpose(1, 2)))))
+        y = F.max_pool1d(y, 3, 1, 1) * torch.sigmoid(y[:, [1, 0, 3, 2, 5, 4, 7, 6]])
+        logits: torch.Tensor = self.head(self.norm(x + self.dropout(F.gelu(y.transpose(1, 2)))))
+        return logits.transpose(1, 2)
+
+
+def batch(size: int) -> torch.Tensor:
+    return torch.randint(0, 20, (size, 6), generator=torch.Generator().manual_seed(size))
+
+
+def trainer(model: nn.Module, **utils: Any) -> ORTTrainer:
+    shape = ["batch", 6]
+    desc = {"inputs": [("tokens", shape), ("label", shape)], "outputs": [("loss", [], True)]}
+    options = ORTTrainerOptions({"utils": {"kernels": "compiled", **utils}})
+    return ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+
+
+@needs_compiler
+def test_training_equals_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 20 steps with PyTorch's own masks, for batches that differ; then the same from the cache, without compiler."""
+    monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
+    torch.manual_seed(1)
+    model = Everything()
+    expected, reference = copy.deepcopy(model), copy.deepcopy(model)
+    sizes = [4, 3, 7, 2] * 5
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    losses = []
+    torch.manual_seed(5)
+    for size in sizes:
+        tokens = batch(size)
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(expected(tokens), tokens))
+        losses[-1].backward()
+        optimizer.step()
+    for attempt in range(2):
+        model = copy.deepcopy(reference)
+        torch.manual_seed(5)
+        ours = trainer(model, random_numbers="pytorch_global")
+        for size, loss in zip(sizes, losses, strict=True):
+            assert_close(ours.train_step(batch(size), batch(size)), loss.detach(), 1e-4, f"loss, {attempt}")
+        assert_same_weights(ours, expected, 1e-4)
+        monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+@needs_compiler
+def test_fast_masks_are_those_of_programs() -> None:
+    found = []
+    for kernels in ("compiled", "pytorch"):
+        torch.manual_seed(2)
+        ours = mlp_trainer({"utils": {"kernels": kernels}}, model=MLP(dropout=0.25))
+        torch.manual_seed(3)
+        x, label = torch.randn(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+        found.append(torch.stack([ours.train_step(x, label)[0] for _ in range(4)]))
+    assert_close(*found, 1e-6, "losses")
+
+
+@needs_compiler
+def test_a_module_is_compiled() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    expected = copy.deepcopy(model)
+    ours = ORTModule(model, ORTTrainerOptions({"utils": {"kernels": "compiled"}}))
+    for size in (4, 6, 1):
+        x = torch.randn(size, 8)
+        ours(x).square().mean().backward()
+        expected(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
+
+
+def test_without_a_compiler_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ours = mlp_trainer({"utils": {"kernels": "compiled"}})
+    with pytest.raises(ExportError, match="needs a C\\+\\+ compiler, but there is no 'no-such-compiler': install it"):
+        ours.train_step(torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
+
+
+def test_indices_must_be_checked_before() -> None:
+    with pytest.raises(ValueError, match="compiled loops end the process"):
+        mlp_trainer({"utils": {"kernels": "compiled"}, "debug": {"check_indices": False}})
