@@ -91,6 +91,11 @@ LEVERS = {
     "cross_entropy": Lever(
         "rewrite `cross_entropy.py`", ("gpt2",), switch_off=functools.partial(leave_out, "fuse_cross_entropy")
     ),
+    "linear_cross_entropy": Lever(
+        "rewrite `linear_cross_entropy.py`",
+        ("gpt2",),
+        switch_off=functools.partial(leave_out, "fuse_linear_cross_entropy"),
+    ),
     "halves": Lever("rewrite `halves.py`", ("bert-fp16",), switch_off=functools.partial(leave_out, "widen_products")),
     "reuse": Lever("results over dead operands, `reuse.py`", ("bert", "gpt2"), switch_off=without_reuse),
     "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),

@@ -109,8 +109,8 @@ def measure(optimizer: str) -> None:
     for _ in range(200):
         trainer.train_step(x)
     plan, _ = trainer.loop.bind((x,), {})
-    runner = plan.runner
-    graph = runner.run_programs = Timed(runner.run_programs)
+    graph = Timed(plan.function)
+    object.__setattr__(plan, "function", graph)
     start = time.perf_counter()
     for _ in range(STEPS):
         trainer.train_step(x)

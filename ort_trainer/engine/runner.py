@@ -89,6 +89,8 @@ class Plan:
         indices: The index ranges, with their sizes, of inputs that the fetched outputs depend on.
         sizes: The sizes of the symbolic dimensions.
         bindings: Key of a set of destinations -> its binding.
+        results: Names of all results that a run computes.
+        function: Of a graph of programs, what computes them.
     """
 
     runner: GraphRunner
@@ -97,6 +99,8 @@ class Plan:
     indices: tuple[tuple[IndexRange, int], ...]
     sizes: Mapping[str, int]
     bindings: dict[Any, Binding] = field(default_factory=dict)
+    results: tuple[str, ...] = ()
+    function: Callable[..., Any] | None = None
 
 
 class GraphRunner(ABC):

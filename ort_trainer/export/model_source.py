@@ -35,8 +35,8 @@ Layouts = Sequence[tuple[str, Layout]]
 class Builder(Protocol):
     """Builds graphs of one model, loss and description."""
 
-    def build(self, batch: Named, training: bool) -> Step:
-        """Returns the training or evaluation graph for a sample batch."""
+    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None) -> Step:
+        """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs."""
         ...
 
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:

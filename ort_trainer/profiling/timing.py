@@ -14,7 +14,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
@@ -109,7 +109,10 @@ class Timing:
             if timed is None:
                 kind = _TimedPrograms if isinstance(plan.runner, ProgramRunner) else _TimedSession
                 timed = self._runners[plan.runner] = kind(plan.runner, self, self._folder)
-            self._plans[id(plan)] = plan, dataclasses.replace(plan, runner=timed, bindings={})
+            self._plans[id(plan)] = (
+                plan,
+                dataclasses.replace(plan, runner=timed, bindings={}, function=timed.function(plan)),
+            )
             self.set_up.append((since, perf_counter_ns()))
         return self._plans[id(plan)][1]
 
@@ -148,6 +151,10 @@ class _TimedRunner(GraphRunner):
         self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))
         return drawn
 
+    def function(self, plan: Plan) -> Callable[..., Any] | None:
+        """Returns what takes the place of a plan's function."""
+        return plan.function
+
     def collect(self) -> None:
         """Fills in the operations of the runs."""
         raise NotImplementedError
@@ -158,10 +165,13 @@ class _TimedPrograms(_TimedRunner, ProgramRunner):
 
     def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
         super().__init__(runner, timing, folder)
-        timed = self._compiled(timed=True)
-        self.run_programs = lambda values: timed(values, self._marks.append)
         self._marks: list[int] = []
         self._recorded: list[tuple[TimedRun, list[int]]] = []
+
+    def function(self, plan: Plan) -> Callable[..., Any]:
+        """Returns what takes the place of a plan's function."""
+        timed = self.compiled(plan.results, timed=True)
+        return lambda values: timed(values, self._marks.append)
 
     def run(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any

@@ -204,7 +204,7 @@ class StepGraphs:
         self._guard(executor, batch, training)
         plan = executor.plan(training, batch, names, backward)
         if plan is None:
-            self._add_graph(executor, batch, training)
+            self._add_graph(executor, batch, training, names)
             plan = executor.plan(training, batch, names, backward)
             assert plan is not None
         return plan
@@ -337,7 +337,7 @@ class StepGraphs:
         if narrower is not None:
             self._set_description(narrower)
 
-    def _add_graph(self, executor: Executor, batch: Batch, training: bool) -> None:
+    def _add_graph(self, executor: Executor, batch: Batch, training: bool, names: Sequence[str]) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = executor.graphs(training)
         if graphs:
@@ -363,7 +363,7 @@ class StepGraphs:
                     shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
-        step = self._build(batch, training)
+        step = self._build(batch, training, names)
         try:
             executor.add_graph(step)
         except RuntimeError:
@@ -384,9 +384,9 @@ class StepGraphs:
             return f"the model has changed: {self._source.last_change}"
         return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
 
-    def _build(self, batch: Batch, training: bool, portable: bool = False) -> Step:
+    def _build(self, batch: Batch, training: bool, names: Sequence[str] | None = None, portable: bool = False) -> Step:
         try:
-            step = self._builder(batch, portable).build(_without_inference(batch), training)
+            step = self._builder(batch, portable).build(_without_inference(batch), training, names)
         except BaseException:
             self._narrow()
             raise

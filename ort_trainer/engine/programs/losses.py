@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["cross_entropy_backward", "ctc_losses"]
+__all__ = ["cross_entropy_backward", "ctc_losses", "linear_cross_entropy"]
 
 _nll_loss_backward = torch.ops.aten.nll_loss_backward.default
+_log_softmax: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax.out
 _log_softmax_backward: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax_backward_data.out
 
 
@@ -33,6 +34,76 @@ def cross_entropy_backward(
     given = _nll_loss_backward(gradient, log_probabilities, target, None, reduction, ignore_index, total_weight)
     # In place is safe: the kernel computes the sum of a row before it writes to the row.
     return _log_softmax_backward(given, log_probabilities, 1, log_probabilities.dtype, out=given)
+
+
+# Logits of a block: fewer rows make products slow, more take memory.
+_BLOCK_BYTES, _FEWEST_ROWS = 32 << 20, 128
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    gradient: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Returns the cross entropy of hidden @ weight.T + bias, and its gradients, without the whole matrix of logits.
+
+    Rows with the ignored label are left out, and the others are computed by blocks, forward and backward together.
+    Logits are fp32 after the product, as autocast casts them.
+
+    Args:
+        hidden: (rows, inputs).
+        weight: (classes, inputs).
+        bias: (classes), or None.
+        target: (rows), int64.
+        gradient: Gradient of the loss: one number, or one per row without a reduction.
+        reduction: 0 none, 1 mean, 2 sum.
+        ignore_index: A target whose row is ignored.
+        wanted: Whether the gradients of ``hidden``, ``weight`` and ``bias`` are needed.
+
+    Returns:
+        The loss, and the three gradients; those that are not needed have no meaning.
+
+    Raises:
+        IndexError: If a target is no class.
+    """
+    rows, classes = len(target), len(weight)
+    of_hidden, of_weight, of_bias = wanted
+    kept = (target != ignore_index).nonzero()[:, 0]
+    everything = len(kept) == rows
+    if len(kept):
+        lowest, highest = target[kept].aminmax()
+        if lowest < 0 or highest >= classes:
+            raise IndexError(f"Target {int(lowest if lowest < 0 else highest)} is out of bounds.")
+    factors = (gradient.float() / len(kept) if reduction == 1 else gradient.float()).expand(rows)
+    losses = torch.zeros(rows)
+    d_hidden = torch.zeros(hidden.shape if of_hidden else 0, dtype=hidden.dtype)
+    d_weight = torch.zeros(weight.shape if of_weight else 0)
+    d_bias = torch.zeros(classes if of_bias else 0)
+    for block in torch.split(kept, max(_FEWEST_ROWS, _BLOCK_BYTES // (4 * classes))):
+        here = slice(int(block[0]), int(block[-1]) + 1) if everything else block
+        x, labels, factor = hidden[here], target[here][:, None], factors[here][:, None]
+        logits = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+        logits = logits.float()
+        _log_softmax(logits, 1, False, out=logits)
+        losses[here] = logits.gather(1, labels)[:, 0].neg_()
+        # From here on these are the gradients of the logits, but for the factors of their rows.
+        logits.exp_().scatter_add_(1, labels, torch.full((len(labels), 1), -1.0))
+        if of_bias:
+            d_bias += torch.mv(logits.t(), factor[:, 0])
+        d_logits = logits.to(x.dtype)
+        if of_hidden:
+            d_hidden[here] = torch.mm(d_logits, weight).mul_(factor)
+        if of_weight and x.dtype == torch.float32:
+            d_weight.addmm_(d_logits.t(), x * factor)
+        elif of_weight:
+            d_weight += torch.mm(d_logits.t(), (x * factor).to(x.dtype))
+    loss = losses if reduction == 0 else losses.sum() / len(kept) if reduction == 1 else losses.sum()
+    return [loss, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
 
 
 def ctc_losses(

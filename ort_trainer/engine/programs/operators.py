@@ -70,6 +70,17 @@ _define(
     lambda gradient, log_probabilities, *_: torch.empty_like(log_probabilities),
 )
 _define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor gradient, int reduction, "
+    "SymInt ignore_index, bool[] wanted) -> Tensor[]",
+    losses.linear_cross_entropy,
+    lambda hidden, weight, bias, target, gradient, *_: [
+        torch.empty_like(gradient),
+        torch.empty_like(hidden),
+        torch.empty_like(weight),
+        weight.new_empty(weight.shape[:1]),
+    ],
+)
+_define(
     "ctc_losses(Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengths, int blank, "
     "bool zero_infinity) -> (Tensor, Tensor)",
     losses.ctc_losses,

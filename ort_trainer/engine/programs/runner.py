@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,6 @@ class ProgramRunner(GraphRunner):
 
     Attributes:
         calls: The nodes, in order.
-        run_programs: The graph as a function.
     """
 
     keeps_destinations = False
@@ -58,11 +58,25 @@ class ProgramRunner(GraphRunner):
         keep_freed_memory()
         self._deterministic = deterministic
         self.calls, self._constants = read_nodes(step.serialized(), step.programs)
-        self.run_programs = self._compiled(timed=False)
+        self._functions: dict[tuple[str, ...], Callable[..., tuple[torch.Tensor, ...]]] = {}
 
-    def _compiled(self, timed: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns the graph as a function of its inputs."""
-        return compiled(self.calls, self.inputs, self.outputs, self._constants, timed)
+    @functools.cached_property
+    def run_programs(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The graph as a function of its inputs, which returns all outputs."""
+        return self.compiled(self.outputs)
+
+    def compiled(self, outputs: Sequence[str], timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Returns what computes some outputs from all inputs."""
+        return compiled(self.calls, self.inputs, outputs, self._constants, timed)
+
+    def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
+        """Returns a plan, whose runs compute no described outputs but those; see the base class."""
+        described = {spec.name for spec in self.step.outputs}.difference(names)
+        results = tuple(name for name in self.outputs if name not in described)
+        if results not in self._functions:
+            self._functions[results] = self.compiled(results)
+        plan = super().plan(shapes, names)
+        return dataclasses.replace(plan, results=results, function=self._functions[results])
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -102,7 +116,8 @@ class ProgramRunner(GraphRunner):
         if loss_scale is not None:
             values.append(loss_scale)
         with _as_captured(self._deterministic):
-            found = dict(zip(self.outputs, self.run_programs(values), strict=True))
+            assert plan.function is not None
+            found = dict(zip(plan.results, plan.function(values), strict=True))
         for name, destination in (destinations or {}).items():
             destination.copy_(found[name])
         results = {

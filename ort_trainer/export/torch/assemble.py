@@ -74,7 +74,8 @@ def assemble(
     operators: Mapping[str, Sequence[Node | None]] = {}
     if for_kernels:
         stage("compile" if step.kernels == "compiled" else "translate")
-        made = program_model(found, inputs, results, batch, step.kernels == "compiled")
+        unfetched = [place for place, (_, name) in enumerate(results) if name in step.unfetched]
+        made = program_model(found, inputs, results, batch, unfetched, step.kernels == "compiled")
         model, programs, operators = made.model, made.programs, made.operators
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it

@@ -87,7 +87,7 @@ class CallAssembler:
         if self._for_kernels:
             self._stage("compile" if self._compiled else "translate")
             with found.following():
-                rewrite(graph, self._compiled)
+                rewrite(graph, self._compiled, divided=True)
                 if self._compiled:
                     from .programs.loops import open_masks  # Inductor takes half a second
 

@@ -60,7 +60,7 @@ class GraphBuilder:
     tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
 
-    def build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Step:
+    def build(self, batch: Mapping[str, torch.Tensor], training: bool, fetched: Collection[str] | None = None) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
         If possible, the export runs in a child process: the exporter needs more memory than many models, and all of it
@@ -69,10 +69,16 @@ class GraphBuilder:
         Args:
             batch: A sample of every input.
             training: Whether to build the joint forward and backward graph, or the one for evaluation.
+            fetched: The outputs that runs probably fetch; None for all. A training graph has all outputs, but may
+                compute others separately.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
         """
+        if training and fetched is not None:
+            unfetched = frozenset(self.step.description.output_names).difference(fetched)
+            step = dataclasses.replace(self.step, unfetched=unfetched)
+            return dataclasses.replace(self, step=step).build(batch, training)
         return self._finished(self._exported(batch, training))
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:

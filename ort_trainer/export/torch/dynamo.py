@@ -88,7 +88,7 @@ class _Lowered:
         devices = {value.device.type for node in given if isinstance(value := node.meta["val"], torch.Tensor)}
         if not devices <= {"cpu"}:
             raise ExportError(f"programs of PyTorch's kernels run on the CPU, but inputs are on {sorted(devices)}")
-        rewrite(graph)
+        rewrite(graph, divided=True)
         (end,) = graph.find_nodes(op="output")
         returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]
         # Programs would copy inputs and views of them, such as transposed weights that are saved for the backward pass.

@@ -79,6 +79,7 @@ class ExportedStep:
             possible.
         fast_random: Whether dropout samples its masks in a faster way than PyTorch.
         loss_of_first: Whether the loss function takes the first of the outputs that the model returns.
+        unfetched: Outputs that runs of a training step probably don't fetch.
     """
 
     model: nn.Module
@@ -96,6 +97,7 @@ class ExportedStep:
     kernels: str = "onnxruntime"
     fast_random: bool = False
     loss_of_first: bool = False
+    unfetched: frozenset[str] = frozenset()
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""

@@ -53,6 +53,7 @@ def program_model(
     inputs: Named,
     results: Named,
     batch: Sequence[tuple[Node, InputDescription]],
+    unfetched: Collection[int] = (),
     compiled: bool = False,
 ) -> ProgramModel:
     """Returns a model that computes a captured graph with PyTorch's kernels.
@@ -62,6 +63,7 @@ def program_model(
         inputs: Placeholders with the names of the model's inputs, in order.
         results: Nodes with the names of the model's outputs, in order.
         batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
+        unfetched: Places of results that are probably not fetched.
         compiled: Whether to compile what lies between PyTorch's kernels to loops.
 
     Raises:
@@ -74,12 +76,12 @@ def program_model(
     _widen_interface(graph, [node for node, _ in inputs])
     (end,) = graph.find_nodes(op="output")
     end.args = (tuple(_widened(node, end) for node, _ in results),)
-    rewrite(graph, compiled)
+    found.read_sizes_from_batch()
+    rewrite(graph, compiled, unfetched=unfetched)
     if compiled:
         from .loops import open_masks  # Inductor takes half a second
 
         open_masks(graph)
-        found.read_sizes_from_batch()
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     sizes = sizes_of((node, entry.shape) for node, entry in batch)
     return ProgramBuilder(graph, inputs, results, found.constants, found.symbols, sizes, (), compiled).build()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import torch
 
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
 from .linear import use_onednn
+from .linear_cross_entropy import fuse_linear_cross_entropy
 from .views import drop_needless_casts, drop_needless_views
 
 __all__ = ["rewrite", "rewrite_forward"]
 
 # In this order: widened products are fp32, which oneDNN needs.
-_REWRITES = (drop_needless_views, widen_products, use_onednn, fuse_cross_entropy)
+_REWRITES: tuple[Callable[..., None], ...] = (
+    drop_needless_views,
+    fuse_linear_cross_entropy,
+    widen_products,
+    use_onednn,
+    fuse_cross_entropy,
+)
 # Inductor can't look into the operators that these insert, so it would fuse less.
 _NOT_FOR_LOOPS = (use_onednn, fuse_cross_entropy)
 
@@ -24,14 +33,22 @@ def rewrite_forward(graph: torch.fx.Graph) -> None:
     fuse_gelu(graph)
 
 
-def rewrite(graph: torch.fx.Graph, compiled: bool = False) -> None:
+def rewrite(
+    graph: torch.fx.Graph, compiled: bool = False, divided: bool = False, unfetched: Collection[int] = ()
+) -> None:
     """Speeds up a differentiated graph, in place; its results change only by rounding.
 
     Args:
         graph: The graph.
         compiled: Whether the graph will be compiled to loops.
+        divided: Whether the graph will be divided into forward and backward pass.
+        unfetched: Places of results that are probably not fetched.
     """
     for function in _REWRITES:
-        if not compiled or function not in _NOT_FOR_LOOPS:
+        if compiled and function in _NOT_FOR_LOOPS:
+            continue
+        if function is not fuse_linear_cross_entropy:
             function(graph)
+        elif not divided:  # it computes the loss in the backward pass, too
+            fuse_linear_cross_entropy(graph, unfetched)
     graph.eliminate_dead_code()
