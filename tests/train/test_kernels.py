@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.core.errors import ExportError
 from ort_trainer.export.torch import model as torch_model
 from ort_trainer.options import ModelDescription
 
@@ -159,7 +159,6 @@ class Checkpointed(MLP):
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "recomputation": ({"utils": {"memory_efficient_gradient": True}}, "recomputation in the backward pass requires"),
     "opset": ({"_internal_use": {"onnx_opset_version": 19}}, "_internal_use.onnx_opset_version requires"),
     "postprocess": ({"_internal_use": {"extra_postprocess": lambda model: None}}, "extra_postprocess requires"),
     "simplification": ({"_internal_use": {"enable_internal_postprocess": False}}, "enable_internal_postprocess False"),
@@ -180,9 +179,9 @@ def prepared(ours: ORTTrainer) -> ORTTrainer:
     return ours
 
 
-def test_a_model_with_checkpoints_runs_on_onnx_runtimes_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert not calls_pytorch(prepared(mlp_trainer(model=Checkpointed())))
+def test_compiled_loops_refuse_recomputation() -> None:
+    with pytest.raises(ExportError, match="compiled loops decide by themselves what"):
+        prepared(mlp_trainer({"utils": {"kernels": "compiled"}}, model=Checkpointed()))
 
 
 def test_a_program_that_reads_nothing() -> None:

@@ -120,13 +120,15 @@ class _Exporter:
         draws = Draws(step.fast_random, self._for_kernels)
         with graph.following():
             random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
-        if self._for_kernels and not of_call and asks_for_recomputation(step.recompute, graph):
-            raise ExportError("recomputation in the backward pass requires ONNX Runtime's own kernels")
+        if step.kernels == "compiled" and training and not of_call and asks_for_recomputation(step.recompute, graph):
+            raise ExportError(
+                "compiled loops decide by themselves what the backward pass computes again: set utils.kernels to 'auto'"
+            )
         if not training:
             described = zip(step.description.outputs, graph.outputs, strict=True)
             graph.read_sizes_from_needed_inputs([node for entry, node in described if not entry.is_loss])
-        elif not self._for_kernels and not of_call:
-            apply_recompute(step.recompute, graph, random, step.model)
+        elif not of_call:
+            apply_recompute(step.recompute, graph, random, step.model, keeps_order=self._for_kernels)
         backward: tuple[Step, ...] = ()
         if isinstance(step, ExportedCall):
             from .assemble_call import CallAssembler

@@ -9,9 +9,9 @@ inputs of the region are kept::
                v                    -->    after(input, gradients so far) -> copy of the region
             gradient                                                             |-> gradient
 
-A copy alone achieves nothing: ONNX Runtime would merge it with the original, or run it during the forward pass. So it
-reads its inputs through the operator ``after``, which waits for the gradients above the region, whatever order a
-runtime executes the nodes in.
+Programs of PyTorch's operators run in the order of the graph, so a copy stays where it is. ONNX Runtime would merge it
+with the original, or run it during the forward pass. There it reads its inputs through the operator ``after``, which
+waits for the gradients above the region, whatever order a runtime executes the nodes in.
 
 Random numbers are inputs of the graph, so a copy has the same dropout masks as its original.
 """
@@ -59,7 +59,7 @@ _PASSED = frozenset(
     }
 )
 _GELU = ("aten.gelu.default", "aten.gelu_backward.default")
-_SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default)
 # Masks and noises, of 1 byte or as they are: kept, as drawing them again takes long.
 _DRAWN = (torch.ops.ort_trainer.noise.default, torch.ops.ort_trainer.draw_mask.default)
 _DROPOUTS = (aten.mul.Tensor, torch.ops.ort_trainer.apply_mask.default)
@@ -73,7 +73,11 @@ def asks_for_recomputation(options: RecomputeOptions, found: FlatGraph) -> bool:
 
 
 def apply_recompute(
-    options: RecomputeOptions, found: FlatGraph, random: Mapping[Node, RandomInput], model: nn.Module
+    options: RecomputeOptions,
+    found: FlatGraph,
+    random: Mapping[Node, RandomInput],
+    model: nn.Module,
+    keeps_order: bool,
 ) -> None:
     """Makes the backward pass of a joint graph recompute what the options name and what the model checkpoints.
 
@@ -84,6 +88,7 @@ def apply_recompute(
         found: The captured graph, which is modified.
         random: Placeholders of random numbers.
         model: The user's model, from which layers are found.
+        keeps_order: Whether the graph will be run in its order.
 
     Raises:
         ExportError: If an option names something that the model does not have.
@@ -92,10 +97,10 @@ def apply_recompute(
     regions = _regions(options, graph, random, model)
     if regions or options.cheap:
         found.read_sizes_from_batch()
-    _recompute_regions(graph, regions)
+    _recompute_regions(graph, regions, keeps_order)
     if options.cheap:
         graph = _JointGraph(found, random)
-        _recompute_regions(graph, _cheap_regions(graph))
+        _recompute_regions(graph, _cheap_regions(graph), keeps_order)
 
 
 def values_to_recompute(
@@ -210,7 +215,7 @@ def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
     return {n for n in region.nodes if not any(user in outside and _has_tensors(user) for user in n.users)}
 
 
-def _recompute_regions(graph: _JointGraph, regions: list[_Region]) -> None:
+def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: bool) -> None:
     """Copies every region to where the backward pass reads it first."""
     jobs = []
     for region in regions:
@@ -227,7 +232,7 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region]) -> None:
         awaited = [node for node in awaited if node not in waited or node in first.all_input_nodes]
         waited |= {*awaited}
         if awaited:  # otherwise the backward pass begins here, and nothing is kept for long
-            copies = _copy(graph, inside, values, awaited, first)
+            copies = _copy(graph, inside, values, [] if keeps_order else awaited, first)
             for reader in readers:
                 for value in values & {*reader.all_input_nodes}:
                     reader.replace_input_with(value, copies[value])
@@ -243,12 +248,23 @@ def _alive(graph: _JointGraph, node: Node, start: int) -> bool:
 def _copy(
     graph: _JointGraph, inside: set[Node], values: set[Node], awaited: list[Node], before: Node
 ) -> dict[Node, Node]:
-    """Inserts copies of the values, and of what they are computed from within a region; returns value -> copy."""
+    """Inserts copies of the values, and of what they are computed from within a region.
+
+    Args:
+        graph: The graph.
+        inside: The region.
+        values: The values.
+        awaited: What the copies wait for; nothing if it is empty.
+        before: Where they are inserted.
+
+    Returns:
+        Value -> copy.
+    """
     needed = _ancestors(values, inside)
     copies: dict[Node, Node] = {}
 
     def source(node: Node) -> Node:
-        if node not in copies and is_tensor(node) and node not in graph.free:
+        if awaited and node not in copies and is_tensor(node) and node not in graph.free:
             copies[node] = graph.graph.call_function(AFTER, (node, awaited))
             copies[node].meta["val"] = node.meta["val"]
         return copies.get(node, node)

@@ -17,6 +17,7 @@ from ....options import InputDescription
 from ....step import SIZES
 from ....step.emitter import Names
 from ..differentiate import FlatGraph
+from ..divide import needed_for
 from ..symbols import SymbolNames
 from .encode import Encoder
 from .partition import partition, used_by
@@ -84,7 +85,9 @@ def program_model(
         open_masks(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     sizes = sizes_of((node, entry.shape) for node, entry in batch)
-    return ProgramBuilder(graph, inputs, results, found.constants, found.symbols, sizes, (), compiled).build()
+    return ProgramBuilder(
+        graph, inputs, results, found.constants, found.symbols, sizes, (), compiled, unfetched
+    ).build()
 
 
 def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
@@ -146,6 +149,7 @@ class ProgramBuilder:
         sizes: Symbolic size -> an input and an axis that have it.
         ordered: The inputs and results that keep their order in memory; others are contiguous.
         compiled: Whether to compile what lies between PyTorch's kernels to loops.
+        unfetched: Places of results that are probably not fetched.
 
     Attributes:
         programs, operators: As in :class:`ProgramModel`.
@@ -164,6 +168,7 @@ class ProgramBuilder:
         sizes: Sizes,
         ordered: Collection[Node] = (),
         compiled: bool = False,
+        unfetched: Collection[int] = (),
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, constants
         self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
@@ -172,7 +177,9 @@ class ProgramBuilder:
         if compiled:
             from .loops import divide_for_loops  # Inductor takes half a second
 
-            self._programs = divide_for_loops(node for program in self._programs for node in program)
+            needed = needed_for(node for place, (node, _) in enumerate(results) if place not in unfetched)
+            nodes = [node for program in self._programs for node in program]
+            self._programs = divide_for_loops(nodes, {node for node in nodes if node not in needed})
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {

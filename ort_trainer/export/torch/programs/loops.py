@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,13 +123,19 @@ def is_left_to_pytorch(node: Node) -> bool:
     return node.target.namespace == LIBRARY or "mkldnn_rnn" in str(node.target)
 
 
-def divide_for_loops(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Divides operators, in order, into those that are compiled, and those that are not. Masks come first."""
+def divide_for_loops(nodes: Iterable[Node], apart: Collection[Node]) -> list[list[Node]]:
+    """Divides operators, in order, into those that are compiled, and those that are not. Masks come first.
+
+    Args:
+        nodes: The operators.
+        apart: Those that are mostly not needed; they come last.
+    """
     known = list(nodes)
     masks = [node for node in known if node.target is own.draw_unpacked.default]
-    others = [node for node in known if node.target is not own.draw_unpacked.default]
+    later = [node for node in known if node in apart]
+    others = [node for node in known if node not in masks and node not in apart]
     divided = [list(group) for _, group in itertools.groupby(others, is_left_to_pytorch)]
-    return [masks, *divided] if masks else divided
+    return [group for group in (masks, *divided, later) if group]
 
 
 class LoopsEncoder:
