@@ -399,9 +399,9 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
     return (folder / "written.onnx").is_file()
 
 
-def kernels_of(properties: dict[str, Any], _: Path) -> bool:
-    """Returns whether PyTorch's kernels compute the step, which recompute nothing."""
-    return bool(session_of(properties)._trainer.session.graphs(True)[0].programs)
+def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
+    """Returns the programs that compute the step, which compute values again or keep them."""
+    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.values())
 
 
 def refused(properties: dict[str, Any], _: Path) -> str:
@@ -445,7 +445,7 @@ PROPERTIES: dict[str, Effect] = {
     "set_gradients_as_graph_outputs": Effect(True, names_of),
     "set_optimizer_initial_state": Effect(MOMENTS, state_of),
     "training_optimizer_name": Effect("LambOptimizer", trained),
-    "use_memory_efficient_gradient": Effect(True, kernels_of),
+    "use_memory_efficient_gradient": Effect(True, programs_of),
     "use_mixed_precision": Effect(True, names_of),
     "weights_not_to_train": Effect({"fc1.weight"}, state_of),
     "weights_to_train": Effect({"fc1.weight"}, state_of),
