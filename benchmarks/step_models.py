@@ -65,6 +65,12 @@ def _convolutions() -> Task:
     return Task(model, *_images(16, 32))
 
 
+def _shortcut(channels: int, width: int, stride: int) -> nn.Module:
+    if stride == 1 and channels == width:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+
 class _ResidualBlock(nn.Module):
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -72,9 +78,7 @@ class _ResidualBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(width)
         self.convolution2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut = _shortcut(channels, width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.relu(self.norm1(self.convolution1(x)))
@@ -405,11 +409,7 @@ class _Bottleneck(nn.Module):
             nn.Conv2d(width, 4 * width, 1, bias=False),
             nn.BatchNorm2d(4 * width),
         )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != 4 * width:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
-            )
+        self.shortcut = _shortcut(channels, 4 * width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.layers(x) + self.shortcut(x))

@@ -71,8 +71,8 @@ class ProgramRunner(GraphRunner):
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns a plan, whose runs compute no described outputs but those; see the base class."""
-        described = {spec.name for spec in self.step.outputs}.difference(names)
-        results = tuple(name for name in self.outputs if name not in described)
+        left_out = {spec.name for spec in self.step.outputs}.difference(names)
+        results = tuple(name for name in self.outputs if name not in left_out)
         if results not in self._functions:
             self._functions[results] = self.compiled(results)
         plan = super().plan(shapes, names)

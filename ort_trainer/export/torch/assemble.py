@@ -73,9 +73,10 @@ def assemble(
     programs: Mapping[str, str] = {}
     operators: Mapping[str, Sequence[Node | None]] = {}
     if for_kernels:
-        stage("compile" if step.kernels == "compiled" else "translate")
+        compiled = step.kernels == "compiled"
+        stage("compile" if compiled else "translate")
         unfetched = [place for place, (_, name) in enumerate(results) if name in step.unfetched]
-        made = program_model(found, inputs, results, batch, unfetched, step.kernels == "compiled")
+        made = program_model(found, inputs, results, batch, unfetched, compiled)
         model, programs, operators = made.model, made.programs, made.operators
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it

@@ -88,10 +88,6 @@ class CallAssembler:
             self._stage("compile" if self._compiled else "translate")
             with found.following():
                 rewrite(graph, self._compiled, divided=True)
-                if self._compiled:
-                    from .programs.loops import open_masks  # Inductor takes half a second
-
-                    open_masks(graph)
         if not self._reads_shapes:
             found.read_sizes_from_batch()
         of_forward = [*found.outputs, *found.buffer_updates.values(), *found.input_updates.values()]

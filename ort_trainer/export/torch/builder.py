@@ -75,7 +75,7 @@ class GraphBuilder:
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
         """
-        if training and fetched is not None:
+        if training and fetched is not None and self.step.kernels != "onnxruntime":
             unfetched = frozenset(self.step.description.output_names).difference(fetched)
             step = dataclasses.replace(self.step, unfetched=unfetched)
             return dataclasses.replace(self, step=step).build(batch, training)

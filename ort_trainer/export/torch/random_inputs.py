@@ -20,6 +20,7 @@ from ...core.errors import ExportError
 from ...step import Dim, RandomInput, dtype_name
 from .explain import source_line
 from .operators.registry import random_operators
+from .programs.values import call
 from .symbols import SymbolTable, hint
 
 __all__ = ["Draws", "Lifter", "lift_random_numbers", "order_when_empty"]
@@ -116,10 +117,8 @@ class Lifter:
 
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Inserts an operator at the current place, with its fake result."""
-        node = self.graph.call_function(operator, args, kwargs)
-        node.meta.update(self.origin)
-        fakes = torch.fx.map_arg(args, lambda n: n.meta["val"]), torch.fx.map_arg(kwargs, lambda n: n.meta["val"])
-        node.meta["val"] = operator(*fakes[0], **fakes[1])
+        node = call(self.graph, operator, *args, **kwargs)
+        node.meta.update({**self.origin, "val": node.meta["val"]})
         return node
 
 

@@ -79,10 +79,6 @@ def program_model(
     end.args = (tuple(_widened(node, end) for node, _ in results),)
     found.read_sizes_from_batch()
     rewrite(graph, compiled, unfetched=unfetched)
-    if compiled:
-        from .loops import open_masks  # Inductor takes half a second
-
-        open_masks(graph)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
     sizes = sizes_of((node, entry.shape) for node, entry in batch)
     return ProgramBuilder(
@@ -172,14 +168,17 @@ class ProgramBuilder:
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, constants
         self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
-        self._graph, self._compiled = graph, compiled
+        self._graph = graph
         self._programs = partition(graph)
+        self._loops: set[Node] = set()  # the operators that are compiled
         if compiled:
             from .loops import divide_for_loops  # Inductor takes half a second
 
             needed = needed_for(node for place, (node, _) in enumerate(results) if place not in unfetched)
             nodes = [node for program in self._programs for node in program]
-            self._programs = divide_for_loops(nodes, {node for node in nodes if node not in needed})
+            divided = divide_for_loops(nodes, {node for node in nodes if node not in needed})
+            self._programs = [program for program, _ in divided]
+            self._loops = {node for program, of_loops in divided if of_loops for node in program}
         self._names = Names([name for _, name in (*inputs, *results)])
         self._values: dict[Node, ir.Value] = {}
         self._orders: dict[Node, Order] = {
@@ -261,12 +260,11 @@ class ProgramBuilder:
         return outputs
 
     def _encoder(self, nodes: Sequence[Node]) -> Encoder | LoopsEncoder:
-        if self._compiled:
-            from .loops import LoopsEncoder, is_left_to_pytorch
+        if self._loops.isdisjoint(nodes):
+            return Encoder(self._symbols, self._sizes, self._orders)
+        from .loops import LoopsEncoder
 
-            if nodes and not is_left_to_pytorch(nodes[0]):
-                return LoopsEncoder(self._graph, self._sizes, self._orders, self._values)
-        return Encoder(self._symbols, self._sizes, self._orders)
+        return LoopsEncoder(self._graph, self._sizes, self._orders, self._values)
 
 
 _OPSETS = {"": 18, DOMAIN: 1}

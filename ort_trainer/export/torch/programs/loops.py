@@ -29,9 +29,9 @@ from ....engine.programs.operators import LIBRARY
 from ....engine.programs.program import GETITEM, LOOPS, Order
 from ....engine.programs.runner import deterministic_kernels
 from ..divide import needed_for, part_of
-from .values import Node, is_view
+from .values import Node, call, is_view
 
-__all__ = ["LoopsEncoder", "divide_for_loops", "is_left_to_pytorch", "open_masks", "require_compiler"]
+__all__ = ["LoopsEncoder", "divide_for_loops"]
 
 aten = torch.ops.aten
 own = torch.ops.ort_trainer
@@ -57,7 +57,7 @@ _WHOLE = (
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
-def require_compiler() -> None:
+def _require_compiler() -> None:
     """Checks that there is a C++ compiler.
 
     Raises:
@@ -71,71 +71,27 @@ def require_compiler() -> None:
         )
 
 
-def open_masks(graph: torch.fx.Graph) -> None:
-    """Replaces operators on packed masks, in place::
-
-        draw_mask(key, count, ...)     =>    draw_unpacked(key, count, ...)
-        unpack_mask(mask, x)           =>    mask as x
-        noise(mask, factor, dtype)     =>    cast(mask, dtype) * factor
-        apply_mask(x, mask, factor)    =>    x * noise(mask as x, factor, dtype)
-
-    Loops read one byte for each element, in order.
-    """
-    for node in list(graph.nodes):
-        if node.target not in _OF_MASKS:
-            continue
-        with graph.inserting_before(node), node.meta["val"].fake_mode:
-            new = _OF_MASKS[node.target](graph, *node.args)
-        new.meta.update({**node.meta, "val": new.meta["val"]})
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-
-
-def _call(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
-    node = graph.call_function(function, args, kwargs)
-    fakes = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-    node.meta["val"] = function(*fakes[0], **fakes[1])
-    return node
-
-
-def _noise(graph: torch.fx.Graph, mask: Node, factor: float, dtype: torch.dtype, *_: Any) -> Node:
-    return _call(graph, aten.mul.Tensor, _call(graph, aten._to_copy.default, mask, dtype=dtype), factor)
-
-
-def _masked(graph: torch.fx.Graph, value: Node, mask: Node, factor: float) -> Node:
-    kept = _call(graph, aten.view_as.default, mask, value)
-    return _call(graph, aten.mul.Tensor, value, _noise(graph, kept, factor, value.meta["val"].dtype))
-
-
-_OF_MASKS: dict[Any, Any] = {
-    own.draw_mask.default: lambda graph, *args: _call(graph, own.draw_unpacked.default, *args),
-    own.unpack_mask.default: lambda graph, *args: _call(graph, aten.view_as.default, *args),
-    own.noise.default: _noise,
-    own.apply_mask.default: _masked,
-}
-
-
-def is_left_to_pytorch(node: Node) -> bool:
-    """Returns whether an operator is not compiled, because Inductor can't call it."""
-    if node.target is operator.getitem:
-        return is_left_to_pytorch(node.all_input_nodes[0])
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.namespace == LIBRARY or "mkldnn_rnn" in str(node.target)
-
-
-def divide_for_loops(nodes: Iterable[Node], apart: Collection[Node]) -> list[list[Node]]:
-    """Divides operators, in order, into those that are compiled, and those that are not. Masks come first.
+def divide_for_loops(nodes: Sequence[Node], apart: Collection[Node]) -> list[tuple[list[Node], bool]]:
+    """Divides operators, in order, into programs; returns with each whether it is compiled. Masks come first.
 
     Args:
         nodes: The operators.
-        apart: Those that are mostly not needed; they come last.
+        apart: Those that are mostly not needed; they come last, and compiling them would take longer than they do.
     """
-    known = list(nodes)
-    masks = [node for node in known if node.target is own.draw_unpacked.default]
-    later = [node for node in known if node in apart]
-    others = [node for node in known if node not in masks and node not in apart]
-    divided = [list(group) for _, group in itertools.groupby(others, is_left_to_pytorch)]
-    return [group for group in (masks, *divided, later) if group]
+    masks = [node for node in nodes if node.target is own.draw_unpacked.default]
+    others = [node for node in nodes if node not in masks]
+    later = [node for node in others if node in apart]
+    main = itertools.groupby((node for node in others if node not in apart), _can_be_compiled)
+    divided = [(masks, False), *((list(group), compiled) for compiled, group in main), (later, False)]
+    return [(group, compiled) for group, compiled in divided if group]
+
+
+def _can_be_compiled(node: Node) -> bool:
+    """Returns whether Inductor can call an operator."""
+    if node.target is operator.getitem:
+        return _can_be_compiled(node.all_input_nodes[0])
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
 
 
 class LoopsEncoder:
@@ -199,7 +155,7 @@ def _in_memory_of_its_own(node: Node, order: Order) -> Node:
         return node
     (end,) = node.graph.find_nodes(op="output")
     with node.graph.inserting_before(end), node.meta["val"].fake_mode:
-        return _call(node.graph, aten.clone.default, node, **({} if order else _CONTIGUOUS))
+        return call(node.graph, aten.clone.default, node, **({} if order else _CONTIGUOUS))
 
 
 def _laid_out(value: torch.Tensor, order: Order) -> torch.Tensor:
@@ -210,7 +166,7 @@ def _laid_out(value: torch.Tensor, order: Order) -> torch.Tensor:
 
 def _compiled(module: torch.fx.GraphModule) -> str:
     """Returns a graph as machine code, in the form of ``engine.programs.loops``."""
-    require_compiler()
+    _require_compiler()
     sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
         library = Path(folder) / "loops.so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from ..symbols import hint, number_of_elements
 
 __all__ = [
     "base_of",
+    "call",
     "is_tensor",
     "is_view",
     "memory_order",
@@ -34,6 +36,14 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     """Returns the fake tensors that a node produces."""
     value = node.meta.get("val")
     return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
+
+
+def call(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
+    """Inserts an operator at the current place, with its fake result; the fake mode must be active."""
+    node = graph.call_function(function, args, kwargs)
+    fakes = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+    node.meta["val"] = function(*fakes[0], **fakes[1])
+    return node
 
 
 def is_tensor(node: Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from ..masks import open_masks
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
@@ -51,4 +52,6 @@ def rewrite(
             function(graph)
         elif not divided:  # it computes the loss in the backward pass, too
             fuse_linear_cross_entropy(graph, unfetched)
+    if compiled:
+        open_masks(graph)
     graph.eliminate_dead_code()

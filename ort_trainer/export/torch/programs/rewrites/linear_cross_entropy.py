@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from .....engine.programs.halves import slow_halves
+from ...divide import needed_for
 from ...symbols import size_in_bytes
 from ..values import Node, is_tensor
+from .views import RESHAPES
 
 __all__ = ["fuse_linear_cross_entropy"]
 
@@ -19,7 +21,6 @@ aten = torch.ops.aten
 
 # Smaller logits stay in the cache anyway.
 _WORTH_IT = 4 << 20
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @dataclass
@@ -68,7 +69,7 @@ def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
     forward, value = total.all_input_nodes[0], scores.meta["val"]
     if weight is not None or scores.target is not aten._log_softmax.default or value.dim() != 2:
         return None
-    if value.dtype != torch.float32 or size_in_bytes(value) < _WORTH_IT or _depends_on(gradient, forward):
+    if value.dtype != torch.float32 or size_in_bytes(value) < _WORTH_IT or forward in needed_for([gradient]):
         return None
     known = (scores, labels, None, reduction, ignored)
     if forward.target is not aten.nll_loss_forward.default or forward.args != known or set(total.users) != {backward}:
@@ -91,7 +92,7 @@ def _back(value: Any, user: Node, unfetched: Collection[Node]) -> Node | None:
             return None
         if value.target in (aten.mm.default, aten.addmm.default) and not value.kwargs:
             return value if value.args[-1].target is aten.t.default else None  # type: ignore[union-attr]
-        if value.target not in (*_RESHAPES, aten._to_copy.default):
+        if value.target not in (*RESHAPES, aten._to_copy.default):
             return None
         value, user = value.args[0], value
     return None
@@ -109,25 +110,12 @@ def _readers(node: Node) -> Iterator[Node]:
     return (user for user in node.users if is_tensor(user) or user.op == "output")
 
 
-def _depends_on(node: Node, other: Node) -> bool:
-    seen: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        if current is other:
-            return True
-        if current not in seen:
-            seen.add(current)
-            waiting += current.all_input_nodes
-    return False
-
-
 def _with_gradients(loss: _Loss, gradient: Node) -> _Loss | None:
     """Finds the gradients that are computed from that of the logits; returns None if anything else is."""
     *_, hidden, transposed = loss.product.args
     assert isinstance(transposed, Node)
     weight = transposed.args[0]
-    while [user.target in (*_RESHAPES, aten._to_copy.default) for user in _readers(gradient)] == [True]:
+    while [user.target in (*RESHAPES, aten._to_copy.default) for user in _readers(gradient)] == [True]:
         (gradient,) = _readers(gradient)
     if gradient.meta["val"].dim() != 2 or gradient.meta["val"].dtype != loss.product.meta["val"].dtype:
         return None
@@ -153,37 +141,27 @@ def _fuse(graph: torch.fx.Graph, loss: _Loss) -> None:
     weight = transposed.args[0]
     wanted = [made is not None for made in (loss.of_hidden, loss.of_weight, loss.of_bias)]
     arguments = (hidden, weight, bias[0] if bias else None, labels, gradient, reduction, ignored, wanted)
-    with graph.inserting_before(loss.backward):
-        fused = graph.call_function(torch.ops.ort_trainer.linear_cross_entropy.default, arguments)
-        parts = [graph.call_function(operator.getitem, (fused, index)) for index in range(4)]
     (value,) = (user for user in loss.forward.users if user.args[1] == 0)
     results = [value, loss.of_hidden, loss.of_weight, loss.of_bias]
-    fused.meta.update({**loss.product.meta, "val": [None if made is None else made.meta["val"] for made in results]})
-    last = parts[-1]
-    for part, made in zip(parts, results, strict=True):
-        if made is None:
-            graph.erase_node(part)
-            last = last.prev if last is part else last
-            continue
-        part.meta.update({**loss.product.meta, "val": made.meta["val"]})
-        if made is loss.of_bias:  # a sum keeps the dimension, mostly
-            with graph.inserting_after(part):
-                view = graph.call_function(aten.view.default, (part, list(made.meta["val"].shape)))
-            view.meta.update(part.meta)
-            part.meta["val"] = made.meta["val"].reshape(-1)
-            last = view if last is part else last
-            part = view
-        made.replace_all_uses_with(part)
-    _move_behind(graph, value, fused, last)
-
-
-def _move_behind(graph: torch.fx.Graph, old: Node, fused: Node, last: Node) -> None:
-    """Moves what reads the loss, and stands before the node that now computes it, behind that node."""
-    moved = {fused}
+    with graph.inserting_before(loss.backward):
+        fused = graph.call_function(torch.ops.ort_trainer.linear_cross_entropy.default, arguments)
+        fused.meta.update(loss.product.meta)
+        fused.meta["val"] = [None if made is None else made.meta["val"] for made in results]
+        for index, made in enumerate(results):
+            if made is None:
+                continue
+            part = graph.call_function(operator.getitem, (fused, index))
+            part.meta.update({**loss.product.meta, "val": made.meta["val"]})
+            if made is loss.of_bias:  # a sum keeps the dimension, mostly
+                part.meta["val"] = made.meta["val"].reshape(-1)
+                part = graph.call_function(aten.view.default, (part, list(made.meta["val"].shape)))
+                part.meta.update({**loss.product.meta, "val": made.meta["val"]})
+            made.replace_all_uses_with(part)
+    # What reads the loss, and stands before the operator that now computes it, moves behind that.
+    late = {*fused.users}
     for node in list(graph.nodes):
         if node is fused:
             break
-        if any(source in moved or source.all_input_nodes == [fused] for source in node.all_input_nodes):
-            moved.add(node)
-            last.append(node)
-            last = node
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+            loss.backward.prepend(node)

@@ -6,7 +6,7 @@ import torch
 
 from ..values import same_sizes
 
-__all__ = ["drop_needless_casts", "drop_needless_views"]
+__all__ = ["RESHAPES", "drop_needless_casts", "drop_needless_views"]
 
 aten = torch.ops.aten
 
@@ -29,14 +29,14 @@ def drop_needless_views(graph: torch.fx.Graph) -> None:
             node.replace_all_uses_with(source)
         elif node.target is aten.t.default and source.target is aten.t.default:
             node.replace_all_uses_with(source.args[0])
-        elif node.target in _RESHAPES and source.target in _RESHAPES:
+        elif node.target in RESHAPES and source.target in RESHAPES:
             node.update_arg(0, source.args[0])
     for node in list(graph.nodes):
-        if node.target in _RESHAPES and _same_shape(node, node.args[0]):
+        if node.target in RESHAPES and _same_shape(node, node.args[0]):
             node.replace_all_uses_with(node.args[0])
 
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _same_shape(node: torch.fx.Node, other: torch.fx.Node) -> bool:
