@@ -186,7 +186,8 @@ def _compiled(module: torch.fx.GraphModule) -> str:
 def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
     """Lets Inductor call operators as they are, instead of taking them apart."""
     table = torch._inductor.decomposition.decompositions
-    with mock.patch.dict(table):
+    with mock.patch.dict(table), mock.patch.dict(os.environ):
+        os.environ.pop("CI", None)  # Inductor takes this to be a run of its own tests, which fail for such operators
         for each in operators:
             table.pop(each, None)
         yield
