@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,6 +148,38 @@ def _bert() -> Task:
         vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
     )
     return _text_classifier(BertForSequenceClassification(config), 8000, 8)
+
+
+def _padded_bert() -> Task:
+    """The same, but the texts have 16, 32, ... 128 tokens, so 44 % of the places are padded."""
+    task = _bert()
+    mask = (torch.arange(128) < torch.arange(16, 129, 16)[:, None]).long()
+    return replace(task, batch=(task.batch[0], mask, task.batch[2]))
+
+
+class _WithLabels(nn.Module):
+    """A model of Hugging Face's that returns its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+def _masked_words() -> Task:
+    """A masked language model: BERT with 4 layers of 256, vocabulary 30,000, 8 x 128 tokens, 15 % with a label."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=30000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
+    )
+    tokens = torch.randint(0, 30000, (8, 128))
+    labels = torch.where(torch.rand(8, 128) < 0.15, tokens, -100)
+    shape = ["batch", "length"]
+    description = {"inputs": [("input_ids", shape), ("labels", shape)], "outputs": [("loss", [], True)]}
+    return Task(_WithLabels(BertForMaskedLM(config)), (tokens, labels), description, None)
 
 
 class _LanguageModel(nn.Module):
@@ -324,17 +356,6 @@ def _llama() -> Task:
     return _language_model(LlamaForCausalLM(config), 8, 128)
 
 
-class _Translator(nn.Module):
-    """A T5 that returns its own loss."""
-
-    def __init__(self, t5: nn.Module) -> None:
-        super().__init__()
-        self.t5 = t5
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.t5(input_ids=input_ids, labels=labels).loss
-
-
 def _t5() -> Task:
     """T5 with 3 + 3 layers of 256 and a vocabulary of 8000; 8 texts of 64 tokens, 32 tokens of each answer."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -347,7 +368,7 @@ def _t5() -> Task:
         "outputs": [("loss", [], True)],
     }
     batch = torch.randint(1, 8000, (8, 64)), torch.randint(1, 8000, (8, 32))
-    return Task(_Translator(T5ForConditionalGeneration(config)), batch, description, None)
+    return Task(_WithLabels(T5ForConditionalGeneration(config)), batch, description, None)
 
 
 class _Recommender(nn.Module):
@@ -392,6 +413,40 @@ def _gpt2_base() -> Task:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _language_model(GPT2LMHeadModel(GPT2Config()), 2, 128)
+
+
+class _LowRank(nn.Module):
+    """A frozen layer beside a trained product of rank 8 (LoRA: Hu et al., 2021)."""
+
+    def __init__(self, layer: nn.Module, width: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + 2 * self.up(self.down(x))
+
+
+def _low_rank(task: Task, adapted: tuple[str, ...], outputs: int, trained: str = "none") -> Task:
+    """Freezes a model of width 768, but for what is added to some layers and the parameters that have a name."""
+    for name, parameter in task.model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    for module in [*task.model.modules()]:
+        for name, layer in module.named_children():
+            if name in adapted:
+                setattr(module, name, _LowRank(layer, 768, outputs))
+    return task
+
+
+def _bert_lora() -> Task:
+    """BERT-base of which only LoRA of queries and values and the classifier are trained; 4 texts of 128 tokens."""
+    return _low_rank(_bert_base(), ("query", "value"), 768, "classifier")
+
+
+def _gpt2_lora() -> Task:
+    """GPT-2 with 124 million parameters of which only LoRA of attention is trained; 2 texts of 128 tokens."""
+    return _low_rank(_gpt2_base(), ("c_attn",), 3 * 768)
 
 
 class _Bottleneck(nn.Module):
@@ -446,6 +501,10 @@ MODELS: dict[str, Callable[[], Task]] = {
     "bert-base": _bert_base,
     "gpt2-base": _gpt2_base,
     "resnet50": _resnet50,
+    "masked-words": _masked_words,
+    "padded-bert": _padded_bert,
+    "bert-lora": _bert_lora,
+    "gpt2-lora": _gpt2_lora,
 }
 
 

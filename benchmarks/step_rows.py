@@ -28,6 +28,7 @@ class Row:
         dropout: Whether the model keeps its dropout.
         precision: ``fp32``, or the dtype of mixed precision, a key of ``HALVES``.
         accumulation: Micro-batches per update.
+        utils: Options of the section ``utils`` of ort_trainer.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Row:
     dropout: bool = True
     precision: str = "fp32"
     accumulation: int = 1
+    utils: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 ROWS = {
@@ -59,6 +61,16 @@ ROWS = {
     "bert-base": Row("BERT-base, 4 x 128 tokens", "BERT-base", "bert-base", 1),
     "gpt2-base": Row("GPT-2 of 124 million parameters, 2 x 128 tokens", "GPT-2 124M", "gpt2-base", 1),
     "resnet50": Row("ResNet-50, 4 x 224 x 224", "ResNet-50", "resnet50", 1),
+    "masked-words": Row("BERT, 15 % of the labels of a vocabulary of 30,000", "masked words", "masked-words", 3),
+    "padded-bert": Row(
+        "BERT, 44 % of the tokens padded and left out",
+        "BERT, padding",
+        "padded-bert",
+        5,
+        utils={"remove_padding": "attention_mask"},
+    ),
+    "bert-lora": Row("LoRA of BERT-base, 4 x 128 tokens", "BERT-base, LoRA", "bert-lora", 1),
+    "gpt2-lora": Row("LoRA of GPT-2 124M, 2 x 128 tokens", "GPT-2 124M, LoRA", "gpt2-lora", 1),
     "bert-bf16": Row("BERT in bfloat16", "BERT, bfloat16", "bert", 5, precision="bf16"),
     "bert-fp16": Row("BERT in fp16", "BERT, fp16", "bert", 5, precision="fp16"),
     "bert-accumulation": Row("BERT, 4 micro-batches an update", "BERT, 4 micro-batches", "bert", 8, accumulation=4),
@@ -87,7 +99,7 @@ def ort_training(
     inputs = batch(task.batch)
     options = ORTTrainerOptions(
         {
-            "utils": {"grad_norm_clip": False, **(utils or {})},  # the others do not clip either
+            "utils": {"grad_norm_clip": False, **row.utils, **(utils or {})},  # the others do not clip either
             "batch": {"gradient_accumulation_steps": row.accumulation},
             "distributed": dict(distributed or {}),
             "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},

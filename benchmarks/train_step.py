@@ -48,7 +48,8 @@ EAGER, COMPILE, MODULE, OURS, LOOPS, ON_STOCK, LEGACY = CONTENDERS = (
     "legacy 1.16.3",
 )
 QUICK = (EAGER, MODULE, OURS, ON_STOCK)
-SLOW_ROWS = ("bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
+LARGE = ("bert-base", "gpt2-base", "resnet50", "bert-lora", "gpt2-lora")
+SLOW_ROWS = (*LARGE, "bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
 # PyTorch itself takes five seconds per step if the processor has no fp16 arithmetic: see precisions.py.
 NOT_HERE = ("bert-fp16",)
 # Not timed; it shows where the time went before PyTorch's kernels were used.

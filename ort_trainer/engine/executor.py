@@ -231,6 +231,25 @@ class Executor:
         # The next run overwrites bound tensors.
         return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
 
+    def trial(self, step: Step, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Runs a training graph without an effect: gradients, buffers and random state stay as they are.
+
+        Args:
+            step: Any training graph of PyTorch's kernels for this model.
+            batch: Inputs by name, contiguous and on the executor's device.
+
+        Returns:
+            The loss, and the gradients by parameter name, as new tensors.
+        """
+        runner = self._make_runner(step)
+        plan = runner.plan({name: tuple(value.shape) for name, value in batch.items()}, [step.loss])
+        state = self.generator.get_state()
+        try:
+            _, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+        finally:
+            self.generator.set_state(state)
+        return found[step.loss], {name: found[output] for name, output in step.gradients.items()}
+
     def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Runs the forward pass in training mode: draws random numbers and changes buffers, without gradients.
 

@@ -35,8 +35,11 @@ Layouts = Sequence[tuple[str, Layout]]
 class Builder(Protocol):
     """Builds graphs of one model, loss and description."""
 
-    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None) -> Step:
-        """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs."""
+    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None, padded: bool = False) -> Step:
+        """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs.
+
+        If ``padded``, it computes padded places, whatever the options say.
+        """
         ...
 
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:

@@ -238,6 +238,9 @@ class UtilsOptions(Section):
     PyTorch with the same seed, at five to ten times the cost."""
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
     """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU."""
+    remove_padding: str
+    """Name of the input that is an attention mask [batch, time]: training does not compute what only places that it
+    masks would need."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
@@ -257,6 +260,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     share_weights: bool
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
+    remove_padding: str
     cache_exports: bool
     run_symbolic_shape_infer: bool
 

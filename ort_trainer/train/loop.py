@@ -33,6 +33,7 @@ from ..step import Step
 from .batch import Batch, to_tensor
 from .debug_files import check_graph_paths, save_graphs
 from .learning_rates import learning_rates
+from .padding import PaddingCheck
 from .precision import FiniteLosses, choose_precision
 from .step_graphs import StepGraphs
 from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
@@ -101,6 +102,8 @@ class TrainingLoop:
         limit = options.debug.max_nonfinite_losses
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
+        mask, tolerance = options.utils.remove_padding, 5e-2 if self.precision.mixed else 1e-3
+        self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
         self.holds_gradients = False
         self._pending: State | None = None
@@ -233,8 +236,8 @@ class TrainingLoop:
         Raises:
             ExportError: If the model can't be exported.
             IndexError: If an index is out of range.
-            TypeError, ValueError: If the batch does not match the description, or if losses are to be checked, but the
-                loss is not fetched.
+            TypeError, ValueError: If the batch does not match the description, if losses are to be checked, but the
+                loss is not fetched, or if padded places, which are not computed, reach the loss.
         """
         graphs = self.graphs
         batch = graphs.bind(args, kwargs, partly=not training and bool(fetches))
@@ -247,6 +250,10 @@ class TrainingLoop:
             self.losses.check_fetched(names, plan.runner.step.loss)
         if plan.indices and self._checks_indices:
             check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
+        if self._padding is not None and training and backward:
+            assert self._executor is not None
+            if self._padding.passes(self._executor, plan, batch):
+                self._padding = None
         return plan, batch
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

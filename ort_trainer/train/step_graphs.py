@@ -227,6 +227,14 @@ class StepGraphs:
             return known.runner.step
         return self._build(batch, training, portable=True)
 
+    def padded(self, batch: Batch) -> Step:
+        """Returns a training graph that computes padded places, whatever ``utils.remove_padding`` says.
+
+        Raises:
+            ExportError: If the model can't be exported.
+        """
+        return self._builder(batch).build(_without_inference(batch), True, self._output_names[:1], padded=True)
+
     def check_export(self, executor: Executor, batch: Batch) -> None:
         """Compares the exported graph with the model: the option ``debug.check_model_export``.
 

@@ -289,6 +289,7 @@ OPTIONS: dict[str, Effect] = {
     "utils.share_weights": Effect(False, own_weights),
     "utils.random_numbers": Effect("pytorch", masks),
     "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
+    "utils.remove_padding": Effect("x", graph(lambda g: bool(g.programs))),  # refused: x is no mask of two sizes
     "utils.cache_exports": Effect(False, files),
     "debug.deterministic_compute": Effect(True, deterministic),
     "debug.check_model_export": Effect(True, checked),

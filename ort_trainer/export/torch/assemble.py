@@ -76,7 +76,8 @@ def assemble(
         compiled = step.kernels == "compiled"
         stage("compile" if compiled else "translate")
         unfetched = [place for place, (_, name) in enumerate(results) if name in step.unfetched]
-        made = program_model(found, inputs, results, batch, unfetched, compiled)
+        mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
+        made = program_model(found, inputs, results, batch, unfetched, compiled, mask)
         model, programs, operators = made.model, made.programs, made.operators
     else:
         from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it

@@ -60,7 +60,13 @@ class GraphBuilder:
     tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
 
-    def build(self, batch: Mapping[str, torch.Tensor], training: bool, fetched: Collection[str] | None = None) -> Step:
+    def build(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        training: bool,
+        fetched: Collection[str] | None = None,
+        padded: bool = False,
+    ) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
         If possible, the export runs in a child process: the exporter needs more memory than many models, and all of it
@@ -71,15 +77,18 @@ class GraphBuilder:
             training: Whether to build the joint forward and backward graph, or the one for evaluation.
             fetched: The outputs that runs probably fetch; None for all. A training graph has all outputs, but may
                 compute others separately.
+            padded: Whether a training graph computes padded places, even if the step says which they are.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
         """
-        if training and fetched is not None and self.step.kernels != "onnxruntime":
-            unfetched = frozenset(self.step.description.output_names).difference(fetched)
-            step = dataclasses.replace(self.step, unfetched=unfetched)
-            return dataclasses.replace(self, step=step).build(batch, training)
-        return self._finished(self._exported(batch, training))
+        step = self.step
+        if padded:  # for a comparison, which needs no compiled loops
+            step = dataclasses.replace(step, padding_mask="", kernels="pytorch")
+        if training and fetched is not None and step.kernels != "onnxruntime":
+            unfetched = frozenset(step.description.output_names).difference(fetched)
+            step = dataclasses.replace(step, unfetched=unfetched)
+        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training))
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
         """Exports a call, for inputs' dtypes, as :meth:`build` does.

@@ -69,7 +69,7 @@ def export(
         try:
             return attempt(for_kernels=True).run()
         except ExportError as error:
-            if step.kernels != "auto":
+            if step.kernels != "auto" or step.padding_mask:
                 raise
             _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
         return attempt(for_kernels=False).run()

@@ -115,7 +115,7 @@ def _versions() -> tuple[str, ...]:
 
 def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) -> Iterator[str]:
     yield f"{type(step).__name__} training {training} device {device}"
-    yield f"trainable {sorted(step.trainable)} unfetched {sorted(step.unfetched)}"
+    yield f"trainable {sorted(step.trainable)} unfetched {sorted(step.unfetched)} padding {step.padding_mask}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
     yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"
     if step.kernels == "compiled":

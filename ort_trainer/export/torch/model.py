@@ -121,6 +121,23 @@ class TorchSource(ModelSource):
             raise ValueError(f"utils.kernels is {chosen!r}, but {reason}: set it to 'auto' or 'onnxruntime'")
         return "onnxruntime" if reason else chosen
 
+    def _padding_mask(self, description: ModelDescription) -> str:
+        """Returns the input that says which places are padded, if they are left out.
+
+        Raises:
+            ValueError: If there is no such input, or PyTorch's kernels can't be used.
+        """
+        name = self._options.utils.remove_padding
+        if name and self._kernels() == "onnxruntime":
+            reason = self._against_pytorch_kernels() or "utils.kernels is 'onnxruntime'"
+            raise ValueError(f"utils.remove_padding is {name!r}, which needs PyTorch's kernels, but {reason}")
+        if name and name not in description.input_names:
+            raise ValueError(
+                f"utils.remove_padding is {name!r}, but the model's inputs are {list(description.input_names)}: name "
+                "the attention mask"
+            )
+        return name
+
     def _against_pytorch_kernels(self) -> str:
         options = self._options
         if torch.device(options.device.id).type != "cpu" and has_cuda():
@@ -180,6 +197,7 @@ class TorchSource(ModelSource):
             recompute=recompute_options(self._options),
             kernels="onnxruntime" if portable else self._kernels(),
             fast_random=self._options.utils.random_numbers == "fast",
+            padding_mask="" if portable else self._padding_mask(description),
         )
         return GraphBuilder(
             step,

@@ -80,6 +80,7 @@ class ExportedStep:
         fast_random: Whether dropout samples its masks in a faster way than PyTorch.
         loss_of_first: Whether the loss function takes the first of the outputs that the model returns.
         unfetched: Outputs that runs of a training step probably don't fetch.
+        padding_mask: The input that says which places of a batch are padded, to leave them out; empty to compute all.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class ExportedStep:
     fast_random: bool = False
     loss_of_first: bool = False
     unfetched: frozenset[str] = frozenset()
+    padding_mask: str = ""
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""

@@ -80,6 +80,16 @@ class SymbolNames:
             return size
         return self._print(size.node.expr)
 
+    def add(self, name: str, size: torch.SymInt) -> None:
+        """Names a symbolic size that is none of the batch's."""
+        self._names = {**self._names, size.node.expr: name}
+        self._sizes = {**self._sizes, name: hint(size)}
+
+    def alike(self, size: torch.SymInt) -> set[sympy.Symbol]:
+        """Returns torch's symbols of the same name as a size's."""
+        name = self._names.get(size.node.expr)
+        return {symbol for symbol, other in self._names.items() if other == name}
+
     def number(self, value: torch.SymFloat) -> float | str | None:
         """Returns a number computed from sizes, such as a ratio, in the form of :meth:`expression`."""
         expression = value.node.expr

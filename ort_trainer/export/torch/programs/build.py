@@ -20,6 +20,8 @@ from ..differentiate import FlatGraph
 from ..divide import needed_for
 from ..symbols import SymbolNames
 from .encode import Encoder
+from .masks import open_masks
+from .padding import remove_padding
 from .partition import partition, used_by
 from .rewrites import rewrite
 from .values import Node, base_of, memory_order, tensors_of
@@ -56,6 +58,7 @@ def program_model(
     batch: Sequence[tuple[Node, InputDescription]],
     unfetched: Collection[int] = (),
     compiled: bool = False,
+    mask: Node | None = None,
 ) -> ProgramModel:
     """Returns a model that computes a captured graph with PyTorch's kernels.
 
@@ -66,6 +69,7 @@ def program_model(
         batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
         unfetched: Places of results that are probably not fetched.
         compiled: Whether to compile what lies between PyTorch's kernels to loops.
+        mask: The input that says which places are padded, to leave them out; or None.
 
     Raises:
         ExportError: If a program can't run an operator of the graph, or it can't be compiled.
@@ -78,9 +82,13 @@ def program_model(
     (end,) = graph.find_nodes(op="output")
     end.args = (tuple(_widened(node, end) for node, _ in results),)
     found.read_sizes_from_batch()
+    sizes = dict(sizes_of((node, entry.shape) for node, entry in batch))
+    if mask is not None:
+        open_masks(graph)
+        seeds = [node for node, _ in inputs if node not in found.batch]
+        sizes |= remove_padding(graph, found.symbols, mask, seeds)
     rewrite(graph, compiled, unfetched=unfetched)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
-    sizes = sizes_of((node, entry.shape) for node, entry in batch)
     return ProgramBuilder(
         graph, inputs, results, found.constants, found.symbols, sizes, (), compiled, unfetched
     ).build()

@@ -87,9 +87,11 @@ def divide_for_loops(nodes: Sequence[Node], apart: Collection[Node]) -> list[tup
 
 
 def _can_be_compiled(node: Node) -> bool:
-    """Returns whether Inductor can call an operator."""
+    """Returns whether Inductor can call an operator, for results of known sizes."""
     if node.target is operator.getitem:
         return _can_be_compiled(node.all_input_nodes[0])
+    if node.target is aten.nonzero.default:
+        return False
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
 

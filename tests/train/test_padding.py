@@ -1,0 +1,156 @@
+"""Steps that leave out padded places: the same numbers as PyTorch's, with fewer rows in products, or an error."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.core.errors import ExportError
+
+from ..helpers import assert_close, assert_same_weights
+
+CLASSES, WIDTH = 11, 8
+aten = torch.ops.aten
+
+
+class Tagger(nn.Module):
+    """Has operators that treat places separately, and others: attention, a layer that has time first, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(CLASSES, WIDTH), nn.Embedding(9, WIDTH)
+        self.both, self.norm, self.scale = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.weights, self.gate = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.head, self.dropout = nn.Linear(WIDTH, CLASSES), nn.Dropout(0.2)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.norm(self.dropout(x))
+        query, key, value = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.both(x).split(WIDTH, 2))
+        allowed = mask[:, None, None, :] > 0
+        x = x + F.scaled_dot_product_attention(query, key, value, allowed).transpose(1, 2).flatten(2)
+        left, right = self.gate(self.scale(x)).chunk(2, 2)
+        x = x + torch.cat([F.silu(left)[..., :3], F.elu(right)[..., 3:]], 2)
+        first = x.transpose(0, 1)
+        x = x + self.attention(first, first, first, key_padding_mask=mask == 0)[0].transpose(0, 1)
+        pooled = self.weights(x).squeeze(2).masked_fill(mask == 0, -1e9).softmax(1)
+        x = x + (pooled[:, None] @ x) + (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+        logits: torch.Tensor = self.head(self.dropout(F.gelu(x)))
+        return logits
+
+
+class Bag(nn.Module):
+    """Adds the mean of a sequence to each of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.words(tokens))
+        logits: torch.Tensor = self.head(x + (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None])
+        return logits
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+
+
+def batch(size: int, length: int, padded: bool = True, ignored: bool = True) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(size * length)
+    tokens = torch.randint(0, CLASSES, (size, length), generator=generator)
+    lengths = torch.randint(1, length + 1, (size, 1), generator=generator) if padded else torch.full((size, 1), length)
+    mask = (torch.arange(length) < lengths).long()
+    labels = torch.randint(0, CLASSES, (size, length), generator=generator)
+    return tokens, mask, torch.where(mask > 0, labels, -100) if ignored else labels
+
+
+def trainer(model: nn.Module, mask: str = "mask", shape: Any = ("batch", "time"), **utils: Any) -> ORTTrainer:
+    desc = {
+        "inputs": [(name, [*shape]) for name in ("tokens", "mask", "labels")],
+        "outputs": [("loss", [], True), ("logits", [*shape, CLASSES])],
+    }
+    options = ORTTrainerOptions({"utils": {"remove_padding": mask, **utils}})
+    return ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_of, options=options)
+
+
+class RowsOfProducts(TorchDispatchMode):
+    """Collects the numbers of rows that matrices by places have in products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.mm.default, aten.addmm.default, torch.ops.mkldnn._linear_pointwise.default):
+            self.found |= {value.shape[0] for value in args[:2] if torch.is_tensor(value) and value.dim() == 2}
+        return func(*args, **(kwargs or {}))
+
+
+def test_training_equals_pytorchs() -> None:
+    """Over 20 steps with PyTorch's own masks, for batches that differ; the first has no padding."""
+    train_both(Tagger(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 9), batch(5, 6)] * 5, kernels="auto")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiled_training_equals_pytorchs() -> None:
+    train_both(Bag(), [batch(4, 7), batch(3, 9)] * 3, kernels="compiled")
+
+
+def train_both(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], kernels: str) -> None:
+    torch.manual_seed(1)
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    losses = []
+    for tokens, mask, labels in batches:
+        optimizer.zero_grad()
+        losses.append(loss_of(expected(tokens, mask), labels))
+        losses[-1].backward()
+        optimizer.step()
+    ours = trainer(model, kernels=kernels, random_numbers="pytorch_global")
+    torch.manual_seed(5)
+    for given, loss in zip(batches, losses, strict=True):
+        found, _ = ours.train_step(*given)
+        assert_close(found, loss.detach(), 1e-4, "loss")
+    assert_same_weights(ours, expected, 1e-4)
+
+
+def test_padded_places_are_not_computed() -> None:
+    """Products have a row for each kept place; outputs that are fetched are zero at the others."""
+    torch.manual_seed(1)
+    given = _, mask, _ = batch(6, 9)
+    ours = trainer(Tagger())
+    _, logits = ours.train_step(*given)
+    assert bool((logits[mask == 0] == 0).all()) and bool((logits[mask > 0] != 0).all())
+    with RowsOfProducts() as rows:
+        ours.train_step(*given)
+    assert int(mask.sum()) in rows.found
+
+
+def test_padded_places_that_reach_the_loss_are_an_error() -> None:
+    model = Tagger()
+    weights = copy.deepcopy(model.state_dict())
+    ours = trainer(model)
+    with pytest.raises(ValueError, match="remove_padding is 'mask', but places where it is zero reach the loss"):
+        ours.train_step(*batch(4, 7, ignored=False))
+    assert ours.train_step_info.step == 0
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"inputs are \['tokens', 'mask', 'labels'\]: name the attention mask"):
+        trainer(Tagger(), "padding")
+    with pytest.raises(ValueError, match="needs PyTorch's kernels, but utils.kernels is 'onnxruntime'"):
+        trainer(Tagger(), kernels="onnxruntime")
+    with pytest.raises(ExportError, match=r"an attention mask \[batch, time\] of two sizes that differ"):
+        trainer(Tagger(), "mask", shape=[4, "time"]).train_step(*batch(4, 7))
