@@ -32,6 +32,7 @@ from .explain import forward_line, may_be_sizes
 from .fingerprint import NoFingerprint, fingerprint
 from .index_ranges import find_index_ranges
 from .step_module import ExportedStep
+from .symbols import remembered_sizes
 
 if TYPE_CHECKING:
     from .differentiate import FlatGraph
@@ -63,7 +64,7 @@ def export(
         ExportError: If the model can't be exported or its outputs don't match the description.
     """
     attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
-    with quiet():
+    with quiet(), remembered_sizes():
         if not training or step.kernels == "onnxruntime":
             return attempt(for_kernels=False).run()
         try:
