@@ -22,22 +22,21 @@ from typing import Any
 
 from versions import ENGINES, versions
 
-MODELS = ("mlp", "encoder", "bert-2", "bert-4")
+MODELS = ("mlp", "bert-2", "bert-4", "bert-base", "gpt2-base")
 
 
 def train_one_step(name: str) -> Any:
     """Makes a trainer and runs a step."""
     import torch
-    from torch.nn import functional as F
 
     from ort_trainer import ORTTrainer, optim
 
     config = optim.AdamConfig(lr=1e-3)
-    if not name.startswith("bert"):
-        from train_step import make_model
+    if name not in ("bert-2", "bert-4"):
+        from step_models import make_task
 
-        model, batch, description = make_model(name)
-        return ORTTrainer(model, description, config, loss_fn=F.cross_entropy).train_step(*batch)
+        task = make_task(name)
+        return ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn).train_step(*task.batch)
     from transformers import BertConfig, BertForSequenceClassification
 
     layers, width = (2, 128) if name == "bert-2" else (4, 256)
@@ -62,8 +61,8 @@ def start(name: str) -> None:
     from ort_trainer import ORTTrainer  # noqa: F401
 
     imported = time.perf_counter() - begin
-    if name.startswith("bert"):
-        from transformers import BertForSequenceClassification  # noqa: F401 - imports are not part of the first step
+    if name != "mlp":
+        from transformers import BertForSequenceClassification, GPT2LMHeadModel  # noqa: F401 - no part of the first step
     begin = time.perf_counter()
     train_one_step(name)
     print(json.dumps({"import": imported, "step": time.perf_counter() - begin}))

@@ -214,5 +214,5 @@ def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 36, way
-    assert way["files"] <= 31, way
+    assert way["hops"] <= 37, way
+    assert way["files"] <= 32, way

@@ -7,6 +7,7 @@ test each version of torch (``torch_versions.py``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from ...core.indices import IndexRange
 from ...options import InputDescription
 from .capture import Capture, capturing
 from .cell_loops import roll_up_loops
+from .equal_layers import EqualLayers
 from .explain import explain, source_line, way_out
 from .operators.recurrent import layers_for_onnx
 from .operators.registry import Operator, composites
@@ -181,7 +183,11 @@ def differentiate(
             table = decomposition_table()
             stack.enter_context(layers_for_onnx())
         stack.enter_context(captured.fake_mode)
-        joint = _differentiate(stack, core, captured, module, table)
+        of_module = functools.partial(_differentiate, stack, captured, type(module.model).__name__, table)
+        layers = None if captured.as_it_stands else EqualLayers(exported, of_module)
+        joint = of_module(core, captured.inputs)
+        if layers is not None:
+            layers.unfold(joint)
         shapes = [fake.shape for fake in captured.inputs]
         symbols = SymbolTable(captured.fake_mode.shape_env, inputs, shapes, special)
     _drop_assertions(joint)
@@ -245,17 +251,22 @@ def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Mod
 
 
 def _differentiate(
-    stack: contextlib.ExitStack, core: nn.Module, captured: Capture, module: StepModule, table: Mapping[Any, Any]
+    stack: contextlib.ExitStack,
+    captured: Capture,
+    model: str,
+    table: Mapping[Any, Any],
+    core: nn.Module,
+    inputs: Sequence[torch.Tensor],
 ) -> torch.fx.GraphModule:
     try:
         with tracing(TracingContext(captured.fake_mode)):
-            joint = aot_export_joint_with_descriptors(stack, core, captured.inputs, decompositions=dict(table))
+            joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(explain(error, "AOTAutograd", type(module.model).__name__)) from error
+        raise ExportError(explain(error, "AOTAutograd", model)) from error
 
 
 def _drop_assertions(core: torch.fx.GraphModule) -> None:
