@@ -153,7 +153,7 @@ class _Fit:
                     self.step(batch)
                     if consensus.stopped():
                         break
-            except RuntimeError as error:
+            except (RuntimeError, ConnectionError, EOFError) as error:
                 if not consensus.has_taken_workers(error):
                     raise
         shares = consensus.share(state.share())
@@ -418,9 +418,10 @@ class _Consensus:
         self._strategy.stop_asked = asked
         return self._strategy.stop_heard
 
-    def has_taken_workers(self, error: RuntimeError) -> bool:
+    def has_taken_workers(self, error: Exception) -> bool:
         """Whether a signal to stop, sent to the whole process group, also ended workers of the loader."""
-        return self.pressed and "DataLoader worker" in str(error)
+        while_sending = isinstance(error, (ConnectionError, EOFError))  # before the loader itself noticed
+        return self.pressed and (while_sending or "DataLoader worker" in str(error))
 
     def interruptible(self) -> StopSignals:
         """Returns a context that turns the signals that end the fit into requests, reported by :meth:`stopped`."""

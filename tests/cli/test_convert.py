@@ -74,7 +74,8 @@ def test_what_a_manager_writes_beside_the_state_is_kept(files: Path, run: Run, t
 
 def test_legacy(run: Run, tmp_path: Path) -> None:
     code, _, err = run("convert", LEGACY, tmp_path / "new")
-    assert code == 0 and "is a pickle, which could execute anything, so it is left out" in err[0]
+    assert code == 0, err
+    assert "is a pickle, which could execute anything, so it is left out" in err[0]
     with pytest.warns(UserWarning, match="is a pickle"):
         expected, _ = load_checkpoint_file(LEGACY)
     assert_equal(load_checkpoint_file(tmp_path / "new")[0], expected)
