@@ -135,12 +135,12 @@ class EqualLayers:
             layer = self._layer(path, nodes)
             if layer is not None:
                 alike.setdefault(self._signature(layer), []).append(layer)
-        for layers in alike.values():
-            kind = self._kind(layers[0]) if len(layers) > 1 else None
-            if kind is not None:
-                _kinds.append(kind)
-                for layer in layers:
-                    self._fold(layer, len(_kinds) - 1)
+        several = [layers for layers in alike.values() if len(layers) > 1]
+        found = [(layers, kind) for layers in several if (kind := self._kind(layers[0])) is not None]
+        for number, (layers, kind) in enumerate(found):
+            _kinds.append(kind)
+            for layer in layers:
+                self._fold(layer, number)
         if _kinds:
             program.recompile()
 
