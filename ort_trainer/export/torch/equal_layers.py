@@ -12,17 +12,18 @@ to which several layers add is summed layer by layer, so it may be rounded other
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .capture import CHECKPOINT
-from .programs.values import base_of, is_tensor
+from .programs.values import base_of, is_tensor, tensors_of
 
 __all__ = ["EqualLayers"]
 
@@ -225,7 +226,7 @@ class EqualLayers:
             self._now[node] = item
             node.replace_all_uses_with(item, lambda user: user not in between)
         for node in reversed(between):
-            if node in within or not (node.users or _has_tensors(node)):
+            if node in within or not (node.users or tensors_of(node)):
                 graph.erase_node(node)
 
     def unfold(self, joint: torch.fx.GraphModule) -> None:
@@ -281,7 +282,7 @@ def _entries_of_lists(graph: torch.fx.Graph) -> list[tuple[str, list[Node]]]:
 
     A module that runs several times is left out.
     """
-    operators = [node for node in graph.nodes if node.op == "call_function" and _has_tensors(node)]
+    operators = [node for node in graph.nodes if node.op == "call_function" and tensors_of(node)]
     runs = [(path, list(nodes)) for path, nodes in itertools.groupby(operators, _entry)]
     paths = [path for path, _ in runs]
     return [(path, nodes) for path, nodes in runs if path and paths.count(path) == 1]
@@ -292,31 +293,21 @@ def _entry(node: Node) -> str:
     return next(filter(_ENTRY.fullmatch, paths), "")
 
 
-def _has_tensors(node: Node) -> bool:
-    value = node.meta.get("val")
-    return any(isinstance(each, torch.Tensor) for each in (value if isinstance(value, (tuple, list)) else [value]))
-
-
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def _sources(node: Node) -> Iterator[Node]:
-    """Yields the tensors that an operator takes, and those from which it takes sizes."""
-    for source in node.all_input_nodes:
-        if _is_size(source):
-            yield from _sources(source)
+def _beyond_sizes(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yields neighbours of an operator; instead of symbolic sizes, what they are of, or what takes them."""
+    for other in neighbours(node):
+        if _is_size(other):
+            yield from _beyond_sizes(other, neighbours)
         else:
-            yield source
+            yield other
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Yields the operators that take a tensor, or its sizes."""
-    for user in node.users:
-        if _is_size(user):
-            yield from _readers(user)
-        else:
-            yield user
+_sources = functools.partial(_beyond_sizes, neighbours=operator.attrgetter("all_input_nodes"))
+_readers = functools.partial(_beyond_sizes, neighbours=operator.attrgetter("users"))
 
 
 def _only_computes(node: Node) -> bool:
@@ -341,9 +332,7 @@ def _requiring_grad(program: torch.fx.GraphModule) -> set[Node]:
         elif node.op == "placeholder":
             requires = is_tensor(node) and node.meta["val"].requires_grad
         else:
-            value = node.meta.get("val")
-            values = value if isinstance(value, (tuple, list)) else [value]
-            floating = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+            floating = any(value.is_floating_point() for value in tensors_of(node))
             requires = floating and "detach" not in str(node.target) and not found.isdisjoint(node.all_input_nodes)
         if requires:
             found.add(node)

@@ -97,6 +97,7 @@ class _Remover:
         self._kept: dict[Node, Node] = {}  # value -> its kept places
         self._restored: dict[Node, Node] = {}  # replaced value -> a whole one with zeros
         self._treated: set[Node] = set()  # by a rule; if the first axis has all places, they are in order
+        self._shapes: dict[Node, list[Dim | None]] = {}
         self._origin: dict[str, Any] = {}  # metadata of the operator that is visited
 
     def run(self) -> dict[str, tuple[Node, int]]:
@@ -164,14 +165,17 @@ class _Remover:
 
     def shape(self, node: Node) -> list[Dim | None]:
         """Returns a tensor's shape as expressions of named sizes."""
-        return [self._symbols.expression(size) for size in node.meta["val"].shape]
+        if node not in self._shapes:  # it is asked for often, and printing expressions takes long
+            self._shapes[node] = [self._symbols.expression(size) for size in node.meta["val"].shape]
+        return self._shapes[node]
 
     def axes(self, node: Any) -> int:
         """Returns how many leading axes of a value are places: 2, or 1 if batch and time are one axis, or 0."""
         if not isinstance(node, Node) or not is_tensor(node):
             return 0
-        axes = self.axes_of(self.shape(node), node in self._treated)
-        return axes if all(isinstance(size, int) or size in self._sizes for size in self.shape(node)[axes:]) else 0
+        shape = self.shape(node)
+        axes = self.axes_of(shape, node in self._treated)
+        return axes if all(isinstance(size, int) or size in self._sizes for size in shape[axes:]) else 0
 
     def axes_of(self, shape: Sequence[Dim | None], in_order: bool = True) -> int:
         """Returns how many leading sizes of a shape are those of places."""
@@ -221,9 +225,7 @@ class _Remover:
 
     def with_kept(self, node: Node) -> Node:
         """Inserts an operator with the kept places of those of its arguments that are by places."""
-        args = torch.fx.map_arg(
-            node.args, lambda value: self.kept(value) if self.axes(value) or value in self.replaced else value
-        )
+        args = torch.fx.map_arg(node.args, lambda value: self.kept(value) if self.axes(value) else value)
         return self.call(node.target, *args, **node.kwargs)
 
 
@@ -231,8 +233,10 @@ def _pointwise(remover: _Remover, node: Node) -> Node | None:
     if not is_tensor(node) or any(isinstance(value, Node) for value in node.kwargs.values()):
         return None
     axes = remover.axes_of(remover.shape(node), any(remover.axes(source) == 1 for source in node.all_input_nodes))
+    if not axes:
+        return None
     operands: dict[Node, Node] = {}
-    for source in filter(is_tensor, node.all_input_nodes if axes else ()):
+    for source in filter(is_tensor, node.all_input_nodes):
         own = [1] * (node.meta["val"].dim() - source.meta["val"].dim()) + remover.shape(source)
         if all(size == 1 for size in own[:axes]):
             continue  # the same for all places
@@ -245,8 +249,6 @@ def _pointwise(remover: _Remover, node: Node) -> Node | None:
         else:
             return None
         operands[source] = remover.kept(source_of_all)
-    if not axes:
-        return None
     args = torch.fx.map_arg(node.args, lambda value: operands.get(value, value))
     return remover.call(node.target, *args, **node.kwargs)
 
@@ -338,14 +340,10 @@ def _part(remover: _Remover, node: Node) -> Node | None:
     return _along(1)(remover, node) if node.target is aten.slice.Tensor else None
 
 
-def _copy(remover: _Remover, node: Node) -> Node | None:
-    (source,) = node.all_input_nodes
-    return remover.kept(source) if remover.axes(source) else None
-
-
 def _item(remover: _Remover, node: Node) -> Node | None:
-    (source,) = node.all_input_nodes
-    return remover.with_kept(node) if source in remover.replaced else None
+    args: Any = node.args
+    source, place = args
+    return remover.call(operator.getitem, remover.kept(source), place) if source in remover.replaced else None
 
 
 _RULES: dict[Any, _Rule] = {
@@ -355,7 +353,7 @@ _RULES: dict[Any, _Rule] = {
     aten.view_as.default: _view_as,
     aten.slice.Tensor: _part,
     aten.slice_backward.default: _part,
-    aten.clone.default: _copy,
+    aten.clone.default: _part,
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _product),
     **dict.fromkeys(
         (
