@@ -251,9 +251,7 @@ class EqualLayers:
                     copied[part] = joint.graph.node_copy(part, copied.__getitem__)
                     if _is_size(part):
                         sizes[part.meta["val"].node.expr] = copied[part]
-                    for stack in (_STACK, _FORWARD_STACK):
-                        if part.meta.get(stack):
-                            copied[part].meta[stack] = _moved(part.meta[stack], kind.path, path)
+                    copied[part].meta |= _moved(part.meta, kind.path, path)
             places = kind.trained if backward else range(len(kind.results))
             results = kind.input_gradients if backward else kind.outputs
             for item in list(node.users):
@@ -263,12 +261,22 @@ class EqualLayers:
         _kinds.clear()
 
 
-def _moved(stack: Mapping[str, tuple[str, Any]], old: str, new: str) -> dict[str, tuple[str, Any]]:
-    """Returns the modules of an operator in another layer."""
-    return {
-        key: (new + path.removeprefix(old) if path == old or path.startswith(f"{old}.") else path, kind)
-        for key, (path, kind) in stack.items()
-    }
+def _moved(meta: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Returns what says in which modules and which run of an operator of the forward pass a copied operator is.
+
+    Keys of modules, and numbers of operators, are other ones in each layer.
+    """
+    found: dict[str, Any] = {"seq_nr": f"{new} {meta['seq_nr']}"} if "seq_nr" in meta else {}
+    for stack in (_STACK, _FORWARD_STACK):
+        modules: dict[str, tuple[str, Any]] = {}
+        for key, (path, kind) in (meta.get(stack) or {}).items():
+            if path == old or path.startswith(f"{old}."):
+                modules[f"{key} in {new}"] = new + path.removeprefix(old), kind
+            else:
+                modules[key] = path, kind
+        if modules:
+            found[stack] = modules
+    return found
 
 
 def _from(node: Node) -> Iterator[Node]:
