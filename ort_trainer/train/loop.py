@@ -187,18 +187,20 @@ class TrainingLoop:
             info.optimization_step = state.optimization_step
 
     def _put(self, state: State, executor: Executor) -> None:
-        """Copies a state into the tensors of an executor and of the optimizer."""
+        """Moves a state into the tensors of an executor and of the optimizer; frees each value after that."""
         optimizer, tensors = self.optimizer, {**executor.parameters, **executor.buffers}
-        for name, value in {**state.parameters, **state.buffers}.items():
-            tensors[name].copy_(torch.from_numpy(value))
-        for name, slots in state.by_parameter().items():
-            for slot, value in slots.items():
-                if slot in (STEP, UPDATE_COUNT):
-                    for count in [optimizer.counts[name]] if name else optimizer.counts.values():
-                        count.fill_(int(value[0]) - 1)
-                else:
-                    own = optimizer.parts.of({name: torch.from_numpy(value)})[name]
-                    optimizer.slots[name][slot].copy_(own)
+        for values in (state.parameters, state.buffers):
+            for name in list(values):
+                tensors[name].copy_(torch.from_numpy(values.pop(name)))
+        found = state.optimizer or {}
+        for key in list(found):
+            (name, _, slot), value = key.rpartition("."), found.pop(key)
+            if slot in (STEP, UPDATE_COUNT):
+                for count in [optimizer.counts[name]] if name else optimizer.counts.values():
+                    count.fill_(int(value[0]) - 1)
+            else:
+                own = optimizer.parts.of({name: torch.from_numpy(value)})[name]
+                optimizer.slots[name][slot].copy_(own)
         if state.window is not None:
             executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
         if state.random is not None:
@@ -799,9 +801,9 @@ class TrainingLoop:
         return self._executor
 
     def _take_executor(self, executor: Executor) -> None:
-        if self._pending is not None:
-            self._put(self._pending, executor)
-            self._pending, self.pending_dict = None, {}
+        waiting, self._pending, self.pending_dict = self._pending, None, {}
+        if waiting is not None:
+            self._put(waiting, executor)
         self._executor = executor
 
     def _release_shown(self, executor: Executor) -> None:

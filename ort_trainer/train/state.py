@@ -121,10 +121,9 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
     """
 
     def checked() -> tuple[Mapping[str, Any], State]:
-        executor = loop.executor  # raises if the user replaced tensors of the model by unusable ones
+        loop.executor  # noqa: B018 - raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
-        own = state_dict if owned and executor is not None else copied(state_dict)
-        return state_dict, read(own, loop.contents, loop.window, strict)
+        return state_dict, read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
 
     state_dict, restored = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:

@@ -97,9 +97,9 @@ def apply_recompute(
     regions = _regions(options, graph, random, model)
     if regions or options.cheap:
         found.read_sizes_from_batch()
-    _recompute_regions(graph, regions, keeps_order)
+    copies = _recompute_regions(graph, regions, keeps_order)
     if options.cheap:
-        graph = _JointGraph(found, random)
+        graph = _JointGraph(found, random, copies)
         _recompute_regions(graph, _cheap_regions(graph), keeps_order)
 
 
@@ -161,12 +161,18 @@ class _Region:
 
 
 class _JointGraph:
-    """A joint graph, divided into the nodes that depend on tangents (``backward``) and those that do not."""
+    """A joint graph, divided into the nodes that run in the backward pass (``backward``) and the others.
 
-    def __init__(self, found: FlatGraph, random: Collection[Node]) -> None:
+    Args:
+        found: The graph.
+        random: Placeholders of random numbers.
+        copies: What the backward pass computes again; all else in it depends on tangents.
+    """
+
+    def __init__(self, found: FlatGraph, random: Collection[Node], copies: Iterable[Node] = ()) -> None:
         self.graph = found.module.graph
         self.position = {node: number for number, node in enumerate(self.graph.nodes)}
-        self.backward = {*found.tangents}
+        self.backward = {*found.tangents, *copies}
         for node in self.graph.nodes:
             if any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
@@ -215,9 +221,10 @@ def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
     return {n for n in region.nodes if not any(user in outside and _has_tensors(user) for user in n.users)}
 
 
-def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: bool) -> None:
-    """Copies every region to where the backward pass reads it first."""
+def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: bool) -> list[Node]:
+    """Copies every region to where the backward pass reads it first; returns the copies."""
     jobs = []
+    made: list[Node] = []
     for region in regions:
         inside = _inside(graph, region)
         values = graph.read_by_backward(inside)
@@ -233,9 +240,11 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: 
         waited |= {*awaited}
         if awaited:  # otherwise the backward pass begins here, and nothing is kept for long
             copies = _copy(graph, inside, values, [] if keeps_order else awaited, first)
+            made += copies.values()
             for reader in readers:
                 for value in values & {*reader.all_input_nodes}:
                     reader.replace_input_with(value, copies[value])
+    return made
 
 
 def _alive(graph: _JointGraph, node: Node, start: int) -> bool:
