@@ -532,8 +532,8 @@ class ORTTrainer:
 
         Returns:
             The state. Before the first step there is none: this warns, and returns the loaded state that waits for the
-            first step (not a copy), or an empty dict. With several processes, all must call it, and each gets the complete state,
-            even with ZeRO; ``random_states`` has the random states of all.
+            first step (not a copy), or an empty dict. With several processes, all must call it, and each gets the
+            complete state, even with ZeRO; ``random_states`` has the random states of all.
         """
         if self._loop.executor is None:
             warn(state.NOT_INITIALIZED)

@@ -99,6 +99,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "utils.random_numbers": [("numpy", "unallowed value"), (1, "must be of string type")],
     "utils.kernels": [("torch", "unallowed value"), (True, "must be of string type")],
     "utils.remove_padding": [(True, "must be of string type")],
+    "utils.moments": [("float16", "unallowed value"), (16, "must be of string type")],
     "utils.cache_exports": [("no", "must be of boolean type")],
     "utils.run_symbolic_shape_infer": [(0, "must be of boolean type")],
     "debug.deterministic_compute": [("no", "must be of boolean type")],

@@ -12,7 +12,7 @@ from ..optim import OptimizerConfig
 from ..optim.rule import RULES, Rule
 from ..optim.torch_optimizer import TorchOptimizerConfig, equivalent_rule
 from ..optim.update_writer import ParameterUpdate
-from ..state.state import Array, State
+from ..state.state import Array, State, widened
 from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
@@ -70,7 +70,7 @@ def found_updates(loop: TrainingLoop, state: State, names: Iterable[str]) -> dic
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:
-                slots = {slot: kept[name][slot] for slot in update.slots}
+                slots = {slot: widened(kept[name][slot]) for slot in update.slots}
                 count = int(optimizer.counts.get(name, 0))
             found[name] = Updated(update, weight, slots, count if update.counts else None)
     return {name: found[name] for name in names if name in found}

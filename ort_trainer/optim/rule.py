@@ -149,11 +149,13 @@ class Rule(ABC):
         slots: Names of the state tensors that a parameter may have, each of the parameter's shape.
         shares_count: Whether a state dict has one count for all parameters in ``shared_optimizer_state``, as for the
             legacy LAMB; otherwise each counted parameter has its ``Update_Count``.
+        by_element: Whether the update of an element of a tensor depends on nothing else of it.
     """
 
     name: ClassVar[str]
     slots: ClassVar[tuple[str, ...]]
     shares_count: ClassVar[bool] = False
+    by_element: ClassVar[bool] = True
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

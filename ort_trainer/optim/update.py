@@ -12,6 +12,7 @@ import torch
 from ..engine.ownership import shared_groups
 from .config import OptimizerConfig
 from .parts import Parts
+from .rounded_moments import update_rounded
 from .rule import ParameterBatch
 
 __all__ = ["Again", "OptimizerUpdate"]
@@ -47,6 +48,7 @@ class OptimizerUpdate:
         max_norm: Limit of the gradient norm that overrides the config's, for every optimizer; None for the config's.
         max_value: Limit of the absolute value of each gradient element; None for no limit.
         parts: The parts of the parameters that this process updates, and whose gradients it gets; None for all.
+        rounds_moments: Whether the state tensors of float32 parameters are bfloat16.
 
     Attributes:
         rule: The rule that updates the weights.
@@ -69,9 +71,10 @@ class OptimizerUpdate:
         max_norm: float | None = None,
         max_value: float | None = None,
         parts: Parts | None = None,
+        rounds_moments: bool = False,
     ) -> None:
         self.norm: torch.Tensor | None = None
-        self._max_value = max_value
+        self._max_value, self._rounds_moments = max_value, rounds_moments
         self.rule, self._config = config.rule, config
         self.parts = Parts() if parts is None else parts
         self._parameters = self.parts.of(parameters)
@@ -83,8 +86,9 @@ class OptimizerUpdate:
             hyper = config.hyper_parameters(index)
             limit = hyper.get("max_norm_clip", math.inf) if max_norm is None else max_norm
             found.setdefault(index, _Group(index, hyper, limit if clip else math.inf)).names.append(name)
+            dtype = torch.bfloat16 if rounds_moments and parameter.dtype == torch.float32 else None
             self.slots[name] = {
-                slot: torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                slot: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
                 for slot in self.rule.slots_for(hyper)
             }
         self._groups = list(found.values())
@@ -111,6 +115,7 @@ class OptimizerUpdate:
         divisor: float = 1.0,
         check_finite: bool = False,
         again: Again | None = None,
+        number: int = 0,
     ) -> bool:
         """Updates the weights once.
 
@@ -121,6 +126,7 @@ class OptimizerUpdate:
             divisor: Divisor of the gradients, applied first: loss scale times micro-batches.
             check_finite: Whether to skip the whole update if any gradient is not finite.
             again: Recomputes loss and gradients with the current weights, for optimizers with a closure.
+            number: Number of updates done, which chooses how rounded moments are rounded.
 
         Returns:
             Whether the gradients were finite; always True if that was not checked.
@@ -130,6 +136,7 @@ class OptimizerUpdate:
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
+        self._number = number
         self._update(gradients, learning_rates, divisor, again)
         return True
 
@@ -164,7 +171,10 @@ class OptimizerUpdate:
                 batch.gradients = found[index : index + 1] if self._one_by_one else found
                 batch.lr, batch.divisor = learning_rates[0 if len(learning_rates) == 1 else group.index], divided
                 batch.hyper = self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper
-                self.rule.update(batch)
+                if self._rounds_moments and batch.slots[0]:
+                    update_rounded(self.rule, batch, self._number)
+                else:
+                    self.rule.update(batch)
                 batch.gradients = []  # their memory is the next run's
 
     def _batches(self, group: _Group, names: list[str]) -> list[ParameterBatch]:

@@ -241,6 +241,8 @@ class UtilsOptions(Section):
     remove_padding: str
     """Name of the input that is an attention mask [batch, time]: training does not compute what only places that it
     masks would need."""
+    moments: Literal["float32", "bfloat16"]
+    """Dtype in which the optimizer keeps its moments."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
@@ -261,6 +263,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
     remove_padding: str
+    moments: Literal["float32", "bfloat16"]
     cache_exports: bool
     run_symbolic_shape_infer: bool
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.errors import warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..core.schedules import learning_rate
-from .state import Array, State
+from .state import Array, State, widened
 
 __all__ = ["for_device", "for_trainer", "from_state_dict", "random_to_numpy", "random_to_torch"]
 
@@ -191,7 +191,7 @@ def _optimizer_of(state: Mapping[str, Any], like: State) -> dict[str, Array] | N
         if value is None or value.shape != expected.shape:
             missing.append(key)
         else:
-            found[key] = value
+            found[key] = widened(value)
     if missing or like.optimizer is None:
         what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
         warn(f"the optimizer's state is left out, so training starts with a new one: {what}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .bfloat16 import array_of, tensor_of
 from .state import Array
 
 __all__ = ["Differences", "compare_keys"]
@@ -57,7 +58,7 @@ class Differences:
         if tensor.dtype != like.dtype and (tensor.is_floating_point() != like.is_floating_point()):
             self._dtypes.append(f"{where} has dtype {tensor.dtype}, but the trainer has {like.dtype}")
             return None
-        return tensor.to(dtype).numpy(force=True)
+        return array_of(tensor.to(dtype))
 
     def tensor(self, value: Any, where: str) -> torch.Tensor:
         """Returns a tensor or array as a tensor that shares its memory.
@@ -68,7 +69,7 @@ class Differences:
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, (np.ndarray, np.generic)):
-            return torch.from_numpy(np.asarray(value))
+            return tensor_of(np.asarray(value))
         raise TypeError(f"{where} must be a tensor or a numpy array, but it is a {type(value).__name__}")
 
     def random_state(self, value: Any, device: torch.device, where: str) -> Array:

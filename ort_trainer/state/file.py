@@ -22,6 +22,7 @@ from ..core.atomic import atomic_path
 from ..core.errors import CheckpointError
 from ..core.foreign import refuse_upstream_checkpoint
 from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
+from .bfloat16 import array_of, tensor_of
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
 
 __all__ = [
@@ -280,7 +281,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
 def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         try:
-            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+            return tensor_of(np.ascontiguousarray(value).reshape(value.shape))
         except TypeError as error:
             raise TypeError(f"{path} is an array of dtype {value.dtype}, which a checkpoint can't hold") from error
     if value.layout != torch.strided:
@@ -318,7 +319,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 raise CheckpointError(
                     f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is missing"
                 )
-            return tensors[inner] if key == _TENSOR else tensors[inner].numpy()
+            return tensors[inner] if key == _TENSOR else array_of(tensors[inner])
         if key == _DICT and isinstance(inner, dict):
             value = inner
     return {key: decode(entry, tensors) for key, entry in value.items()}

@@ -9,11 +9,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Array", "HasState", "State", "Value"]
+__all__ = ["Array", "HasState", "State", "Value", "widened"]
 
 Array = np.ndarray[Any, Any]
 Value = int | float | str
 """The types of a property."""
+
+
+def widened(array: Array) -> Array:
+    """Returns an array in a dtype of NumPy: float32 instead of bfloat16."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 class HasState(Protocol):

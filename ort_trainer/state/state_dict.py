@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.errors import MissingStateWarning, shown, warn
 from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
-from .state import Array, HasState, State
+from .state import Array, HasState, State, widened
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +46,11 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
 
     Args:
         state: The state.
-        copy: Whether arrays are copies; if not, they share the memory of the state's.
+        copy: Whether arrays are copies, in dtypes of NumPy; if not, they share the memory of the state's.
     """
 
     def own(values: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: value.copy() for name, value in values.items()} if copy else dict(values)
+        return {name: widened(value.copy()) for name, value in values.items()} if copy else dict(values)
 
     values = own({**state.parameters, **state.buffers})
     names = {name: name for name in values if name not in state.transient} if state.names is None else state.names
@@ -264,7 +264,7 @@ class _Reader:
                 place, value = f"{here}[{slot}]", entries[slot]
                 if slot == UPDATE_COUNT:
                     found[f"{parameter}.{slot}"] = self._update_count(value, place)
-                elif (fitting := self._fitting(value, contents.tensors[parameter], place)) is not None:
+                elif (fitting := self._fitting(value, contents.tensors[parameter], place, narrow=True)) is not None:
                     found[f"{parameter}.{slot}"] = fitting
         if shares_count and (differences.strict or shared is not None):
             if not isinstance(shared, Mapping) or STEP not in shared:
@@ -272,8 +272,11 @@ class _Reader:
             differences.compare_keys([STEP], shared, f"{where}[{SHARED}]")
             found[STEP] = self._update_count(shared[STEP], f"{where}[{SHARED}][{STEP}]")
 
-    def _fitting(self, value: Any, like: torch.Tensor, where: str) -> Array | None:
-        return self.differences.fitting(value, like, self.contents.owned_dtype(like.dtype), where)
+    def _fitting(self, value: Any, like: torch.Tensor, where: str, narrow: bool = False) -> Array | None:
+        """Returns a value in the trainer's dtype, if it fits; or as it is, if it is bfloat16 and may be narrow."""
+        given = self.differences.tensor(value, where).dtype
+        dtype = given if narrow and str(given) == "torch.bfloat16" else self.contents.owned_dtype(like.dtype)
+        return self.differences.fitting(value, like, dtype, where)
 
     def _update_count(self, value: Any, where: str) -> Array:
         count = self.differences.tensor(np.asarray(value) if isinstance(value, int) else value, where)

@@ -27,6 +27,7 @@ from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
 from ..options import ModelDescription, ORTTrainerOptions
 from ..profiling import Profile, Profiler
+from ..state.bfloat16 import tensor_of
 from ..state.state import State
 from ..state.state_dict import Contents
 from ..step import Step
@@ -99,6 +100,11 @@ class TrainingLoop:
         self.strategy = Strategy() if strategy is None else strategy
         self.info = TrainStepInfo(config)
         self.contents = _contents(source, config, device, self.window.given_size)
+        if options.utils.moments != "float32" and isinstance(config, TorchOptimizerConfig):
+            raise ValueError(
+                f"utils.moments {options.utils.moments!r} has no effect on {type(config.optimizer).__name__}, which "
+                "keeps its own state: leave it out, or use a config of ort_trainer.optim"
+            )
         limit = options.debug.max_nonfinite_losses
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
@@ -199,7 +205,7 @@ class TrainingLoop:
                 for count in [optimizer.counts[name]] if name else optimizer.counts.values():
                     count.fill_(int(value[0]) - 1)
             else:
-                own = optimizer.parts.of({name: torch.from_numpy(value)})[name]
+                own = optimizer.parts.of({name: tensor_of(value)})[name]
                 optimizer.slots[name][slot].copy_(own)
         if state.window is not None:
             executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
@@ -550,6 +556,7 @@ class TrainingLoop:
                 divisor=divisor,
                 check_finite=checks_finite,
                 again=again,
+                number=info.optimization_step,
             )
         finally:  # the gradients were divided in place, even if the update failed
             self.window.reset()
@@ -766,6 +773,7 @@ class TrainingLoop:
             max_norm=options.utils.max_grad_norm,
             max_value=options.utils.max_grad_value,
             parts=parts,
+            rounds_moments=options.utils.moments == "bfloat16",
         )
         return executor
 

@@ -17,6 +17,7 @@ from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
+from ..state.bfloat16 import array_of
 from ..state.state import Array, State
 from ..state.state_dict import read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
@@ -239,7 +240,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
 
 
 def _arrays(tensors: Named) -> dict[str, Array]:
-    return {name: value.numpy(force=True) for name, value in tensors.items()}
+    return {name: array_of(value) for name, value in tensors.items()}
 
 
 def _take_own(restored: State, strategy: Strategy, device: torch.device) -> None:

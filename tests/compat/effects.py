@@ -94,6 +94,12 @@ def used_gradient(options: dict[str, Any], _: Path) -> float:
     return round(gradient.norm().item(), 6)
 
 
+def moments(options: dict[str, Any], _: Path) -> float:
+    """Returns the sum of a moment."""
+    trainer = trainer_after(options, config=optim.AdamConfig())
+    return float(trainer.state_dict()["optimizer"]["fc1.weight"]["Moment_1"].astype("float64").sum())
+
+
 def precision(options: dict[str, Any], _: Path) -> Any:
     trainer = trainer_after(options, 0)
     trainer.train_step_info.fetches = ["logits"]
@@ -290,6 +296,7 @@ OPTIONS: dict[str, Effect] = {
     "utils.random_numbers": Effect("pytorch", masks),
     "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
     "utils.remove_padding": Effect("x", graph(lambda g: bool(g.programs))),  # refused: x is no mask of two sizes
+    "utils.moments": Effect("bfloat16", moments),
     "utils.cache_exports": Effect(False, files),
     "debug.deterministic_compute": Effect(True, deterministic),
     "debug.check_model_export": Effect(True, checked),

@@ -76,6 +76,7 @@ class _Lamb(Rule):
     name = "LambOptimizer"
     slots = (MOMENT_1, MOMENT_2)
     shares_count = True
+    by_element = False
 
     def update(self, batch: ParameterBatch) -> None:
         batch.divide()
