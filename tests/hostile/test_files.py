@@ -161,7 +161,7 @@ def test_other_versions(version: Any, tmp_path: Path) -> None:
                 {"state": {"a": {"$tensor": "../evil"}}, "user": {}},
                 {"state": {"a": {"$tensor": ["t"]}}, "user": {}},
                 {"state": {"a": {"$array": {}}}, "user": {}},
-                {"state": {"a": {"$array": "half"}}, "user": {}},  # NumPy has no such type
+                {"state": {"a": {"$array": "eighth"}}, "user": {}},  # NumPy has no such type
                 {"state": {"$tensor": "t"}, "user": {}},
                 {"state": 7, "user": {"$dict": 7}},
             )
@@ -171,7 +171,7 @@ def test_other_versions(version: Any, tmp_path: Path) -> None:
 def test_manifests_that_say_what_they_should_not(manifest: str, tmp_path: Path) -> None:
     import ml_dtypes
 
-    tensors = {"t": np.ones(2, np.float32), "half": np.ones(2, ml_dtypes.bfloat16)}
+    tensors = {"t": np.ones(2, np.float32), "eighth": np.ones(2, ml_dtypes.float8_e4m3fn)}
     path = tmp_path / "file"
     path.write_bytes(sealed({"manifest": manifest}, tensors))
     with pytest.raises(CheckpointError):
