@@ -33,7 +33,8 @@ def update_rounded(rule: Rule, batch: ParameterBatch, number: int) -> None:
         batch: The batch.
         number: The number of the update, which chooses the noise.
     """
-    words = np.random.SFC64(np.random.SeedSequence(number)).random_raw(_BLOCK // 4)
+    longest = min(_BLOCK, max(weight.numel() for weight in batch.weights))
+    words = np.random.SFC64(np.random.SeedSequence(number)).random_raw(longest // 4 + 1)  # four numbers in each
     noise = torch.from_numpy(words.view(np.uint16).astype(np.int32)).to(batch.weights[0].device)
     for part in _blocks(batch, rule.by_element):
         kept = part.slots
@@ -56,7 +57,7 @@ def _add(bits: torch.Tensor, noise: torch.Tensor) -> None:
 
     Sign, exponent and mantissa are one number, so a carry goes where it belongs.
     """
-    for block in torch.split(bits, len(noise)):
+    for block in torch.split(bits, _BLOCK):
         block.add_(noise[: len(block)]).bitwise_and_(-(1 << 16))
 
 

@@ -16,9 +16,10 @@ Value = int | float | str
 """The types of a property."""
 
 
-def widened(array: Array) -> Array:
-    """Returns an array in a dtype of NumPy: float32 instead of bfloat16."""
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+def widened(array: Array, copy: bool = False) -> Array:
+    """Returns an array in a dtype of NumPy: float32 instead of bfloat16; only that, or ``copy``, needs new memory."""
+    dtype = np.dtype(np.float32) if array.dtype.name == "bfloat16" else array.dtype
+    return array.astype(dtype, order="C" if copy else "K", copy=copy)
 
 
 class HasState(Protocol):

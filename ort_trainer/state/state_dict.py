@@ -50,7 +50,7 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
     """
 
     def own(values: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: widened(value.copy()) for name, value in values.items()} if copy else dict(values)
+        return {name: widened(value, copy=True) for name, value in values.items()} if copy else dict(values)
 
     values = own({**state.parameters, **state.buffers})
     names = {name: name for name in values if name not in state.transient} if state.names is None else state.names
