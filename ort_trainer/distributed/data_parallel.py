@@ -16,7 +16,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..optim.parts import Named, Parts
 from ..train.strategy import Arrival, Meeting, Share, Strategy
 from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, number_of
-from .buckets import Buckets, grouped
+from .buckets import Buckets, grouped, room_for
+from .neighbours import SharedMemory
 from .processes import Processes
 from .reduction import Reduction
 
@@ -42,6 +43,7 @@ class DataParallel(Strategy):
         self._dtypes: Mapping[str, str] | None = None
         self._compared = True
         self._joining: _Joining | None = None
+        self._shared: SharedMemory | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
         """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
@@ -56,9 +58,12 @@ class DataParallel(Strategy):
         return int(np.random.SeedSequence((seed, self.world_rank)).generate_state(1, np.uint64)[0])
 
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
-        """Makes the buckets."""
+        """Makes the buckets, in memory that neighbours can map."""
         self._trainable, self._compared = trainable, False
-        self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes)
+        if self.processes.neighbours is not None and all(value.device.type == "cpu" for value in trainable.values()):
+            self._shared = SharedMemory(room_for(trainable, self.world_size))
+        memory = None if self._shared is None else self._shared.tensor
+        self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes, memory)
         return self.buckets.views, Parts()
 
     def started(self, dtypes: Mapping[str, str]) -> None:
@@ -169,12 +174,14 @@ class DataParallel(Strategy):
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
     def _compare_start(self) -> None:
-        """Compares the first batch's dtypes and the weights."""
+        """Compares the first batch's dtypes and the weights, and maps the memory of neighbours' gradients."""
         self._compared = True
         sums = {name: f"{zlib.crc32(_bytes(value)):08x}" for name, value in self._trainable.items()}
         check_traits(
             self.processes, {"the dtypes of the first batch": self._dtypes, "the checksums of the weights": sums}
         )
+        if self._shared is not None:
+            self.buckets.see(self.processes.share("the memory of the others", self._shared))
 
     def _gather(self, meeting: Meeting, gradients: Named) -> Share:
         """Prepares the buckets for the reduction; returns the share that the result represents."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ..core.errors import DistributedError
 from ..core.interrupts import insisted
 from .missing import Notes, find_missing
+from .neighbours import Neighbours, SharedMemory, connect
 
 __all__ = ["Processes"]
 
@@ -39,7 +41,10 @@ class Processes:
         rank: The rank of this process.
         control: The group for messages.
         group: The group for tensors.
+        neighbours: Connections to the other processes if all run on this machine; else None.
     """
+
+    neighbours: Neighbours | None = None
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
@@ -56,16 +61,33 @@ class Processes:
         self._notes = Notes(self.control, "start")
         self._has_raised = False
         self._failure = ""
-        begin = self.exchange("the start of the other processes", [time.time()])[0][0]
+        start = "the start of the other processes"
+        begin = self.exchange(start, [time.time()])[0][0]
         self._notes = Notes(self.control, str(begin))
+        self.neighbours = self.run(
+            start, lambda: connect(self.rank, self.size, timeout, lambda data: self.gather(start, data))
+        )
 
     def exchange(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """Returns the numbers of all processes, by rank; each must pass the same count."""
+        if self.neighbours is not None:
+            return self._messages(what, self.neighbours, values)
         own = torch.tensor(values, dtype=torch.float64)
         found = torch.empty(self.size * len(values), dtype=torch.float64)
         self.all_gather(what, found, own)
         rows: list[list[float]] = found.view(self.size, -1).tolist()
         return rows
+
+    def meet(self, what: str) -> None:
+        """Waits until all processes, which must be neighbours, have come to this point."""
+        assert self.neighbours is not None
+        self._messages(what, self.neighbours, [0.0])
+
+    def share(self, what: str, memory: SharedMemory) -> list[torch.Tensor]:
+        """Returns the memory of all processes, which must be neighbours, by rank; see ``Neighbours.share``."""
+        neighbours = self.neighbours
+        assert neighbours is not None
+        return self.run(what, lambda: neighbours.share(memory, self._may_wait))
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """Returns the data of all processes, by rank."""
@@ -153,6 +175,19 @@ class Processes:
         group: dist.ProcessGroup = self.control if tensor.device.type == "cpu" else self.group
         return group
 
+    def _messages(self, what: str, neighbours: Neighbours, values: Sequence[float]) -> list[list[float]]:
+        def exchange() -> list[list[float]]:
+            found = neighbours.exchange(array("d", values).tobytes(), self._may_wait)
+            if len({len(data) for data in found}) > 1:
+                raise RuntimeError("the processes have sent each other different messages")
+            return [array("d", data).tolist() for data in found]
+
+        return self.run(what, exchange)
+
+    def _may_wait(self, count: int) -> bool:
+        """Returns whether to wait for others after a number of slices: unless one has given up, or on an interrupt."""
+        return not (insisted() or (count % _SLICES == 0 and self._notes.ended()))
+
     def _wait(self, work: Any, in_slices: bool) -> None:
         """Waits in slices, and gives up early on an interrupt or a failure elsewhere, which gloo does not notice."""
         for count in itertools.count(1):
@@ -164,6 +199,6 @@ class Processes:
             except RuntimeError:
                 if work.is_completed():
                     break
-                if insisted() or (count % _SLICES == 0 and self._notes.ended()):
+                if not self._may_wait(count):
                     raise
         work.wait()  # for a GPU this does not block: later work on the GPU waits

@@ -18,6 +18,8 @@ from .processes import Processes
 
 __all__ = ["ShardedOptimizer"]
 
+WHAT = "the parts of the other processes"
+
 
 class ShardedOptimizer(DataParallel):
     """Divides each bucket into one equal part per process, by rank.
@@ -76,9 +78,15 @@ class ShardedOptimizer(DataParallel):
         for name, part in own.items():
             first, last = self._parts.ranges[name]
             flat[bucket.offsets[name] + first : bucket.offsets[name] + last] = part
-        size = flat.numel() // self.world_size
-        begin = self.world_rank * size
-        self.processes.all_gather("the parts of the other processes", flat, flat[begin : begin + size])
+        parts = flat.chunk(self.world_size)
+        if flat is bucket.flat and bucket.of_all:
+            self.processes.meet(WHAT)
+            for rank, other in enumerate(bucket.of_all):
+                if rank != self.world_rank:
+                    parts[rank].copy_(other.chunk(self.world_size)[rank])
+            self.processes.meet(WHAT)  # before the next step overwrites what others read
+        else:
+            self.processes.all_gather(WHAT, flat, parts[self.world_rank])
 
 
 class _OwnParts(Parts):
