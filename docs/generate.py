@@ -2,8 +2,8 @@
 
 From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
 ort_trainer/options/sections.py; from examples/cookbook/ and examples/recipes/ the differences in docs/cookbook.md and
-docs/recipes.md; from the imports the picture of docs/code_map.md; from the table in docs/benchmarks.md that of the
-README.
+docs/recipes.md; from the imports the picture of docs/code_map.md; from benchmarks/results/ docs/speed.md and its
+pictures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from cookbook_diffs import with_diffs
 from option_types import option_types
 from room_picture import room_picture
-from speed_picture import speed_picture
+from speed import pictures, read_results, with_results
 
 from ort_trainer.options.checks import SPELLINGS
 from ort_trainer.options.schema import leaves, listed_options, load_schema
@@ -71,6 +71,7 @@ def main() -> None:
     names = HERE / "names.md"
     block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
     begin = re.escape(NAMES_HEAD.splitlines()[0])
+    results = read_results(ROOT / "benchmarks" / "results")
     targets = {
         HERE / "options.md": HEAD + "\n".join(rows()) + "\n",
         ROOT / "ort_trainer" / "options" / "sections.py": option_types(
@@ -79,7 +80,8 @@ def main() -> None:
         names: re.sub(
             f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(encoding="utf-8"), flags=re.DOTALL
         ),
-        HERE / "images" / "against_eager.svg": speed_picture((HERE / "benchmarks.md").read_text(encoding="utf-8")),
+        **{HERE / "images" / f"{name}.svg": picture for name, picture in pictures(results).items()},
+        HERE / "speed.md": with_results((HERE / "speed.md").read_text(encoding="utf-8"), results),
         HERE / "images" / "rooms.svg": room_picture(),
         **{
             page: with_diffs(page.read_text(encoding="utf-8"), ROOT / "examples" / page.stem)

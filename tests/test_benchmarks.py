@@ -1,4 +1,4 @@
-"""What the scripts in benchmarks/ rely on: the names of levers, the protocol of contenders, and the charts."""
+"""What the scripts in benchmarks/ rely on: the names of levers, the protocol of contenders, and the results."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ REWRITES = ROOT / "ort_trainer" / "export" / "torch" / "programs" / "rewrites"
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
@@ -167,52 +168,27 @@ def test_the_planning_page_has_what_the_script_says() -> None:
         assert sections.read_section(model.PAGE, name).splitlines()[1:-1] == table()
 
 
-def test_charts_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
-    charts = importlib.import_module("charts")
-    rows = {"MLP": {"ours": charts.Bar(1.2, 1.1, 1.3), "theirs": charts.Bar(0.8)}, "BERT": {"ours": charts.Bar(1.5)}}
-    times = {"milliseconds": 9.0, "products": 5.0, "optimizer": 1.0, "overhead": 2.0}
-    profile = {**times, "operators": [("aten.mm", 5.0), ("aten.add", 1.0)]}
-    written = []
-    for number in range(2):
-        ratios, operators = tmp_path / f"{number}" / "ratios.svg", tmp_path / f"{number}" / "operators.svg"
-        charts.draw_ratios(ratios, "speed", ("ours", "theirs", "others", "more"), rows)
-        charts.draw_operators(operators, {"BERT": profile})
-        written.append((ratios.read_text(), operators.read_text()))
-    assert written[0] == written[1]
-    for text in written[0]:
-        assert len(text) < 40_000 and "fill: #ffffff" in text
+def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, turns, speed = (importlib.import_module(name) for name in ("train_step", "turns", "speed"))
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
 
+    def result(seconds: float) -> Any:
+        return turns.Result(starts=[3.0, 1.0], rounds=[[seconds] * 3] * 3, losses=[2.0, 1.0], peak=100.0)
 
-@pytest.mark.parametrize(
-    ("operator", "kind"),
-    [
-        ("aten.mm", "products, convolutions"),
-        ("FusedMatMul", "products, convolutions"),
-        ("aten.mul", "activations, other arithmetic"),
-        ("ort_trainer.draw_mask", "dropout, random numbers"),
-        ("aten.native_layer_norm_backward", "norms"),
-        ("aten._safe_softmax", "softmax, losses"),
-        ("aten.t", "copies, embeddings"),
-        ("aten.tanh", "activations, other arithmetic"),
-        ("ReduceSum", "sums"),
-    ],
-)
-def test_kinds_of_operators(operator: str, kind: str) -> None:
-    charts = importlib.import_module("charts")
-    assert charts.family(operator) == kind
-    assert kind in charts._FAMILY_COLOURS
-
-
-def test_a_steady_step_keeps_its_way_short() -> None:
-    """A higher number here needs a reason; a lower one is the new limit."""
-    way = importlib.import_module("way").steady_step().counts
-    assert way["calls"] <= 71, way
-    assert way["changes of file"] <= 40, way
-
-
-def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above."""
-    monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
-    way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 37, way
-    assert way["files"] <= 32, way
+    found = {"eager": result(4e-3), "compile": result(2e-3), "ort_trainer": result(1e-3)}
+    rows = {name: script.figures(script.ROWS[name], found, {"ORTModule": "why"}) for name in ("mlp", "bert")}
+    script.write_results("here", {"bert": rows["bert"]})
+    (tmp_path / "0.1.0.json").write_text(next(tmp_path.glob("*.json")).read_text())
+    script.write_results("here", {"mlp": rows["mlp"]})
+    results = speed.read_results(tmp_path)
+    assert next(iter(results)) == "0.1.0" and list(results["0.1.0"]["rows"]) == ["bert"]
+    *_, newest = results.values()
+    assert list(newest["rows"]) == ["mlp", "bert"] and newest["rows"]["mlp"] == rows["mlp"]
+    assert newest["rows"]["mlp"]["contenders"]["ort_trainer"] == {
+        "ms": 1.0, "speed": [4.0, 4.0, 4.0], "MB": 100, "starts": [3.0, 1.0]
+    }  # fmt: skip
+    drawn = speed.pictures(results)
+    assert drawn["releases"].count(">0.1.0<") == 1 and drawn["releases"].count(">4.00<") == 2
+    page = speed.with_results("<!-- means: -->x<!-- /means -->\n<!-- steps: -->x<!-- /steps -->", results)
+    assert "| ort_trainer | **4.00** | 4.00 (MLP) | 4.00 (MLP) | 0 |" in page
+    assert f"| {rows['bert']['title']} | ORTModule | fails |" in page

@@ -1,0 +1,167 @@
+"""docs/speed.md and its pictures, and that of the README, from the results in benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Results", "pictures", "read_results", "with_results"]
+
+# What benchmarks/train_step.py has written: by version, then by row.
+Results = Mapping[str, Any]
+
+_EAGER, _OURS, _LOOPS = "eager", "ort_trainer", "ort_trainer, compiled"
+# Contender -> label and color. All colors can be read on white and on black.
+_CONTENDERS = {
+    "compile": ("torch.compile", "#a08a4f"),
+    "ORTModule": ("ORTModule", "#5aa469"),
+    _OURS: ("ort_trainer", "#2f81d6"),
+    _LOOPS: ("compiled loops", "#8a6fbf"),
+    "legacy 1.16.3": ("legacy 1.16.3", "#b5577d"),
+}
+_IN_README = {"mlp", "convolutions", "resnet18", "lstm", "bert", "gpt2", "llama", "unet"}
+_TEXT = "#7a7f87"
+# The bars' left end, the first row's top, the length of the longest bar, and the heights of a bar and between rows.
+_LEFT, _TOP, _LENGTH, _BAR, _SPACE, _WIDTH = 150, 44, 500, 11, 8, 720
+
+Bars = Mapping[str, Mapping[str, float]]
+"""Label of a row -> contender -> length."""
+
+
+def read_results(folder: Path) -> Results:
+    """Returns the results of all versions, the newest last."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    return {version: found[version] for version in sorted(found, key=lambda text: [*map(int, text.split("."))])}
+
+
+def pictures(results: Results) -> dict[str, str]:
+    """Returns the SVG of each picture, by its name."""
+    *_, newest = results.values()
+    rows = newest["rows"]
+
+    def bars(value: Any, chosen: Mapping[str, Any] = rows, contenders: Any = _CONTENDERS) -> Bars:
+        return {
+            row["label"]: {name: value(row, name) for name in contenders if "ms" in row["contenders"].get(name, {})}
+            for row in chosen.values()
+        }
+
+    def speed(row: Any, name: str) -> float:
+        return float(row["contenders"][name]["speed"][0])
+
+    def memory(row: Any, name: str) -> float:
+        return float(row["contenders"][name]["MB"] / row["contenders"][_EAGER]["MB"])
+
+    def again(row: Any, name: str) -> float:
+        return float(row["contenders"][name]["starts"][-1])
+
+    readme = {name: row for name, row in rows.items() if name in _IN_README}
+    common = set.intersection(*(_complete(part["rows"]) for part in results.values()))
+    releases = {
+        version: {name: _mean(part["rows"], name, common) for name in ("compile", _OURS)}
+        for version, part in results.items()
+    }
+    steps = "Steps in the time of one in eager PyTorch"
+    return {
+        "against_eager": _drawn(steps, bars(speed, readme, ("compile", _OURS, _LOOPS)), "eager"),
+        "speed": _drawn(steps, bars(speed), "eager"),
+        "memory": _drawn("Peak memory, as a multiple of eager PyTorch's", bars(memory), "eager"),
+        "starts": _drawn("Seconds to the first step, in a second process", bars(again, rows, (_EAGER, *_CONTENDERS))),
+        "releases": _drawn(f"{steps}: mean of {len(common)} models", releases, "eager"),
+    }
+
+
+def _complete(rows: Mapping[str, Any]) -> set[str]:
+    """Returns the rows that have what is drawn over the versions."""
+    return {name for name, row in rows.items() if all("ms" in row["contenders"].get(n, {}) for n in ("compile", _OURS))}
+
+
+def _mean(rows: Mapping[str, Any], contender: str, names: set[str] | None = None) -> float:
+    """Returns the geometric mean of a contender's speeds."""
+    found = [rows[name]["contenders"].get(contender, {}).get("speed") for name in names or rows]
+    return math.exp(sum(math.log(speed[0]) for speed in found if speed) / sum(map(bool, found)))
+
+
+def _drawn(title: str, rows: Bars, line: str = "") -> str:
+    """Returns an SVG with bars for each row, and with a line at 1 if it has a label."""
+    used = {name: _CONTENDERS.get(name, (name, _TEXT)) for group in rows.values() for name in group}
+    unit = _LENGTH / max(length for group in rows.values() for length in group.values())
+    drawn: list[str] = []
+    top = _TOP + 18
+    for number, (label, color) in enumerate(used.values()):
+        x = _LEFT + 112 * number
+        drawn.append(f'<rect x="{x}" y="26" width="10" height="10" fill="{color}"/>')
+        drawn.append(f'<text x="{x + 15}" y="35" font-size="11">{escape(label)}</text>')
+    for label, group in rows.items():
+        middle = top + (_BAR + 1) * len(group) / 2 + 4
+        drawn.append(f'<text x="{_LEFT - 10}" y="{middle:.0f}" text-anchor="end" font-size="12">{escape(label)}</text>')
+        for name, length in group.items():
+            end = _LEFT + length * unit
+            drawn.append(
+                f'<rect x="{_LEFT}" y="{top}" width="{length * unit:.0f}" height="{_BAR}" fill="{used[name][1]}"/>'
+                f'<text x="{end + 5:.0f}" y="{top + _BAR - 1}" font-size="10">{length:.2f}</text>'
+            )
+            top += _BAR + 1
+        top += _SPACE
+    if line:
+        one = _LEFT + unit
+        drawn.append(f'<path d="M{one:.0f} {_TOP + 12}V{top}" stroke="{_TEXT}" stroke-dasharray="4 3"/>')
+        drawn.append(f'<text x="{one:.0f}" y="{_TOP + 9}" text-anchor="middle" font-size="11">{line}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}"'
+        f' font-family="system-ui, sans-serif" font-size="13" fill="{_TEXT}" role="img">'
+        f'<title>{escape(title)}</title><text x="{_LEFT}" y="16">{escape(title)}</text>'
+    )
+    return "\n".join([head, *drawn, "</svg>"]) + "\n"
+
+
+def with_results(page: str, results: Results) -> str:
+    """Returns the page with the means and the table of the newest version, between their marks."""
+    version, newest = list(results.items())[-1]
+    rows = newest["rows"]
+    for name, lines in (("means", _means(version, newest)), ("steps", _table(rows))):
+        block = "\n".join([f"<!-- {name}: written by make docs -->", *lines, f"<!-- /{name} -->"])
+        page = re.sub(f"<!-- {name}: .*?<!-- /{name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
+    return page
+
+
+def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:
+    rows = results["rows"]
+    yield f"Version {version}, {results['date']}: {results['where']}"
+    yield ""
+    yield f"| {len(rows)} models, against eager PyTorch | speed, geometric mean | slowest | fastest | models below 1 |"
+    yield "|---|---|---|---|---|"
+    for name in _CONTENDERS:
+        found = {
+            row["label"]: row["contenders"][name]["speed"][0]
+            for row in rows.values()
+            if "ms" in row["contenders"].get(name, {})
+        }
+        if not found:
+            continue
+        ends = (f"{found[label]:.2f} ({label})" for label in (min(found, key=found.get), max(found, key=found.get)))  # type: ignore[arg-type]
+        below = sum(speed < 1 for speed in found.values())
+        yield f"| {_CONTENDERS[name][0]} | **{_mean(rows, name):.2f}** | {' | '.join(ends)} | {below} |"
+
+
+def _table(rows: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "| model | contender | step, ms | eager's time / its time (95 %) | peak memory, MB | / eager's "
+        "| first start, s | second start, s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows.values():
+        for name, found in row["contenders"].items():
+            head = f"| {row['title']} | {_CONTENDERS.get(name, (name,))[0]} |"
+            if "ms" not in found:
+                yield f"{head} fails |{' - |' * 5}"
+                continue
+            middle, low, high = found["speed"]
+            speed = "1" if name == _EAGER else f"**{middle:.2f}** ({low:.2f} - {high:.2f})"
+            first, second = (*map(str, found["starts"]), "-")[:2]
+            share = found["MB"] / row["contenders"][_EAGER]["MB"]
+            yield f"{head} {found['ms']:.4g} | {speed} | {found['MB']} | {share:.2f} | {first} | {second} |"
