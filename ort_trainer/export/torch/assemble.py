@@ -19,6 +19,7 @@ from ...step.emitter import Names
 from ...step.origins import LOSS, Origins, Place
 from .differentiate import FlatGraph
 from .programs.build import program_model
+from .programs.padding import KEPT_PLACES
 from .step_module import ExportedStep
 
 __all__ = ["assemble"]
@@ -86,6 +87,7 @@ def assemble(
         model, operators = to_onnx(found.module, inputs, results, constants, step.opset, step.simplified, stage)
     _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
     guards, frozen = found.symbols.guards()
+    _check_guards(guards)
     return Step(
         stored=model,
         kind="training" if training else "evaluation",
@@ -203,6 +205,20 @@ def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Place],
     paths = [places[other].module for other in others if other in places]
     if paths:
         places[node] = Place(_common(paths), backward)
+
+
+def _check_guards(guards: Iterable[str]) -> None:
+    """Checks that no condition is about the number of kept places, which is only known when a step runs.
+
+    Raises:
+        ExportError: If one is.
+    """
+    wrong = [guard for guard in guards if KEPT_PLACES in symbols_of(guard)]
+    if wrong:
+        raise ExportError(
+            f"the graph is valid only if {wrong[0]}, but with utils.remove_padding that depends on each batch: set "
+            "utils.kernels to 'auto', or leave out utils.remove_padding"
+        )
 
 
 def _path(path: str) -> str:

@@ -39,8 +39,9 @@ __all__ = [
     "users_lines_of_conditions",
 ]
 
-# PyTorch compares sizes (a batch below 16, ...) to choose a convolution library; the results are the same.
-_CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)")
+# PyTorch compares sizes (a batch below 16, ...) to choose a convolution library, and Inductor to choose how loops add
+# up (one by one, up to 4096 elements); the results are the same, to rounding.
+_CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)|cpp\.py:\d+ in need_use_acc_helper\)")
 _ARITHMETIC = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_sym_max", "_sym_min")
 _PYTHON = str(Path(os.__file__).parent)
 _CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))

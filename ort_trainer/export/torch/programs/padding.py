@@ -26,11 +26,12 @@ from ..symbols import SymbolTable, hint
 from .rewrites.views import RESHAPES
 from .values import Node, call, is_tensor, same_sizes
 
-__all__ = ["remove_padding"]
+__all__ = ["KEPT_PLACES", "remove_padding"]
 
 aten = torch.ops.aten
 _Rule = Callable[["_Remover", Node], Node | None]
-_NAME = "kept places"
+KEPT_PLACES = "kept places"
+"""The name of the size of what is left."""
 
 
 def remove_padding(
@@ -109,16 +110,16 @@ class _Remover:
             with self._graph.inserting_before(node):
                 self._visit(node)
         self._graph.eliminate_dead_code()
-        return {_NAME: (self._places.rows.all_input_nodes[0], 0)}
+        return {KEPT_PLACES: (self._places.rows.all_input_nodes[0], 0)}
 
     def _find_places(self) -> _Places:
         value = self._mask.meta["val"]
         found = self._graph.call_function(aten.nonzero.default, (self.call(aten.reshape.default, self._mask, [-1]),))
         sample = max(2, hint(value.numel()) * 3 // 4)
-        shapes, source = value.fake_mode.shape_env, ConstantSource(_NAME)
+        shapes, source = value.fake_mode.shape_env, ConstantSource(KEPT_PLACES)
         symbol = shapes.create_symbol(sample, source, dynamic_dim=DimDynamic.DYNAMIC)
         number = shapes.create_symintnode(symbol, hint=sample, source=source)
-        self._symbols.add(_NAME, number)
+        self._symbols.add(KEPT_PLACES, number)
         found.meta["val"] = value.new_empty((number, 1), dtype=torch.int64)
         rows = self.call(aten.squeeze.dim, found, 1)
         kept = self.call(aten.sym_size.int, found, 0)
