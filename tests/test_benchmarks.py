@@ -192,3 +192,18 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page = speed.with_results("<!-- means: -->x<!-- /means -->\n<!-- steps: -->x<!-- /steps -->", results)
     assert "| ort_trainer | **4.00** | 4.00 (MLP) | 4.00 (MLP) | 0 |" in page
     assert f"| {rows['bert']['title']} | ORTModule | fails |" in page
+
+
+def test_a_steady_step_keeps_its_way_short() -> None:
+    """A higher number here needs a reason; a lower one is the new limit."""
+    way = importlib.import_module("way").steady_step().counts
+    assert way["calls"] <= 71, way
+    assert way["changes of file"] <= 40, way
+
+
+def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above."""
+    monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
+    way = importlib.import_module("way").one_export().counts_of_stations
+    assert way["hops"] <= 37, way
+    assert way["files"] <= 32, way
