@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _CONTENDERS = {
     _LOOPS: ("compiled loops", "#8a6fbf"),
     "legacy 1.16.3": ("legacy 1.16.3", "#b5577d"),
 }
+_OVER_RELEASES = ("compile", _OURS)
 _IN_README = {"mlp", "convolutions", "resnet18", "lstm", "bert", "gpt2", "llama", "unet"}
 _TEXT = "#7a7f87"
 # The bars' left end, the first row's top, the length of the longest bar, and the heights of a bar and between rows.
@@ -45,24 +46,25 @@ def pictures(results: Results) -> dict[str, str]:
     rows = newest["rows"]
 
     def bars(value: Any, chosen: Mapping[str, Any] = rows, contenders: Any = _CONTENDERS) -> Bars:
+        found = {row["label"]: _measured(row) for row in chosen.values()}
         return {
-            row["label"]: {name: value(row, name) for name in contenders if "ms" in row["contenders"].get(name, {})}
-            for row in chosen.values()
+            label: {name: value(figures[name], figures[_EAGER]) for name in contenders if name in figures}
+            for label, figures in found.items()
         }
 
-    def speed(row: Any, name: str) -> float:
-        return float(row["contenders"][name]["speed"][0])
+    def speed(own: Any, eager: Any) -> float:
+        return float(own["speed"][0])
 
-    def memory(row: Any, name: str) -> float:
-        return float(row["contenders"][name]["MB"] / row["contenders"][_EAGER]["MB"])
+    def memory(own: Any, eager: Any) -> float:
+        return float(own["MB"] / eager["MB"])
 
-    def again(row: Any, name: str) -> float:
-        return float(row["contenders"][name]["starts"][-1])
+    def again(own: Any, eager: Any) -> float:
+        return float(own["starts"][-1])
 
     readme = {name: row for name, row in rows.items() if name in _IN_README}
     common = set.intersection(*(_complete(part["rows"]) for part in results.values()))
     releases = {
-        version: {name: _mean(part["rows"], name, common) for name in ("compile", _OURS)}
+        version: {name: _mean(_speeds([part["rows"][key] for key in common], name)) for name in _OVER_RELEASES}
         for version, part in results.items()
     }
     steps = "Steps in the time of one in eager PyTorch"
@@ -77,13 +79,22 @@ def pictures(results: Results) -> dict[str, str]:
 
 def _complete(rows: Mapping[str, Any]) -> set[str]:
     """Returns the rows that have what is drawn over the versions."""
-    return {name for name, row in rows.items() if all("ms" in row["contenders"].get(n, {}) for n in ("compile", _OURS))}
+    return {key for key, row in rows.items() if _measured(row).keys() >= set(_OVER_RELEASES)}
 
 
-def _mean(rows: Mapping[str, Any], contender: str, names: set[str] | None = None) -> float:
-    """Returns the geometric mean of a contender's speeds."""
-    found = [rows[name]["contenders"].get(contender, {}).get("speed") for name in names or rows]
-    return math.exp(sum(math.log(speed[0]) for speed in found if speed) / sum(map(bool, found)))
+def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of the contenders of a row that did not fail."""
+    return {name: figures for name, figures in row["contenders"].items() if "ms" in figures}
+
+
+def _speeds(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """Returns a contender's speeds, by label of the row."""
+    return {row["label"]: found[name]["speed"][0] for row in rows if name in (found := _measured(row))}
+
+
+def _mean(speeds: Mapping[str, float]) -> float:
+    """Returns the geometric mean."""
+    return math.exp(sum(map(math.log, speeds.values())) / len(speeds))
 
 
 def _drawn(title: str, rows: Bars, line: str = "") -> str:
@@ -136,16 +147,12 @@ def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:
     yield f"| {len(rows)} models, against eager PyTorch | speed, geometric mean | slowest | fastest | models below 1 |"
     yield "|---|---|---|---|---|"
     for name in _CONTENDERS:
-        found = {
-            row["label"]: row["contenders"][name]["speed"][0]
-            for row in rows.values()
-            if "ms" in row["contenders"].get(name, {})
-        }
+        found = _speeds(rows.values(), name)
         if not found:
             continue
         ends = (f"{found[label]:.2f} ({label})" for label in (min(found, key=found.get), max(found, key=found.get)))  # type: ignore[arg-type]
         below = sum(speed < 1 for speed in found.values())
-        yield f"| {_CONTENDERS[name][0]} | **{_mean(rows, name):.2f}** | {' | '.join(ends)} | {below} |"
+        yield f"| {_CONTENDERS[name][0]} | **{_mean(found):.2f}** | {' | '.join(ends)} | {below} |"
 
 
 def _table(rows: Mapping[str, Any]) -> Iterator[str]:
