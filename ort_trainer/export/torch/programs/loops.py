@@ -44,6 +44,9 @@ _OPTIONS: dict[str, Any] = {
     # What several loops read is computed once, as by operators; long expressions are slow to compute again.
     "realize_reads_threshold": 1,
     "realize_opcount_threshold": 8,
+    # Convolutions stay in the memory order that the model gave them. Inductor would move all of them to channels-last,
+    # with copies around: a ResNet-18 then takes 1.29 times as long.
+    "layout_optimization": False,
 }
 # PyTorch's kernels for these are faster than the loops that Inductor writes; the sum of an embedding's gradients would
 # also depend on how threads run.
