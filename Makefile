@@ -11,7 +11,8 @@ STOCK := .stock
 LEGACY := .legacy
 # Libraries that train with ORTTrainer, for `make recipes`; nothing else needs them.
 RECIPES := .recipes
-# Training in a browser; the test may take another Chromium than Debian's.
+# The package that trains in JavaScript, and the page that uses it; its test may take another Chromium than Debian's.
+JS := js
 BROWSER := examples/browser
 CHROMIUM ?= /usr/bin/chromium
 PORT ?= 8000
@@ -21,7 +22,7 @@ RUN := $(BIN)/python -m tests.harness.run
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
-.PHONY: test-browser dist dist-test lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
+.PHONY: test-js test-browser dist dist-test lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -49,13 +50,17 @@ $(RECIPES)/.installed: $(VENV)/.installed examples/recipes/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(RECIPES) --requirement examples/recipes/requirements.txt
 	touch $@
 
-$(BROWSER)/node_modules/.installed: $(BROWSER)/package.json $(BROWSER)/package-lock.json
-	npm ci --prefix $(BROWSER) --ignore-scripts --no-audit --no-fund
+%/node_modules/.installed: %/package.json %/package-lock.json
+	npm ci --prefix $* --ignore-scripts --no-audit --no-fund
 	touch $@
 
+$(JS)/dist/index.js: $(JS)/node_modules/.installed $(JS)/tsconfig.json $(wildcard $(JS)/src/*.ts)
+	npm run build --prefix $(JS)
+
 # Made anew every time, as any file of the package may have changed.
-browser-build: setup $(BROWSER)/node_modules/.installed
+browser-build: setup $(JS)/dist/index.js $(BROWSER)/node_modules/.installed
 	$(BIN)/python $(BROWSER)/make_artifacts.py
+	cp $(JS)/dist/index.js $(BROWSER)/build/ort-trainer.js
 
 setup: $(VENV)/.installed
 
@@ -117,6 +122,11 @@ dist: setup
 # Installs the wheel in a new environment, and runs a tenth of the tests on it.
 dist-test: dist
 	tests/wheel.sh
+
+# Trains in Node.js, and compares losses and checkpoints with Python's.
+test-js: setup $(JS)/dist/index.js
+	$(BIN)/python $(JS)/test/make_artifacts.py
+	PYTHON=$(CURDIR)/$(BIN)/python npm test --prefix $(JS)
 
 # Trains in the page, in headless Chromium, and leaves a picture in build/browser.png.
 test-browser: browser-build

@@ -83,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pixels, labels, train_rows = digits()
     images, classes = torch.from_numpy(pixels / np.float32(16)), torch.from_numpy(labels).long()
     trainer.prepare((images[:BATCH], classes[:BATCH]))
-    # The JavaScript API can't set a learning rate, so store it in the optimizer model.
-    trainer.export_artifacts(out, flavor="onnxruntime-training", fixed_learning_rate=True)
+    trainer.export_artifacts(out)
 
     (out / "digits.bin").write_bytes(pixels.tobytes() + labels.tobytes())
     orders = [torch.randperm(train_rows) for _ in range(settings.epochs)]

@@ -1,7 +1,7 @@
 // The page around the training: loading, the button, the figures.
 
 import { LossChart } from "./chart.js";
-import { accuracy, createSession, trainStep } from "./training.js";
+import { accuracy, createSession, release, trainStep } from "./training.js";
 
 const FOLDER = "build";
 const ARTIFACTS = {
@@ -109,7 +109,7 @@ async function start() {
     try {
       session ??= await createSession(data.artifacts);
       const result = await train(session, data, chart);
-      await session.release();
+      await release(session);
       session = null;
       main.dataset.result = JSON.stringify({ ...result, loading });
       element("train").textContent = "Train again";

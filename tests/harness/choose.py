@@ -32,6 +32,7 @@ _BESIDE: Mapping[str, Sequence[str]] = {
     "docs": ("tests/test_docs.py",),
     "examples": ("tests/test_examples.py", "tests/test_cookbook.py", "tests/test_recipes.py"),
     "examples/browser": (),
+    "js": (),
     "noxfile.py": ("tests/test_harness.py",),
     "pyproject.toml": ("tests/test_package.py",),
     "schemas": ("tests/options/test_options.py", "tests/options/test_model_desc.py", "tests/test_docs.py"),

@@ -68,6 +68,7 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield pytest_step(folder, "torture", "-m", "torture", "-n0", isolated=True, environment=cold)
     yield Step("wheel", ("make", "dist-test"))
     yield Step("site", ("make", "site"))
+    yield Step("javascript", ("make", "test-js"))
     yield Step("browser", ("make", "test-browser"))
 
 
