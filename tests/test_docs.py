@@ -49,7 +49,7 @@ def test_the_index_lists_every_page_once() -> None:
     rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert all(text == path for text, path in rows)
     paths = sorted((INDEX.parent / path).resolve() for _, path in rows)
-    others = {ROOT / "CHANGELOG.md", ROOT / "js" / "README.md", ROOT / "examples" / "browser" / "README.md"}
+    others = {ROOT / "CHANGELOG.md", *(ROOT / place / "README.md" for place in ("js", "c", "examples/browser"))}
     assert paths == sorted({*PAGES, *others} - {INDEX})
 
 

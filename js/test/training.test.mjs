@@ -8,7 +8,7 @@ import { test } from "node:test";
 import * as ort from "onnxruntime-node";
 import { Checkpoint, CheckpointError, Module, Optimizer } from "ort-trainer";
 
-const BUILD = new URL("build/", import.meta.url);
+const BUILD = new URL("../../build/portable/", import.meta.url);
 const TOLERANCE = 1e-5; // relative
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array };
 

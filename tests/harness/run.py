@@ -69,6 +69,7 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield Step("wheel", ("make", "dist-test"))
     yield Step("site", ("make", "site"))
     yield Step("javascript", ("make", "test-js"))
+    yield Step("C and C++", ("make", "test-c"))
     yield Step("browser", ("make", "test-browser"))
 
 

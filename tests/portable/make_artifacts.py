@@ -1,4 +1,4 @@
-"""Writes what the tests in JavaScript compare with: artifacts, and how Python trains them."""
+"""Writes what the tests in JavaScript and C++ compare with, to build/portable: artifacts, and how Python trains them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.api import CheckpointState, Module, Optimizer
 
-BUILD = Path(__file__).parent / "build"
-# Numbers and texts that JavaScript writes in another way than Python.
+BUILD = Path(__file__).parents[2] / "build" / "portable"
+# Numbers and texts that other languages write in another way than Python.
 PROPERTIES = {
     "3": 3,
     "1": 1.0,
@@ -82,7 +82,7 @@ def write(name: str, module: nn.Module, desc: Any, config: Any, scheduler: Any, 
 
 def main() -> None:
     """Writes all folders."""
-    BUILD.mkdir(exist_ok=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     desc = {

@@ -1,0 +1,350 @@
+// The functions of ort_trainer_c_api.h: they check pointers, and turn exceptions into statuses.
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <new>
+#include <system_error>
+
+#include "session.h"
+
+struct OrtCheckpointState {
+  ort_trainer::State state;
+};
+struct OrtTrainingSession {
+  ort_trainer::Session session;
+};
+
+namespace ort_trainer {
+namespace {
+
+template <typename Function>
+OrtStatus* Guarded(Function function) noexcept {
+  try {
+    function();
+    return nullptr;
+  } catch (const Error& error) {
+    return ort->CreateStatus(error.code, error.what());
+  } catch (const std::exception& error) {
+    return ort->CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+// Checks that no pointer is null.
+template <typename... Pointers>
+void Need(const Pointers*... pointers) {
+  if (((pointers == nullptr) || ...)) Invalid("an argument is NULL");
+}
+
+Bytes ReadFile(const char* path, const std::string& what) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw Error(ORT_NO_SUCHFILE, "there is no " + what + " '" + path + "'");
+  Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (file.bad()) throw std::runtime_error("the " + what + " '" + path + "' can't be read");
+  return bytes;
+}
+
+// Writes a file next to the target, which it then replaces.
+void WriteFile(const char* path, const Bytes& bytes) {
+  const std::filesystem::path target(path), temporary = target.string() + ".part";
+  {
+    std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
+    file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    file.close();
+    if (!file) {
+      std::error_code ignored;
+      std::filesystem::remove(temporary, ignored);
+      throw Error(ORT_FAIL, "'" + target.string() + "' can't be written: " + std::strerror(errno));
+    }
+  }
+  std::filesystem::rename(temporary, target);
+}
+
+void* Allocated(OrtAllocator* allocator, const void* data, std::size_t size) {
+  void* memory = nullptr;
+  Check(ort->AllocatorAlloc(allocator, size, &memory));
+  std::memcpy(memory, data, size);
+  return memory;
+}
+
+Step& StepOf(const OrtTrainingSession* session, bool training) {
+  Need(session);
+  return const_cast<OrtTrainingSession*>(session)->session.step(training);
+}
+
+template <bool training, bool inputs>
+OrtStatus* Count(const OrtTrainingSession* session, size_t* out) noexcept {
+  return Guarded([&] {
+    Need(out);
+    const Step& step = StepOf(session, training);
+    *out = (inputs ? step.inputs() : step.outputs()).size();
+  });
+}
+
+template <bool training, bool inputs>
+OrtStatus* Name(const OrtTrainingSession* session, size_t index, OrtAllocator* allocator, char** out) noexcept {
+  return Guarded([&] {
+    Need(allocator, out);
+    const Step& step = StepOf(session, training);
+    const auto& names = inputs ? step.inputs() : step.outputs();
+    if (index >= names.size()) Invalid("index " + std::to_string(index) + " is not below " + std::to_string(names.size()));
+    *out = static_cast<char*>(Allocated(allocator, names[index].c_str(), names[index].size() + 1));
+  });
+}
+
+template <bool training, typename SessionPointer>
+OrtStatus* RunStep(SessionPointer session, const OrtRunOptions* options, size_t inputs_len, const OrtValue* const* inputs,
+                   size_t outputs_len, OrtValue** outputs) noexcept {
+  return Guarded([&] {
+    Need(inputs, outputs);
+    Step& step = StepOf(session, training);
+    if (outputs_len != step.outputs().size()) {
+      Invalid("there are " + std::to_string(step.outputs().size()) + " outputs, but room for " +
+              std::to_string(outputs_len) + " was given");
+    }
+    std::vector<OrtValue*> results(outputs, outputs + outputs_len);
+    step.Run(options, {inputs, inputs + inputs_len}, results);
+    std::copy(results.begin(), results.end(), outputs);
+  });
+}
+
+OrtStatus* LoadCheckpoint(const ORTCHAR_T* path, OrtCheckpointState** out) noexcept {
+  return Guarded([&] {
+    Need(path, out);
+    *out = new OrtCheckpointState{State(ReadFile(path, "checkpoint"), "checkpoint '" + std::string(path) + "'")};
+  });
+}
+
+OrtStatus* LoadCheckpointFromBuffer(const void* buffer, const size_t size, OrtCheckpointState** out) noexcept {
+  return Guarded([&] {
+    Need(static_cast<const char*>(buffer), out);
+    const auto* data = static_cast<const std::uint8_t*>(buffer);
+    *out = new OrtCheckpointState{State(Bytes(data, data + size), "the checkpoint given as bytes")};
+  });
+}
+
+OrtStatus* SaveCheckpoint(OrtCheckpointState* state, const ORTCHAR_T* path, const bool include) noexcept {
+  return Guarded([&] {
+    Need(state, path);
+    WriteFile(path, state->state.ToFile(include));
+  });
+}
+
+OrtStatus* CreateTrainingSession(const OrtEnv* env, const OrtSessionOptions* options, OrtCheckpointState* state,
+                                 const ORTCHAR_T* training, const ORTCHAR_T* evaluation, const ORTCHAR_T* optimizer,
+                                 OrtTrainingSession** out) noexcept {
+  return Guarded([&] {
+    Need(env, options, state, training, out);
+    const auto read = [](const char* path, const char* what) {
+      return path == nullptr ? std::optional<Bytes>() : ReadFile(path, what);
+    };
+    *out = new OrtTrainingSession{Session(state->state, env, options, ReadFile(training, "training model"),
+                                          read(evaluation, "evaluation model"), read(optimizer, "optimizer model"))};
+  });
+}
+
+OrtStatus* CreateTrainingSessionFromBuffer(const OrtEnv* env, const OrtSessionOptions* options, OrtCheckpointState* state,
+                                           const void* training, size_t training_size, const void* evaluation,
+                                           size_t evaluation_size, const void* optimizer, size_t optimizer_size,
+                                           OrtTrainingSession** out) noexcept {
+  return Guarded([&] {
+    Need(env, options, state, static_cast<const char*>(training), out);
+    const auto bytes = [](const void* data, size_t size) {
+      const auto* begin = static_cast<const std::uint8_t*>(data);
+      return data == nullptr || size == 0 ? std::optional<Bytes>() : Bytes(begin, begin + size);
+    };
+    *out = new OrtTrainingSession{Session(state->state, env, options, bytes(training, training_size).value_or(Bytes()),
+                                          bytes(evaluation, evaluation_size), bytes(optimizer, optimizer_size))};
+  });
+}
+
+// Functions of a session that only call one of its own.
+template <typename Function>
+OrtStatus* OnSession(OrtTrainingSession* session, Function function) noexcept {
+  return Guarded([&] {
+    Need(session);
+    function(session->session);
+  });
+}
+
+OrtStatus* LazyResetGrad(OrtTrainingSession* session) noexcept {
+  return OnSession(session, [](Session& found) { found.LazyResetGrad(); });
+}
+
+OrtStatus* SetLearningRate(OrtTrainingSession* session, float rate) noexcept {
+  return OnSession(session, [&](Session& found) { found.SetLearningRate(static_cast<double>(rate)); });
+}
+
+OrtStatus* GetLearningRate(OrtTrainingSession* session, float* out) noexcept {
+  return OnSession(session, [&](Session& found) {
+    Need(out);
+    *out = static_cast<float>(found.LearningRate());
+  });
+}
+
+OrtStatus* OptimizerStep(OrtTrainingSession* session, const OrtRunOptions* options) noexcept {
+  return OnSession(session, [&](Session& found) { found.OptimizerStep(options); });
+}
+
+OrtStatus* RegisterLinearLRScheduler(OrtTrainingSession* session, const int64_t warmup, const int64_t total,
+                                     const float initial) noexcept {
+  return OnSession(session, [&](Session& found) {
+    found.RegisterLinearScheduler(warmup, total, static_cast<double>(initial));
+  });
+}
+
+OrtStatus* SchedulerStep(OrtTrainingSession* session) noexcept {
+  return OnSession(session, [](Session& found) { found.SchedulerStep(); });
+}
+
+OrtStatus* GetParametersSize(OrtTrainingSession* session, size_t* out, bool trainable_only) noexcept {
+  return OnSession(session, [&](Session& found) {
+    Need(out);
+    *out = found.ParametersSize(trainable_only);
+  });
+}
+
+template <bool from_buffer>
+OrtStatus* CopyParameters(OrtTrainingSession* session, OrtValue* buffer, bool trainable_only) noexcept {
+  return OnSession(session, [&](Session& found) { found.CopyParameters(buffer, trainable_only, from_buffer); });
+}
+
+OrtStatus* ExportModelForInferencing(OrtTrainingSession* session, const ORTCHAR_T* path, size_t count,
+                                     const char* const* names) noexcept {
+  return OnSession(session, [&](Session& found) {
+    Need(path, names);
+    WriteFile(path, found.InferenceModel({names, names + count}));
+  });
+}
+
+OrtStatus* SetSeedOfAll(const int64_t seed) noexcept {
+  return Guarded([&] { SetSeed(seed); });
+}
+
+OrtStatus* AddProperty(OrtCheckpointState* state, const char* name, enum OrtPropertyType type, void* value) noexcept {
+  return Guarded([&] {
+    Need(state, name, static_cast<const char*>(value));
+    const std::lock_guard<std::mutex> lock(state->state.mutex);
+    Json& property = state->state.properties()[name];
+    if (type == OrtIntProperty) {
+      property = *static_cast<const std::int64_t*>(value);
+    } else if (type == OrtFloatProperty) {
+      property = static_cast<double>(*static_cast<const float*>(value));
+    } else if (type == OrtStringProperty) {
+      property = static_cast<const char*>(value);
+    } else {
+      Invalid("the type of the property '" + std::string(name) + "' is none of OrtPropertyType");
+    }
+  });
+}
+
+OrtStatus* GetProperty(const OrtCheckpointState* state, const char* name, OrtAllocator* allocator,
+                       enum OrtPropertyType* type, void** out) noexcept {
+  return Guarded([&] {
+    Need(state, name, allocator, type, out);
+    auto& found = const_cast<OrtCheckpointState*>(state)->state;
+    const std::lock_guard<std::mutex> lock(found.mutex);
+    const Json* property = found.properties().find(name);
+    if (property == nullptr) Invalid("unknown property '" + std::string(name) + "'");
+    if (property->is(Json::Kind::kString)) {
+      *type = OrtStringProperty;
+      *out = Allocated(allocator, property->text.c_str(), property->text.size() + 1);
+    } else if (property->is(Json::Kind::kInt)) {
+      const std::int64_t value = property->integer();
+      *type = OrtIntProperty;
+      *out = Allocated(allocator, &value, sizeof(value));
+    } else {
+      const auto value = static_cast<float>(property->number());
+      *type = OrtFloatProperty;
+      *out = Allocated(allocator, &value, sizeof(value));
+    }
+  });
+}
+
+// Runs a function on a parameter, by its name.
+template <typename Function>
+OrtStatus* OnParameter(const OrtCheckpointState* state, const char* name, Function function) noexcept {
+  return Guarded([&] {
+    Need(state, name);
+    State& found = const_cast<OrtCheckpointState*>(state)->state;
+    const std::lock_guard<std::mutex> lock(found.mutex);
+    function(found, found.value(name));
+  });
+}
+
+OrtStatus* GetParameterTypeAndShape(const OrtCheckpointState* state, const char* name,
+                                    OrtTensorTypeAndShapeInfo** out) noexcept {
+  return OnParameter(state, name, [&](State&, Tensor& tensor) {
+    Need(out);
+    Check(ort->GetTensorTypeAndShape(tensor.value(), out));
+  });
+}
+
+OrtStatus* UpdateParameter(OrtCheckpointState* state, const char* name, OrtValue* value) noexcept {
+  return OnParameter(state, name, [&](State& found, Tensor&) { found.SetParameter(name, value); });
+}
+
+OrtStatus* GetParameter(const OrtCheckpointState* state, const char* name, OrtAllocator* allocator,
+                        OrtValue** out) noexcept {
+  return OnParameter(state, name, [&](State&, Tensor& tensor) {
+    Need(allocator, out);
+    OrtValue* value = nullptr;
+    const Shape& shape = tensor.shape();
+    Check(ort->CreateTensorAsOrtValue(allocator, shape.data(), shape.size(), tensor.dtype().type, &value));
+    Owned<OrtValue> owned(value);
+    void* data = nullptr;
+    Check(ort->GetTensorMutableData(value, &data));
+    std::copy(tensor.bytes().begin(), tensor.bytes().end(), static_cast<std::uint8_t*>(data));
+    *out = owned.release();
+  });
+}
+
+constexpr OrtTrainingApi kApi = {
+    LoadCheckpoint,
+    SaveCheckpoint,
+    CreateTrainingSession,
+    CreateTrainingSessionFromBuffer,
+    Count<true, false>,
+    Count<false, false>,
+    Name<true, false>,
+    Name<false, false>,
+    LazyResetGrad,
+    RunStep<true, OrtTrainingSession*>,
+    RunStep<false, const OrtTrainingSession*>,
+    SetLearningRate,
+    GetLearningRate,
+    OptimizerStep,
+    RegisterLinearLRScheduler,
+    SchedulerStep,
+    GetParametersSize,
+    CopyParameters<false>,
+    CopyParameters<true>,
+    [](OrtTrainingSession* session) { delete session; },
+    [](OrtCheckpointState* state) { delete state; },
+    ExportModelForInferencing,
+    SetSeedOfAll,
+    Count<true, true>,
+    Count<false, true>,
+    Name<true, true>,
+    Name<false, true>,
+    AddProperty,
+    GetProperty,
+    LoadCheckpointFromBuffer,
+    GetParameterTypeAndShape,
+    UpdateParameter,
+    GetParameter,
+};
+
+}  // namespace
+}  // namespace ort_trainer
+
+const OrtTrainingApi* OrtTrainerGetApi(const OrtApi* api) {
+  if (api == nullptr) return nullptr;
+  ort_trainer::ort = api;
+  return &ort_trainer::kApi;
+}

@@ -1,0 +1,265 @@
+// Trains what Python has trained, and compares: test FOLDER, which tests/portable/make_artifacts.py has written.
+
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <iterator>
+
+#include "../src/json.h"
+#include "ort_trainer_cxx_api.h"
+
+namespace {
+
+using ort_trainer::Json;
+namespace fs = std::filesystem;
+
+constexpr double kTolerance = 1e-5;  // relative
+
+void Expect(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+void ExpectNear(double found, double expected, const std::string& what) {
+  Expect(std::fabs(found - expected) <= kTolerance * std::fabs(expected),
+         what + " is " + std::to_string(found) + ", in Python " + std::to_string(expected));
+}
+
+// Checks that a function fails with a message that has a text in it.
+void ExpectError(const std::function<void()>& function, const std::string& text) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return Expect(std::string(error.what()).find(text) != std::string::npos, "'" + text + "' is not in: " + error.what());
+  }
+  Expect(false, "there is no error with '" + text + "'");
+}
+
+std::vector<uint8_t> Contents(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  Expect(file.good(), "there is no " + path.string());
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// A batch, with the memory of its tensors.
+class Batch {
+ public:
+  explicit Batch(const Json& inputs) {
+    const auto info = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+    for (const Json& input : inputs.items) {
+      std::vector<int64_t> shape;
+      for (const Json& size : input.at("shape").items) shape.push_back(size.integer());
+      const auto& values = input.at("values").items;
+      if (input.at("dtype").string() == "float32") {
+        auto& data = floats_.emplace_back();
+        for (const Json& value : values) data.push_back(static_cast<float>(value.number()));
+        tensors.push_back(Ort::Value::CreateTensor<float>(info, data.data(), data.size(), shape.data(), shape.size()));
+      } else {
+        auto& data = integers_.emplace_back();
+        for (const Json& value : values) data.push_back(value.integer());
+        tensors.push_back(Ort::Value::CreateTensor<int64_t>(info, data.data(), data.size(), shape.data(), shape.size()));
+      }
+    }
+  }
+
+  std::vector<int64_t>& integers(size_t index) { return integers_.at(index); }
+
+  std::vector<Ort::Value> tensors;
+
+ private:
+  std::vector<std::vector<float>> floats_;
+  std::vector<std::vector<int64_t>> integers_;
+};
+
+class Case {
+ public:
+  Case(const Ort::Env& env, const fs::path& folder) : env_(env), folder_(folder) {
+    const auto text = Contents(folder / "plan.json");
+    plan = ort_trainer::ParseJson({reinterpret_cast<const char*>(text.data()), text.size()});
+  }
+
+  fs::path path(const char* file) const { return folder_ / file; }
+  Ort::CheckpointState State(const char* file) const { return Ort::CheckpointState::LoadCheckpoint(path(file).string()); }
+  Ort::TrainingSession Session(Ort::CheckpointState& state) const {
+    return {env_, options_, state, path("training_model.onnx").string(), path("eval_model.onnx").string(),
+            path("optimizer_model.onnx").string()};
+  }
+  Json Inputs(size_t step) const { return plan.at("inputs").items.at(step); }
+
+  // Trains the batches from `first` on, as Python has, and compares every loss and every rate.
+  void Train(Ort::TrainingSession& session, size_t first) const {
+    const auto& losses = plan.at("losses").items;
+    for (size_t step = first; step < losses.size(); ++step) {
+      ExpectNear(Loss(session.TrainStep(Batch(Inputs(step)).tensors)), losses[step].number(), "a loss");
+      if (step % 2 == 0) continue;
+      ExpectNear(static_cast<double>(session.GetLearningRate()), plan.at("rates").items.at(step / 2).number(), "a rate");
+      session.OptimizerStep();
+      session.LazyResetGrad();
+    }
+    ExpectNear(Loss(session.EvalStep(Batch(Inputs(0)).tensors)), plan.at("loss").number(), "the loss in the end");
+  }
+
+  static double Loss(std::vector<Ort::Value> outputs) {
+    return static_cast<double>(*outputs.at(0).GetTensorMutableData<float>());
+  }
+
+  Json plan;
+
+ private:
+  const Ort::Env& env_;
+  Ort::SessionOptions options_;
+  fs::path folder_;
+};
+
+void TrainsAsInPython(const Case& given) {
+  auto state = given.State("checkpoint");
+  auto session = given.Session(state);
+  given.Train(session, 0);
+}
+
+void GoesOnFromACheckpoint(const Case& given) {
+  auto state = given.State("middle");
+  auto session = given.Session(state);
+  given.Train(session, given.plan.at("losses").items.size() / 2 + 1);
+  const std::string trained = given.path("trained").string();
+  Ort::CheckpointState::SaveCheckpoint(state, trained, true);  // compare_digits.py reads it
+  auto again = Ort::CheckpointState::LoadCheckpoint(trained);
+  Ort::CheckpointState::SaveCheckpoint(again, trained + "_again", true);
+  Expect(Contents(trained) == Contents(trained + "_again"), "a checkpoint changes on its way");
+}
+
+void GoesRoundByteForByte(const Case& given) {
+  const std::string copy = given.path("copy").string();
+  for (const char* file : {"checkpoint", "middle", "nominal_checkpoint"}) {
+    Ort::CheckpointState::SaveCheckpoint(given.State(file), copy, true);
+    Expect(Contents(copy) == Contents(given.path(file)), std::string(file) + " does not come back");
+  }
+  Ort::CheckpointState::SaveCheckpoint(given.State("middle"), copy, false);
+  Expect(Contents(copy) == Contents(given.path("weights")), "the weights alone do not come back");
+}
+
+void FindsDamage(const Case& given) {
+  const auto sound = Contents(given.path("checkpoint"));
+  for (size_t place = 0; place < sound.size(); place += sound.size() / 500 + 1) {
+    auto damaged = sound;
+    damaged[place] ^= 1;
+    ExpectError([&] { Ort::CheckpointState::LoadCheckpointFromBuffer(damaged); }, "is damaged");
+  }
+  for (const size_t size : {size_t{1}, size_t{8}, size_t{100}, sound.size() - 1}) {
+    const std::vector<uint8_t> cut(sound.begin(), sound.begin() + static_cast<ptrdiff_t>(size));
+    ExpectError([&] { Ort::CheckpointState::LoadCheckpointFromBuffer(cut); }, "is damaged");
+  }
+}
+
+void KeepsProperties(const Case& given) {
+  auto state = given.State("middle");
+  Expect(std::get<int64_t>(state.GetProperty("3")) == 3, "an int property");
+  Expect(std::get<float>(state.GetProperty("1")) == 1.0f, "a float property");
+  state.AddProperty("epoch", int64_t{7});
+  state.AddProperty("best", 0.5f);
+  state.AddProperty("note", std::string("ü"));
+  Expect(std::get<int64_t>(state.GetProperty("epoch")) == 7, "a new int property");
+  Expect(std::get<float>(state.GetProperty("best")) == 0.5f, "a new float property");
+  Expect(std::get<std::string>(state.GetProperty("note")) == "ü", "a new text property");
+  ExpectError([&] { state.GetProperty("nothing"); }, "unknown property 'nothing'");
+}
+
+void MovesParameters(const Case& given) {
+  auto trained = given.State("middle"), fresh = given.State("nominal_checkpoint");
+  auto from = given.Session(trained), to = given.Session(fresh);
+  const Batch batch(given.Inputs(0));
+  ExpectError([&] { to.EvalStep(batch.tensors); }, "is a nominal checkpoint");
+  auto buffer = from.ToBuffer(false);
+  to.FromBuffer(buffer);
+  if (given.path("").parent_path().filename() != "net") {  // whose batch norm has buffers of integers beside
+    ExpectNear(Case::Loss(to.EvalStep(batch.tensors)), Case::Loss(from.EvalStep(batch.tensors)), "a copied model's loss");
+  }
+}
+
+void FollowsSchedules(const Case& given) {
+  auto state = given.State("checkpoint");
+  auto session = given.Session(state);
+  ExpectError([&] { session.SchedulerStep(); }, "RegisterLinearLRScheduler");
+  session.RegisterLinearLRScheduler(2, 6, 0.5f);
+  for (const double expected : {0.0, 0.25, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0}) {
+    ExpectNear(static_cast<double>(session.GetLearningRate()), expected, "a scheduled rate");
+    session.TrainStep(Batch(given.Inputs(0)).tensors);
+    session.OptimizerStep();
+    session.SchedulerStep();
+  }
+  ExpectError([&] { session.RegisterLinearLRScheduler(3, 2, 0.5f); }, "warmup_step_count is 3");
+  ExpectError([&] { session.SetLearningRate(-1.0f); }, "not negative");
+}
+
+void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) {
+  auto state = given.State("checkpoint");
+  auto session = given.Session(state);
+  const auto before = given.path("before").string(), after = given.path("after").string();
+  Ort::CheckpointState::SaveCheckpoint(state, before, true);
+  Batch batch(given.Inputs(1));
+  const std::vector<int64_t> words = batch.integers(0), labels = batch.integers(1);
+  batch.integers(0)[0] = 11;
+  ExpectError([&] { session.TrainStep(batch.tensors); }, "has the value 11");
+  batch.integers(0) = words;
+  batch.integers(1)[3] = 10;
+  ExpectError([&] { session.TrainStep(batch.tensors); }, "has the value 10");
+  batch.integers(1) = labels;
+  std::swap(batch.tensors[0], batch.tensors[2]);
+  ExpectError([&] { session.TrainStep(batch.tensors); }, "input 'image'");
+  std::swap(batch.tensors[0], batch.tensors[2]);
+  batch.tensors.pop_back();
+  ExpectError([&] { session.TrainStep(batch.tensors); }, "2 inputs were given");
+  Batch longer(given.Inputs(0));
+  std::swap(batch.tensors[1], longer.tensors[1]);
+  batch.tensors.push_back(std::move(longer.tensors[2]));
+  ExpectError([&] { session.TrainStep(batch.tensors); }, "batch = 17");
+  Ort::CheckpointState::SaveCheckpoint(state, after, true);
+  Expect(Contents(before) == Contents(after), "a refused step has changed something");
+
+  ExpectError([&] { Ort::CheckpointState::LoadCheckpoint("nothing"); }, "there is no checkpoint 'nothing'");
+  ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, "no/folder/x", true); }, "can't be written");
+  ExpectError([&] { session.ExportModelForInferencing(after, {"nothing"}); }, "any value of its graph");
+  const Ort::SessionOptions options;
+  const std::string training = given.path("training_model.onnx").string();
+  ExpectError([&] { Ort::TrainingSession(env, options, state, other.path("training_model.onnx").string()); },
+              "come from different exports");
+  ExpectError([&] { Ort::TrainingSession(env, options, state, given.path("eval_model.onnx").string()); },
+              "this is the evaluation model");
+  ExpectError([&] { Ort::TrainingSession(env, options, state, given.path("plan.json").string()); }, "the training model");
+  Ort::TrainingSession alone(env, options, state, training);
+  ExpectError([&] { alone.EvalStep(batch.tensors); }, "evaluation model");
+  ExpectError([&] { alone.OptimizerStep(); }, "there is no optimizer");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const fs::path folder = argc > 1 ? argv[1] : "build/portable";
+  const Ort::Env env;
+  int failures = 0;
+  const auto run = [&](const std::string& name, const std::function<void()>& test) {
+    try {
+      test();
+      std::cout << "ok " << name << '\n';
+    } catch (const std::exception& error) {
+      std::cout << "not ok " << name << ": " << error.what() << '\n';
+      ++failures;
+    }
+  };
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const Case given(env, entry.path());
+    const std::string name = entry.path().filename().string();
+    run(name + " trains as in Python", [&] { TrainsAsInPython(given); });
+    run(name + " goes on from a checkpoint", [&] { GoesOnFromACheckpoint(given); });
+    run(name + " goes round byte for byte", [&] { GoesRoundByteForByte(given); });
+    run(name + " moves parameters", [&] { MovesParameters(given); });
+  }
+  const Case net(env, folder / "net"), linear(env, folder / "linear");
+  run("damage is found", [&] { FindsDamage(linear); });
+  run("properties are kept", [&] { KeepsProperties(net); });
+  run("schedules are followed", [&] { FollowsSchedules(linear); });
+  run("errors say what is wrong", [&] { SaysWhatIsWrong(env, net, linear); });
+  return failures != 0;
+}
