@@ -1,4 +1,4 @@
-"""Writes what the tests in JavaScript and C++ compare with, to build/portable: artifacts, and how Python trains them."""
+"""Writes what the tests in JavaScript and C++ compare with, to build/portable: artifacts and how Python trains them."""
 
 from __future__ import annotations
 
