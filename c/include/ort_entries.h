@@ -64,9 +64,9 @@ typedef struct OrtApi {
   OrtErrorCode (*GetErrorCode)(const OrtStatus* status);
   const char* (*GetErrorMessage)(const OrtStatus* status);
   ORT_ENTRY(CreateEnv)(OrtLoggingLevel level, const char* log_id, OrtEnv** out);
-  void* others_4[3];
-  ORT_ENTRY(CreateSession)(const OrtEnv*, const ORTCHAR_T* path, const OrtSessionOptions*, OrtSession** out);  // 7
-  ORT_ENTRY(CreateSessionFromArray)(const OrtEnv*, const void* model, size_t, const OrtSessionOptions*, OrtSession** out);
+  void* others_4[4];
+  ORT_ENTRY(CreateSessionFromArray)(const OrtEnv*, const void* model, size_t, const OrtSessionOptions*,
+                                    OrtSession** out);  // 8
   ORT_ENTRY(Run)(OrtSession*, const OrtRunOptions*, const char* const* input_names, const OrtValue* const* inputs,
                  size_t input_count, const char* const* output_names, size_t output_count, OrtValue** outputs);
   ORT_ENTRY(CreateSessionOptions)(OrtSessionOptions** out);
@@ -83,8 +83,9 @@ typedef struct OrtApi {
   ORT_ENTRY(GetTensorElementType)(const OrtTensorTypeAndShapeInfo*, ONNXTensorElementDataType* out);  // 60
   ORT_ENTRY(GetDimensionsCount)(const OrtTensorTypeAndShapeInfo*, size_t* out);
   ORT_ENTRY(GetDimensions)(const OrtTensorTypeAndShapeInfo*, int64_t* sizes, size_t rank);
-  void* others_63[2];
-  ORT_ENTRY(GetTensorTypeAndShape)(const OrtValue*, OrtTensorTypeAndShapeInfo** out);  // 65
+  void* others_63[1];
+  ORT_ENTRY(GetTensorShapeElementCount)(const OrtTensorTypeAndShapeInfo*, size_t* out);  // 64
+  ORT_ENTRY(GetTensorTypeAndShape)(const OrtValue*, OrtTensorTypeAndShapeInfo** out);
   void* others_66[3];
   ORT_ENTRY(CreateCpuMemoryInfo)(OrtAllocatorType, OrtMemType, OrtMemoryInfo** out);  // 69
   void* others_70[5];
@@ -98,8 +99,7 @@ typedef struct OrtApi {
   void (*ReleaseMemoryInfo)(OrtMemoryInfo*);
   void (*ReleaseSession)(OrtSession*);
   void (*ReleaseValue)(OrtValue*);
-  void (*ReleaseRunOptions)(OrtRunOptions*);
-  void* others_98[1];
+  void* others_97[2];
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo*);  // 99
   void (*ReleaseSessionOptions)(OrtSessionOptions*);
 } OrtApi;

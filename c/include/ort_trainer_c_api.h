@@ -5,15 +5,12 @@
 //     const OrtApi* api = OrtGetApiBase()->GetApi(ORT_API_VERSION);
 //     const OrtTrainingApi* training = OrtTrainerGetApi(api);  // where it was api->GetTrainingApi(ORT_API_VERSION)
 //
-// A function returns NULL, or a status with an error, which the caller releases. Nothing changes when one fails.
+// A function returns NULL, or a status with an error, which the caller releases; nothing has changed then, unless the
+// engine fails in the middle of an OptimizerStep. Texts are UTF-8. Calls on one state take turns.
 #pragma once
 
-#if defined(__has_include)
 #if __has_include(<onnxruntime_c_api.h>)
 #include <onnxruntime_c_api.h>
-#else
-#include "ort_entries.h"
-#endif
 #else
 #include "ort_entries.h"
 #endif

@@ -128,19 +128,6 @@ struct Value : detail::Base<OrtValue, &OrtApi::ReleaseValue> {
     return static_cast<T*>(data);
   }
 
-  // The number of elements in all dimensions together.
-  size_t GetElementCount() const {
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    ThrowOnError(GetApi().GetTensorTypeAndShape(p_, &info));
-    const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
-        info, GetApi().ReleaseTensorTypeAndShapeInfo);
-    size_t rank = 0, count = 1;
-    ThrowOnError(GetApi().GetDimensionsCount(info, &rank));
-    std::vector<int64_t> shape(rank);
-    ThrowOnError(GetApi().GetDimensions(info, shape.data(), rank));
-    for (const int64_t size : shape) count *= static_cast<size_t>(size);
-    return count;
-  }
 };
 
 }  // namespace Ort
@@ -150,8 +137,11 @@ namespace Ort {
 
 inline const OrtTrainingApi& GetTrainingApi() {
   static const OrtTrainingApi* const api = OrtTrainerGetApi(&GetApi());
+  if (api == nullptr) throw std::runtime_error("this ONNX Runtime is older than its headers");
   return *api;
 }
+
+inline void SetSeed(const int64_t seed) { ThrowOnError(GetTrainingApi().SetSeed(seed)); }
 
 using Property = std::variant<int64_t, float, std::string>;
 
@@ -289,7 +279,7 @@ class TrainingSession {
                     : Names(api.TrainingSessionGetEvalModelOutputCount, api.TrainingSessionGetEvalModelOutputName);
   }
 
-  // Returns a copy of the parameters as one flat tensor, float32.
+  // Returns a copy of the parameters as one flat tensor; all of them must be float32.
   Value ToBuffer(const bool only_trainable) {
     const auto size = static_cast<int64_t>(ParametersSize(only_trainable));
     Value buffer = Value::CreateTensor(CheckpointState::Allocator(), &size, 1, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
@@ -307,11 +297,13 @@ class TrainingSession {
   explicit TrainingSession(CheckpointState&) : session_(nullptr, GetTrainingApi().ReleaseTrainingSession) {}
 
   static size_t ElementCount(const Value& value) {
-#if __has_include(<onnxruntime_cxx_api.h>)
-    return value.GetTensorTypeAndShapeInfo().GetElementCount();
-#else
-    return value.GetElementCount();
-#endif
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    ThrowOnError(GetApi().GetTensorTypeAndShape(value, &info));
+    const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
+        info, GetApi().ReleaseTensorTypeAndShapeInfo);
+    size_t count = 0;
+    ThrowOnError(GetApi().GetTensorShapeElementCount(info, &count));
+    return count;
   }
 
   size_t ParametersSize(bool only_trainable) {

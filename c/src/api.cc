@@ -4,12 +4,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <exception>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
-#include <new>
-#include <system_error>
+#include <random>
+
+#include <unistd.h>
 
 #include "session.h"
 
@@ -42,27 +40,27 @@ void Need(const Pointers*... pointers) {
 }
 
 Bytes ReadFile(const char* path, const std::string& what) {
-  std::ifstream file(path, std::ios::binary);
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) throw Error(ORT_NO_SUCHFILE, "there is no " + what + " '" + path + "'");
-  Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (file.bad()) throw std::runtime_error("the " + what + " '" + path + "' can't be read");
+  Bytes bytes(static_cast<std::size_t>(std::max<std::streamoff>(file.tellg(), 0)));
+  file.seekg(0);
+  file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  if (!file) throw std::runtime_error("the " + what + " '" + path + "' can't be read");
   return bytes;
 }
 
-// Writes a file next to the target, which it then replaces.
+// Writes a file next to the target, which it then replaces; the target stays if that fails.
 void WriteFile(const char* path, const Bytes& bytes) {
-  const std::filesystem::path target(path), temporary = target.string() + ".part";
-  {
-    std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
-    file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    file.close();
-    if (!file) {
-      std::error_code ignored;
-      std::filesystem::remove(temporary, ignored);
-      throw Error(ORT_FAIL, "'" + target.string() + "' can't be written: " + std::strerror(errno));
-    }
-  }
-  std::filesystem::rename(temporary, target);
+  const std::string temporary = std::string(path) + "." + std::to_string(std::random_device()()) + ".part";
+  std::FILE* file = std::fopen(temporary.c_str(), "wbx");
+  bool written = file != nullptr && std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() &&
+                 std::fflush(file) == 0 && fsync(fileno(file)) == 0;
+  int error = errno;
+  if (file != nullptr && std::fclose(file) != 0 && written) written = false, error = errno;
+  if (written && std::rename(temporary.c_str(), path) == 0) return;
+  if (written) error = errno;
+  if (file != nullptr) std::remove(temporary.c_str());
+  throw Error(ORT_FAIL, "'" + std::string(path) + "' can't be written: " + std::strerror(error));
 }
 
 void* Allocated(OrtAllocator* allocator, const void* data, std::size_t size) {
@@ -229,8 +227,7 @@ OrtStatus* SetSeedOfAll(const int64_t seed) noexcept {
 OrtStatus* AddProperty(OrtCheckpointState* state, const char* name, enum OrtPropertyType type, void* value) noexcept {
   return Guarded([&] {
     Need(state, name, static_cast<const char*>(value));
-    const std::lock_guard<std::mutex> lock(state->state.mutex);
-    Json& property = state->state.properties()[name];
+    Json property;
     if (type == OrtIntProperty) {
       property = *static_cast<const std::int64_t*>(value);
     } else if (type == OrtFloatProperty) {
@@ -240,6 +237,11 @@ OrtStatus* AddProperty(OrtCheckpointState* state, const char* name, enum OrtProp
     } else {
       Invalid("the type of the property '" + std::string(name) + "' is none of OrtPropertyType");
     }
+    for (const std::string& text : {std::string(name), property.text}) {
+      if (ParseJson(ToText(text)).text != text) Invalid("a property is not valid UTF-8");
+    }
+    const std::lock_guard<std::mutex> lock(state->state.mutex);
+    state->state.properties()[name] = property;
   });
 }
 
@@ -273,7 +275,7 @@ OrtStatus* OnParameter(const OrtCheckpointState* state, const char* name, Functi
     Need(state, name);
     State& found = const_cast<OrtCheckpointState*>(state)->state;
     const std::lock_guard<std::mutex> lock(found.mutex);
-    function(found, found.value(name));
+    function(found, found.parameter(name));
   });
 }
 
@@ -291,8 +293,9 @@ OrtStatus* UpdateParameter(OrtCheckpointState* state, const char* name, OrtValue
 
 OrtStatus* GetParameter(const OrtCheckpointState* state, const char* name, OrtAllocator* allocator,
                         OrtValue** out) noexcept {
-  return OnParameter(state, name, [&](State&, Tensor& tensor) {
+  return OnParameter(state, name, [&](State& found, Tensor& tensor) {
     Need(allocator, out);
+    found.RequireValues();
     OrtValue* value = nullptr;
     const Shape& shape = tensor.shape();
     Check(ort->CreateTensorAsOrtValue(allocator, shape.data(), shape.size(), tensor.dtype().type, &value));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <cmath>
 #include <stdexcept>
 #include <string_view>
@@ -15,6 +16,10 @@ constexpr int kDeepest = 100;
 const std::vector<std::vector<std::string_view>> kLevels = {
     {"or"}, {"and"}, {"==", "!=", "<=", ">=", "<", ">"}, {"+", "-"}, {"//", "*", "/", "%"}};
 constexpr std::size_t kComparisons = 2;
+
+struct UnknownSize : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 class Evaluator {
  public:
@@ -50,7 +55,9 @@ class Evaluator {
 
   double Binary(std::size_t level) {
     if (level == kLevels.size()) return Unary();
-    if (level == kComparisons && Accept("not")) return !Binary(level);
+    bool negated = false, any = false;
+    while (level == kComparisons && Accept("not")) negated = !negated, any = true;
+    if (any) return (Binary(level) != 0) != negated;
     double value = Binary(level + 1);
     for (;;) {
       const auto& operators = kLevels[level];
@@ -72,6 +79,7 @@ class Evaluator {
     if (token == "+") return a + b;
     if (token == "-") return a - b;
     if (token == "*") return a * b;
+    if (b == 0) return NAN;
     if (token == "/") return a / b;
     const double quotient = std::floor(a / b);
     return token == "//" ? quotient : a - b * quotient;
@@ -112,14 +120,9 @@ class Evaluator {
     std::size_t end = place_;
     while (end < text_.size() && IsWord(text_[end])) ++end;
     const std::string token(text_.substr(place_, end - place_));
-    std::size_t used = 0;
     double value = 0;
-    try {
-      value = std::stod(token, &used);
-    } catch (const std::exception&) {
-      Fail();
-    }
-    if (used != token.size()) Fail();
+    const auto [last, error] = std::from_chars(token.data(), token.data() + token.size(), value);
+    if (error != std::errc() || last != token.data() + token.size()) Fail();
     place_ = end;
     return value;
   }
@@ -139,15 +142,16 @@ class Evaluator {
       if (text_[place_] == '\\' && place_ + 1 < text_.size()) ++place_;
       name += text_[place_++];
     }
+    if (place_ == text_.size()) Fail();
     ++place_;
     const auto found = sizes_.find(name);
-    if (found == sizes_.end()) throw std::runtime_error("the size of " + name + " is unknown");
+    if (found == sizes_.end()) throw UnknownSize("the size of " + name + " is unknown");
     return Closed(static_cast<double>(found->second));
   }
 
   using Function = double (*)(double);
   static inline const std::vector<std::pair<std::string_view, Function>> kFunctions = {
-      {"abs", std::fabs},        {"int", std::trunc},      {"float", [](double value) { return value; }},
+      {"abs", std::fabs},        {"int", std::trunc},      {"round", std::nearbyint},      {"float", [](double value) { return value; }},
       {"math.floor", std::floor}, {"math.ceil", std::ceil}, {"math.trunc", std::trunc}};
 
   std::string_view text_;
@@ -157,6 +161,15 @@ class Evaluator {
 };
 
 }  // namespace
+
+bool Holds(const Json& condition, const Sizes& sizes) {
+  try {
+    const double value = Evaluate(condition, sizes);
+    return value != 0 && !std::isnan(value);
+  } catch (const UnknownSize&) {
+    return true;
+  }
+}
 
 double Evaluate(const Json& expression, const Sizes& sizes) {
   return expression.is(Json::Kind::kString) ? Evaluator(expression.text, sizes).Whole() : expression.number();

@@ -47,7 +47,8 @@ class Parser {
 
   Json Whole() {
     Json value = Value(0);
-    if (Peek() != '\0') Fail();
+    Peek();
+    if (place_ != text_.size()) Fail();
     return value;
   }
 
@@ -116,7 +117,7 @@ class Parser {
     const std::string token(text_.substr(place_, end == std::string_view::npos ? end : end - place_));
     double value = 0;
     const auto [last, error] = std::from_chars(token.data(), token.data() + token.size(), value);
-    if (error == std::errc::invalid_argument || last != token.data() + token.size()) Fail();
+    if (error != std::errc() || last != token.data() + token.size()) Fail();
     place_ += token.size();
     const bool whole = token.find_first_of(".eE") == std::string::npos;
     return Made(whole ? Json::Kind::kInt : Json::Kind::kFloat, token);
@@ -153,7 +154,9 @@ class Parser {
         unsigned point = Hexadecimal();
         if (point >= 0xD800 && point < 0xDC00 && text_.substr(place_, 2) == "\\u") {
           place_ += 2;
-          point = 0x10000 + ((point - 0xD800) << 10) + (Hexadecimal() - 0xDC00);
+          const unsigned low = Hexadecimal();
+          if (low < 0xDC00 || low > 0xDFFF) Fail();
+          point = 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00);
         }
         AppendUtf8(found, point);
       } else {
@@ -240,12 +243,19 @@ Json::Json(double value) : kind(Kind::kFloat), text(FloatText(value)) {}
 
 double Json::number() const {
   if (!is(Kind::kInt) && !is(Kind::kFloat)) throw std::runtime_error("a number was expected, not " + ToText(*this));
-  return std::strtod(text.c_str(), nullptr);
+  if (text.back() == 'N' || text.back() == 'y') return text[0] == 'N' ? NAN : text[0] == '-' ? -INFINITY : INFINITY;
+  double value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value);  // strtod() would depend on the locale
+  return value;
 }
 
 std::int64_t Json::integer() const {
   if (!is(Kind::kInt)) throw std::runtime_error("an integer was expected, not " + ToText(*this));
-  return std::strtoll(text.c_str(), nullptr, 10);
+  std::int64_t value = 0;
+  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc()) {
+    throw std::runtime_error(text + " has more than 64 bits");
+  }
+  return value;
 }
 
 const std::string& Json::string() const {

@@ -8,7 +8,8 @@ namespace ort_trainer {
 namespace {
 
 // Numbers of fields in onnx.proto.
-constexpr std::uint64_t kModelGraph = 7, kModelMetadata = 14, kEntryKey = 1, kEntryValue = 2;
+constexpr std::string_view kArtifact = "ort_trainer.artifact";
+constexpr std::uint64_t kModelGraph = 7, kModelMetadata = 14, kModelTraining = 20, kEntryKey = 1, kEntryValue = 2;
 constexpr std::uint64_t kNode = 1, kInitializer = 5, kInput = 11, kOutput = 12, kValueInfo = 13, kQuantization = 14;
 constexpr std::uint64_t kNodeInput = 1, kNodeOutput = 2, kNodeAttribute = 5, kBody = 6, kBodies = 11, kName = 1;
 constexpr std::uint64_t kTensorDims = 1, kTensorType = 2, kTensorName = 8, kTensorRaw = 9;
@@ -166,7 +167,7 @@ Json Describe(const Bytes& model, std::string_view kind) {
   View said;
   try {
     for (const Field& field : Fields(ViewOf(model))) {
-      if (field.number == kModelMetadata && Content(field.content, kEntryKey) == "ort_trainer.artifact") {
+      if (field.number == kModelMetadata && Content(field.content, kEntryKey) == kArtifact) {
         said = Content(field.content, kEntryValue);
       }
     }
@@ -175,6 +176,10 @@ Json Describe(const Bytes& model, std::string_view kind) {
   }
   if (said.empty()) Fail(name + "is not an ort_trainer artifact: write artifacts with ORTTrainer.export_artifacts()");
   Json found = ParseJson(said);
+  // The key of an entry of external_data, as protobuf writes it.
+  if (ViewOf(model).find("\n\blocation") != View::npos) {
+    Fail(name + "keeps tensors in another file, which artifacts never do: export it again");
+  }
   const std::int64_t format = found.at("format").integer();
   if (format < 1 || format > kFormats) {
     Fail(name + "has artifact format " + std::to_string(format) + ", but this library reads 1 to " + std::to_string(kFormats));
@@ -221,7 +226,8 @@ Bytes InferenceModel(const Bytes& model, const std::map<std::string, Weight>& st
   }
   std::string whole;
   for (const Field& field : Fields(ViewOf(model))) {
-    if (field.number != kModelGraph && field.number != kModelMetadata) whole += field.raw;
+    const bool artifact = field.number == kModelMetadata && Content(field.content, kEntryKey) == kArtifact;
+    if (field.number != kModelGraph && field.number != kModelTraining && !artifact) whole += field.raw;
   }
   AppendBytes(whole, kModelGraph, made);
   return Bytes(whole.begin(), whole.end());

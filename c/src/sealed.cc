@@ -51,7 +51,7 @@ Json TakeChecksums(Json& metadata, std::string header) {
 std::size_t ElementCount(const Shape& shape) {
   std::size_t count = 1;
   for (const std::int64_t size : shape) {
-    if (size < 0 || (size > 0 && count > (std::size_t{1} << 62) / static_cast<std::size_t>(size))) {
+    if (size < 0 || (size > 0 && count > (std::size_t{1} << 59) / static_cast<std::size_t>(size))) {
       throw std::overflow_error("a shape is invalid");
     }
     count *= static_cast<std::size_t>(size);

@@ -15,7 +15,7 @@ namespace ort_trainer {
 using Bytes = std::vector<std::uint8_t>;
 using Shape = std::vector<std::int64_t>;
 
-// Throws std::overflow_error for a shape whose number of elements has more than 62 bits, or with a negative size.
+// Throws std::overflow_error for a shape whose number of elements has more than 59 bits, or with a negative size.
 std::size_t ElementCount(const Shape& shape);
 
 struct StoredTensor {

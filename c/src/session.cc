@@ -37,6 +37,12 @@ void CheckRate(const std::string& what, double rate) {
   Invalid(what + " must be finite, at most 3.4e+38, and not negative, but " + std::to_string(rate) + " was given");
 }
 
+std::size_t SizeOfParameters(State& state, bool trainable_only) {
+  std::size_t size = 0;
+  for (const auto& name : state.names(trainable_only)) size += state.value(name).count();
+  return size;
+}
+
 // Makes missing tensors of a group, each like the parameter of its name.
 void MakeZeros(const Names& members, State& state, Tensors& group) {
   for (const auto& [name, unused] : members) {
@@ -66,6 +72,7 @@ Step::Step(State& state, const char* kind, Bytes bytes, const OrtEnv* env, const
       training_(kind == std::string("training")),
       inputs_(NamesOf(model_.said().at("inputs"))),
       outputs_(NamesOf(model_.said().at("outputs"))) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
   for (const char* members : {"state", "gradients", "buffer_updates"}) {
     for (const auto& [name, unused] : model_.said().at(members).members) state.value(name);
   }
@@ -75,11 +82,9 @@ Step::Step(State& state, const char* kind, Bytes bytes, const OrtEnv* env, const
       throw std::runtime_error("the model draws " + random + " numbers, which this library can't: train it in Python");
     }
   }
-  if (training_) {
-    MakeZeros(model_.said().at("gradients").members, state, state.gradients);
-    MakeZeros(model_.said().at("gradients").members, state, other_gradients_);
-    MakeZeros(model_.said().at("buffer_updates").members, state, other_buffers_);
-  }
+  MakeZeros(model_.said().at("gradients").members, state, state.gradients);
+  MakeZeros(model_.said().at("gradients").members, state, other_gradients_);
+  MakeZeros(model_.said().at("buffer_updates").members, state, other_buffers_);
 }
 
 void Step::Run(const OrtRunOptions* options, const std::vector<const OrtValue*>& given, std::vector<OrtValue*>& outputs) {
@@ -89,9 +94,9 @@ void Step::Run(const OrtRunOptions* options, const std::vector<const OrtValue*>&
   const Names& gradients = said.at("gradients").members;
   const Names& updates = said.at("buffer_updates").members;
   const Sizes sizes = Checked(given);
-  std::optional<MersenneTwister> before;
-  if (!said.at("random").items.empty()) before = state_.random();
-  std::vector<Tensor> drawn = Drawn(sizes);
+  const bool draws = !said.at("random").items.empty();
+  MersenneTwister random = draws ? state_.random() : MersenneTwister({});
+  const std::vector<Tensor> drawn = Drawn(sizes, random);
   Tensor reset(DTypeNamed("bool"), {1});
   reset.Fill(state_.reset);
 
@@ -108,12 +113,8 @@ void Step::Run(const OrtRunOptions* options, const std::vector<const OrtValue*>&
   }
   if (!gradients.empty()) taken.Add(said.at("reset").string(), reset.value());
   for (const auto& [name, output] : updates) made.Add(output.string(), other_buffers_.find(name)->value());
-  try {
-    ort_trainer::Run(model_.session(), options, taken, made);
-  } catch (...) {
-    if (before) state_.random() = *before;
-    throw;
-  }
+  ort_trainer::Run(model_.session(), options, taken, made);
+  if (draws) state_.set_random(random);
   std::copy_n(made.values.begin(), outputs.size(), outputs.begin());
   if (!training_) return;
   for (const auto& [name, unused] : gradients) state_.gradients.Swap(name, other_gradients_);
@@ -154,7 +155,7 @@ Sizes Step::Checked(const std::vector<const OrtValue*>& given) const {
     }
   }
   for (const Json& guard : said.at("guards").items) {
-    if (Evaluate(guard, sizes) == 0) {
+    if (!Holds(guard, sizes)) {
       Invalid("the model is valid only if " + guard.string() + ": export again with a batch of these sizes");
     }
   }
@@ -176,10 +177,12 @@ void Step::CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& 
     const Json& ignored = range.at("ignored");
     const TypeAndShape found = Described(value, name);
     const std::size_t count = ElementCount(found.shape);
+    const void* data = DataOf<void>(value);
     for (std::size_t i = 0; i < count; ++i) {
-      const std::int64_t index = found.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64   ? DataOf<std::int64_t>(value)[i]
-                                 : found.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 ? DataOf<std::int32_t>(value)[i]
-                                                                                     : DataOf<std::uint8_t>(value)[i];
+      const std::int64_t index =
+          found.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64   ? static_cast<const std::int64_t*>(data)[i]
+          : found.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 ? static_cast<const std::int32_t*>(data)[i]
+                                                              : static_cast<const std::uint8_t*>(data)[i];
       if ((index >= lowest && index < size) || (ignored.is(Json::Kind::kInt) && index == ignored.integer())) continue;
       Invalid("input '" + name + "' has the value " + std::to_string(index) + ", but " + range.at("operator").string() +
               " uses it as an index, which must be from " + std::to_string(lowest) + " to " + std::to_string(size - 1));
@@ -187,31 +190,37 @@ void Step::CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& 
   }
 }
 
-std::vector<Tensor> Step::Drawn(const Sizes& sizes) {
+std::vector<Tensor> Step::Drawn(const Sizes& sizes, MersenneTwister& random) const {
   std::vector<Tensor> drawn;
   std::optional<std::uint64_t> key;
   const auto& specs = model_.said().at("random").items;
   const bool masks = std::any_of(specs.begin(), specs.end(), [](const Json& s) { return s.at("kind").text == "mask"; });
-  if (masks) key = state_.random().Key();
+  if (masks) key = random.Key();
   for (const Json& spec : specs) {
     Shape shape;
     for (const Json& size : spec.at("shape").items) shape.push_back(static_cast<std::int64_t>(Evaluate(size, sizes)));
     Tensor tensor(DTypeNamed(spec.at("dtype").string()), shape);
     const auto& parameters = spec.at("parameters").items;
     const std::string& kind = spec.at("kind").string();
-    std::vector<double> values(tensor.count());
     if (kind == "mask") {
-      const auto mask = DrawMask(*key, values.size(), static_cast<std::uint32_t>(parameters.at(1).number()),
+      const auto mask = DrawMask(*key, tensor.count(), static_cast<std::uint32_t>(parameters.at(1).number()),
                                  parameters.at(0).number());
-      std::copy(mask.begin(), mask.end(), values.begin());
-    } else {
-      const double factor = kind == "bernoulli" && parameters.size() > 1 ? parameters[1].number() : 1.0;
-      for (double& value : values) {
-        const double uniform = static_cast<double>(state_.random().Next() >> 8) / (1 << 24);
-        value = kind == "uniform" ? uniform : uniform < parameters.at(0).number() ? factor : 0.0;
+      if (mask.size() == tensor.bytes().size()) {
+        std::copy(mask.begin(), mask.end(), tensor.bytes().begin());
+      } else {
+        tensor.Set({mask.begin(), mask.end()});
       }
+    } else {  // NumPy's numbers; uniform ones have as many bits as their dtype holds
+      const double factor = kind == "bernoulli" && parameters.size() > 1 ? parameters[1].number() : 1.0;
+      std::vector<double> values(tensor.count());
+      for (double& value : values) {
+        const bool wide = kind == "uniform" && tensor.dtype().type == ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
+        const double high = random.Next();
+        value = wide ? (high * (1 << 21) + (random.Next() >> 11)) / 9007199254740992.0 : std::floor(high / 256) / (1 << 24);
+        if (kind == "bernoulli") value = static_cast<float>(value) < static_cast<float>(parameters.at(0).number()) ? factor : 0.0;
+      }
+      tensor.Set(values);
     }
-    tensor.Set(values);
     drawn.push_back(std::move(tensor));
   }
   return drawn;
@@ -223,21 +232,28 @@ Session::Session(State& state, const OrtEnv* env, const OrtSessionOptions* optio
   if (evaluation) evaluation_.emplace(state, "evaluation", std::move(*evaluation), env, options);
   if (!optimizer) return;
   optimizer_.emplace(state, "optimizer", std::move(*optimizer), env, options);
-  const Names& slots = optimizer_->said().at("state").members;
-  if (!state.optimizer) {
-    Tensors& made = state.optimizer.emplace();
-    for (const auto& [key, slot] : slots) {
-      Shape shape;
-      for (const Json& size : slot.at("shape").items) shape.push_back(size.integer());
-      Tensor tensor(DTypeNamed(slot.at("dtype").string()), shape);
-      tensor.Fill(slot.at("initial").number());
-      made.Add(key, std::move(tensor));
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  const Json& said = optimizer_->said();
+  for (const auto& [name, unused] : said.at("weights").members) state.parameter(name);
+  const Json* rates = said.find("rates");
+  const Names& slots = said.at("state").members;
+  Tensors made;
+  bool fits = static_cast<std::int64_t>(state.rates().size()) == (rates == nullptr ? 1 : rates->integer()) &&
+              (!state.optimizer || state.optimizer->names().size() == slots.size());
+  for (const auto& [key, slot] : slots) {
+    Shape shape;
+    for (const Json& size : slot.at("shape").items) shape.push_back(size.integer());
+    const DType& dtype = DTypeNamed(slot.at("dtype").string());
+    if (const Tensor* kept = state.optimizer ? state.optimizer->find(key) : nullptr) {
+      fits = fits && kept->dtype().type == dtype.type && kept->shape() == shape;
+    } else {
+      fits = fits && !state.optimizer;
+      made.Add(key, Tensor(dtype, shape)).Fill(slot.at("initial").number());
     }
   }
-  for (const auto& [key, unused] : slots) {
-    if (state.optimizer->find(key) != nullptr) continue;
-    throw std::runtime_error(state.name() + " holds the state of another optimizer: '" + key + "' is missing");
-  }
+  if (!fits) throw std::runtime_error(state.name() + " holds the state of another optimizer than the model's");
+  MakeZeros(said.at("gradients").members, state, state.gradients);
+  if (!state.optimizer) state.optimizer = std::move(made);
 }
 
 Step& Session::step(bool training) {
@@ -309,28 +325,30 @@ void Session::RegisterLinearScheduler(std::int64_t warmup, std::int64_t total, d
   schedule["kind"] = "linear";
   schedule["total_steps"] = total;
   schedule["warmup_steps"] = warmup;
-  schedule_ = schedule;
-  initial_rate_ = initial;
+  {
+    const std::lock_guard<std::mutex> lock(state_.mutex);
+    schedule_ = schedule;
+    initial_rate_ = initial;
+  }
   SchedulerStep();
 }
 
 void Session::SchedulerStep() {
-  if (!schedule_) throw std::runtime_error("there is no scheduler to step: call RegisterLinearLRScheduler first");
   const std::lock_guard<std::mutex> lock(state_.mutex);
+  if (!schedule_) throw std::runtime_error("there is no scheduler to step: call RegisterLinearLRScheduler first");
   state_.SetRate(ort_trainer::LearningRate(*schedule_, state_.optimization_step(), initial_rate_));
 }
 
 std::size_t Session::ParametersSize(bool trainable_only) {
-  std::size_t size = 0;
-  for (const auto& name : state_.names(trainable_only)) size += state_.value(name).count();
-  return size;
+  const std::lock_guard<std::mutex> lock(state_.mutex);
+  return SizeOfParameters(state_, trainable_only);
 }
 
 void Session::CopyParameters(const OrtValue* buffer, bool trainable_only, bool from_buffer) {
   const std::lock_guard<std::mutex> lock(state_.mutex);
   if (!from_buffer) state_.RequireValues();
   const TypeAndShape found = Described(buffer, "the buffer");
-  const std::size_t size = ParametersSize(trainable_only);
+  const std::size_t size = SizeOfParameters(state_, trainable_only);
   if (found.shape.size() != 1 || static_cast<std::size_t>(found.shape[0]) != size) {
     Invalid("the buffer has shape " + Shown(found.shape) + ", but the parameters have " + std::to_string(size) +
             " elements with trainable_only = " + (trainable_only ? "true" : "false"));

@@ -40,7 +40,7 @@ class Step {
  private:
   Sizes Checked(const std::vector<const OrtValue*>& given) const;
   void CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& sizes) const;
-  std::vector<Tensor> Drawn(const Sizes& sizes);
+  std::vector<Tensor> Drawn(const Sizes& sizes, MersenneTwister& random) const;
 
   State& state_;
   Model model_;
@@ -55,7 +55,6 @@ class Session {
           std::optional<Bytes> evaluation, std::optional<Bytes> optimizer);
 
   Step& step(bool training);
-  State& state() { return state_; }
   void LazyResetGrad();
   void OptimizerStep(const OrtRunOptions* options);
   void SetLearningRate(double rate);

@@ -11,6 +11,7 @@ namespace {
 
 constexpr const char* kKey = "ort_trainer.checkpoint";
 constexpr std::int64_t kVersion = 3;
+constexpr std::int64_t kLargestCount = std::int64_t{1} << 62;
 
 std::atomic<std::uint64_t> seed_calls{0};
 std::atomic<std::uint32_t> seed{0};
@@ -77,9 +78,16 @@ void State::Load(const SealedFile& file) {
     std::memcpy(words.data(), stored.data, stored.size);
     random_.emplace(words);
   }
-  rates();  // which checks rates and schedule
-  optimization_step();
-  micro_batches();
+  for (const double rate : rates()) {
+    if (!(rate >= 0 && std::isfinite(rate))) throw std::runtime_error("it has an invalid learning rate");
+  }
+  for (const std::int64_t count : {optimization_step(), micro_batches()}) {
+    if (count < 0 || count >= kLargestCount) throw std::runtime_error("it has an invalid count");
+  }
+  if (!said_.at("properties").is(Json::Kind::kObject)) throw std::runtime_error("its properties are invalid");
+  for (const std::string& key : gradients.names()) {
+    if (gradients.find(key)->shape() != value(key).shape()) throw std::runtime_error("a gradient has another shape");
+  }
 }
 
 Bytes State::ToFile(bool include_optimizer_state) {
@@ -101,8 +109,9 @@ Bytes State::ToFile(bool include_optimizer_state) {
   write("optimizer", include_optimizer_state && optimizer ? &*optimizer : nullptr);
   write("gradients", include_optimizer_state && !reset ? &gradients : nullptr);
   order["random"] = Json::List();
+  FollowSeed();
   if (random_) {
-    const auto& words = random().state();
+    const auto& words = random_->state();
     order["random"].items.emplace_back("state");
     const auto* data = reinterpret_cast<const std::uint8_t*>(words.data());
     tensors.emplace_back("random:state", StoredTensor{"U32", {static_cast<std::int64_t>(words.size())}, data, sizeof(words)});
@@ -136,22 +145,27 @@ void State::RequireValues() const {
                             "them");
 }
 
-void State::MarkFilled(const std::string& parameter) {
-  missing_.erase(std::remove(missing_.begin(), missing_.end(), parameter), missing_.end());
+void State::MarkFilled(const std::string& name) {
+  missing_.erase(std::remove(missing_.begin(), missing_.end(), name), missing_.end());
 }
 
-void State::SetParameter(const std::string& parameter, const OrtValue* given) {
-  Tensor* tensor = parameters.find(parameter);
-  if (tensor == nullptr) Invalid("unknown parameter '" + parameter + "' of " + name_);
-  const TypeAndShape found = Described(given, "the value of '" + parameter + "'");
-  if (found.type != tensor->dtype().type || found.shape != tensor->shape()) {
-    Invalid("parameter '" + parameter + "' is " + std::string(tensor->dtype().name) + " of shape " + Shown(tensor->shape()) +
+Tensor& State::parameter(const std::string& name) {
+  Tensor* found = parameters.find(name);
+  if (found == nullptr) Invalid("unknown parameter '" + name + "' of " + name_);
+  return *found;
+}
+
+void State::SetParameter(const std::string& name, const OrtValue* given) {
+  Tensor& tensor = parameter(name);
+  const TypeAndShape found = Described(given, "the value of '" + name + "'");
+  if (found.type != tensor.dtype().type || found.shape != tensor.shape()) {
+    Invalid("parameter '" + name + "' is " + std::string(tensor.dtype().name) + " of shape " + Shown(tensor.shape()) +
             ", but a tensor of another type or of shape " + Shown(found.shape) + " was given");
   }
   void* data = nullptr;
   Check(ort->GetTensorMutableData(const_cast<OrtValue*>(given), &data));
-  if (!tensor->bytes().empty()) std::memcpy(tensor->bytes().data(), data, tensor->bytes().size());
-  MarkFilled(parameter);
+  if (!tensor.bytes().empty()) std::memcpy(tensor.bytes().data(), data, tensor.bytes().size());
+  MarkFilled(name);
 }
 
 std::vector<double> State::rates() const {
@@ -169,13 +183,15 @@ void State::SetRate(double rate) {
   said_["schedule"] = Json();
 }
 
-MersenneTwister& State::random() {
-  if (seed_calls_ != seed_calls) {
-    seed_calls_ = seed_calls;
-    random_ = MersenneTwister::Seeded(seed);
-  }
-  if (!random_) random_ = MersenneTwister::Seeded(seed_calls ? seed.load() : std::random_device()());
-  return *random_;
+MersenneTwister State::random() {
+  FollowSeed();
+  return random_ ? *random_ : MersenneTwister::Seeded(seed_calls ? seed.load() : std::random_device()());
+}
+
+void State::FollowSeed() {
+  if (seed_calls_ == seed_calls) return;
+  seed_calls_ = seed_calls;
+  random_.reset();
 }
 
 double LearningRate(const Json& schedule, std::int64_t done, double base) {
@@ -192,6 +208,7 @@ double LearningRate(const Json& schedule, std::int64_t done, double base) {
   }
   if (kind != "poly") throw std::runtime_error("unknown schedule " + kind);
   const double end = schedule.at("lr_end").number();
+  if (base <= end) throw std::runtime_error("'lr_end' must be below the learning rate");
   if (step > total) return end;
   return (base - end) * std::pow(1.0 - (step - warmup) / (total - warmup), schedule.at("power").number()) + end;
 }

@@ -40,13 +40,14 @@ class State {
   const std::vector<std::string>& names(bool trainable_only) const {
     return trainable_only ? trainable_ : parameters.names();
   }
-  // Returns a parameter or buffer; throws if there is none.
+  // Returns a parameter or buffer, or a parameter only; each throws if there is none.
   Tensor& value(const std::string& tensor);
+  Tensor& parameter(const std::string& name);
   Tensors& group_of(const std::string& tensor) { return parameters.find(tensor) ? parameters : buffers; }
   // Throws unless all parameters have values.
   void RequireValues() const;
-  void SetParameter(const std::string& parameter, const OrtValue* value);
-  void MarkFilled(const std::string& parameter);
+  void SetParameter(const std::string& name, const OrtValue* value);
+  void MarkFilled(const std::string& name);
 
   std::int64_t optimization_step() const { return said_.at("optimization_step").integer(); }
   std::int64_t micro_batches() const { return said_.at("micro_batches").integer(); }
@@ -56,8 +57,9 @@ class State {
   // Sets a constant rate for all parameters, which replaces the schedule.
   void SetRate(double rate);
   Json& properties() { return said_["properties"]; }
-  // The generator; seeded by SetSeed(), or by the platform, if the checkpoint has none.
-  MersenneTwister& random();
+  // Returns a copy of the generator, seeded by SetSeed(), or by the platform, if the checkpoint has none.
+  MersenneTwister random();
+  void set_random(const MersenneTwister& random) { random_ = random; }
 
   Tensors parameters, buffers, gradients;
   std::optional<Tensors> optimizer;
@@ -66,6 +68,7 @@ class State {
 
  private:
   void Load(const SealedFile& file);
+  void FollowSeed();
 
   std::string name_;
   Json said_;

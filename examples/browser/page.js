@@ -115,6 +115,8 @@ async function start() {
       element("train").textContent = "Train again";
       show("done", `Trained for ${result.losses.length} steps: test accuracy ${percent(result.accuracies.at(-1))}`);
     } catch (error) {
+      if (session) await release(session);
+      session = null;
       fail(error);
     }
   });

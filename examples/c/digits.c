@@ -38,7 +38,7 @@ static size_t read_digits(const char* path, float** pixels, int64_t** labels) {
   unsigned char* bytes = malloc(rows * (PIXELS + 1));
   *pixels = malloc(rows * PIXELS * sizeof **pixels);
   *labels = malloc(rows * sizeof **labels);
-  if (fread(bytes, PIXELS + 1, rows, file) != rows) exit(1);
+  if (rows <= TRAIN_ROWS || fread(bytes, PIXELS + 1, rows, file) != rows) exit(1);
   fclose(file);
   for (size_t i = 0; i < rows * PIXELS; ++i) (*pixels)[i] = (float)bytes[i] / 16.0f;
   for (size_t i = 0; i < rows; ++i) (*labels)[i] = bytes[rows * PIXELS + i];

@@ -20,6 +20,7 @@ struct Digits {
     const auto split = bytes.begin() + static_cast<std::ptrdiff_t>(bytes.size() / (kPixels + 1) * kPixels);
     std::transform(bytes.begin(), split, std::back_inserter(pixels), [](char pixel) { return static_cast<float>(pixel) / 16; });
     labels.assign(split, bytes.end());
+    if (labels.size() <= kTrainRows) throw std::runtime_error(path + " has too few rows");
   }
 
   // Returns pixels and labels of some rows, as tensors over the memory here.

@@ -8,11 +8,11 @@ import { fromStored, full, sizeOf, toStored, type Engine, type Tensor, type Valu
 
 const KEY = "ort_trainer.checkpoint";
 const VERSION = 3;
+const RANDOM_WORDS = 625;
 
 /** Parameters, optimizer and the rest of what training changes; modules and optimizers share it. */
 export class Checkpoint {
-  /** Parameters by name; a training step replaces the tensors of floating-point buffers among them. */
-  readonly parameters: Map<string, Tensor>;
+  /** @internal Steps replace the tensors. */ readonly parameters: Map<string, Tensor>;
   /** Names of the trained parameters. */
   readonly trainable: readonly string[];
   /** @internal */ readonly values: Map<string, Tensor>;
@@ -39,7 +39,8 @@ export class Checkpoint {
     this.trainable = said.get("trainable") as string[];
     this.reset = this.gradients.size === 0;
     const random = tensors.get("random:state");
-    this.random = random ? new MersenneTwister(new Uint32Array(random.bytes.slice().buffer)) : null;
+    this.random = random ? new MersenneTwister(new Uint32Array(new Uint8Array(random.bytes).buffer)) : null;
+    this.check();
   }
 
   /**
@@ -61,7 +62,11 @@ export class Checkpoint {
     if (said.get("nominal")) {
       throw new CheckpointError("a nominal checkpoint has no weights, so it can't be trained: use the complete one");
     }
-    return new Checkpoint(engine, said, tensors);
+    try {
+      return new Checkpoint(engine, said, tensors);
+    } catch (error) {
+      throw new CheckpointError(`the checkpoint is damaged: ${(error as Error).message}`);
+    }
   }
 
   /**
@@ -103,24 +108,31 @@ export class Checkpoint {
 
   /** Sets a value of the user's own. */
   setProperty(name: string, value: number | string): void {
+    if (typeof value !== "number" && typeof value !== "string") throw new TypeError(`${name} must be a number or a text`);
     this.properties.set(name, typeof value === "number" && !Number.isSafeInteger(value) ? new Float(value) : value);
   }
 
   /** Returns the values of a parameter, a copy. */
-  async getParameter(name: string): Promise<Values> {
+  getParameter(name: string): Promise<Values> {
+    return this.exclusively(() => this.copyOf(name));
+  }
+
+  /** @internal */
+  async copyOf(name: string): Promise<Values> {
     return ((await this.known(name).getData()) as Values).slice();
   }
 
   /** Sets the values of a parameter, of its type and number. */
   setParameter(name: string, values: Values): Promise<void> {
     return this.exclusively(async () => {
+      if (this.values.has(name)) throw new TypeError(`${name} is a buffer, which only training changes`);
       const { type, dims } = this.known(name);
       const copy = full(this.engine, type, dims, 0);
       if (copy.data.constructor !== values.constructor || values.length !== sizeOf(dims)) {
         throw new TypeError(`${name} takes ${sizeOf(dims)} values in a ${copy.data.constructor.name}`);
       }
       (copy.data as Float32Array).set(values as Float32Array);
-      this.parameters.set(name, copy);
+      this.replace(name, copy);
     });
   }
 
@@ -139,15 +151,17 @@ export class Checkpoint {
   }
 
   /** Sets a constant learning rate for all parameters, which replaces the schedule. */
-  setLearningRate(rate: number): void {
-    if (!(rate >= 0 && rate < Infinity)) throw new RangeError(`a learning rate is finite and not negative, not ${rate}`);
-    const { length } = this.said.get("learning_rates") as Json[];
-    this.said.set("learning_rates", new Array<Json>(length).fill(new Float(rate))).set("schedule", null);
+  setLearningRate(rate: number): Promise<void> {
+    return this.exclusively(async () => {
+      if (!(rate >= 0 && Math.fround(rate) < Infinity)) throw new RangeError(`a rate is finite and not negative, not ${rate}`);
+      const { length } = this.said.get("learning_rates") as Json[];
+      this.said.set("learning_rates", new Array<Json>(length).fill(new Float(rate))).set("schedule", null);
+    });
   }
 
   /** Seeds the random numbers of training, as `torch.manual_seed(seed)` does. */
-  setSeed(seed: number): void {
-    this.random = MersenneTwister.seeded(seed);
+  setSeed(seed: number): Promise<void> {
+    return this.exclusively(async () => void (this.random = MersenneTwister.seeded(seed)));
   }
 
   /** @internal */
@@ -184,6 +198,23 @@ export class Checkpoint {
     const result = this.turn.then(run);
     this.turn = result.catch(() => undefined);
     return result;
+  }
+
+  /** Throws an error if a value is invalid. */
+  private check(): void {
+    const counts = [this.optimizationStep, this.microBatches];
+    const words = this.random?.state;
+    const sound = {
+      export: typeof this.export === "string",
+      trainable: Array.isArray(this.trainable) && this.trainable.every((name) => this.parameters.has(name)),
+      gradients: [...this.gradients.keys()].every((name) => this.parameters.has(name)),
+      counts: counts.every((count) => Number.isSafeInteger(count) && count >= 0),
+      learning_rates: this.learningRates.length > 0 && this.learningRates.every((rate) => rate >= 0 && rate < Infinity),
+      properties: this.properties instanceof Map,
+      random: words === undefined || (words.length === RANDOM_WORDS && words.at(-1)! < RANDOM_WORDS),
+    };
+    const wrong = Object.entries(sound).filter(([, isSound]) => !isSound);
+    if (wrong.length) throw new Error(`invalid ${wrong.map(([name]) => name).join(", ")}`);
   }
 
   private get properties(): JsonObject {

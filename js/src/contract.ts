@@ -65,6 +65,7 @@ export interface OptimizerModel {
   gradients: Record<string, string>;
   state: Record<string, Slot>;
   learning_rate: string;
+  rates?: number;
   micro_batches?: string | null;
 }
 
@@ -76,17 +77,20 @@ const FORMATS = [1, 2];
 
 /** Returns the description in a model of this kind. */
 export function describe<Kind extends keyof Models>(kind: Kind, model: Uint8Array): Models[Kind] {
-  let said: string | undefined;
+  let found: (Models[Kind] & { format: number }) | undefined;
   try {
-    const entry = contents(model, MODEL_METADATA).find((found) => text(found, KEY) === "ort_trainer.artifact");
-    said = entry && text(entry, VALUE);
+    const entry = contents(model, MODEL_METADATA).find((data) => text(data, KEY) === "ort_trainer.artifact");
+    found = entry && (JSON.parse(text(entry, VALUE)) as typeof found);
   } catch (error) {
     throw new Error(`the ${kind} model is damaged, or no ONNX model: ${(error as Error).message}`);
   }
-  if (!said) throw new Error(`the ${kind} model is no artifact: write it with ORTTrainer.export_artifacts()`);
-  const found = JSON.parse(said) as Models[Kind] & { format: number };
+  if (!found) throw new Error(`the ${kind} model is no artifact: write it with ORTTrainer.export_artifacts()`);
   if (!FORMATS.includes(found.format)) {
     throw new Error(`the ${kind} model has the format ${found.format}, and this package reads ${FORMATS.join(" and ")}`);
+  }
+  // The key of an entry of external_data, as protobuf writes it.
+  if (new TextDecoder("latin1").decode(model).includes("\n\blocation")) {
+    throw new Error(`the ${kind} model keeps tensors in another file, which artifacts never do: export it again`);
   }
   if (found.kind !== kind) throw new Error(`the ${kind} model was expected, but this is the ${found.kind} model`);
   return found;

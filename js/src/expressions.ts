@@ -1,6 +1,6 @@
 // Arithmetic over the sizes of a batch, as models describe shapes and conditions: `dim('batch') * 4 >= 8`.
 
-const TOKEN = /\s*(dim\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")\s*\)|\*\*|\/\/|[=!<>]=|[-+*/%<>(),]|[\w.]+)\s*/y;
+const TOKEN = /\s*(dim\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")\s*\)|\*\*|\/\/|[=!<>]=|[-+*/%<>(),]|\d+(?:\.\d+)?(?:e[-+]?\d+)?|[A-Za-z_][\w.]*)\s*/y;
 // The first binds weakest; `not` binds as the comparisons do.
 const BINARY: Record<string, (a: number, b: number) => number>[] = [
   { or: (a, b) => a || b },
@@ -16,8 +16,8 @@ const BINARY: Record<string, (a: number, b: number) => number>[] = [
   { "+": (a, b) => a + b, "-": (a, b) => a - b },
   {
     "*": (a, b) => a * b,
-    "//": (a, b) => Math.floor(a / b),
-    "/": (a, b) => a / b,
+    "//": (a, b) => (b ? Math.floor(a / b) : NaN),
+    "/": (a, b) => (b ? a / b : NaN),
     "%": (a, b) => a - b * Math.floor(a / b),
   },
 ];
@@ -28,10 +28,19 @@ const FUNCTIONS: Record<string, (...values: number[]) => number> = {
   abs: Math.abs,
   int: Math.trunc,
   float: (value) => value,
+  round: (value) => (Math.abs(value % 1) === 0.5 ? 2 * Math.round(value / 2) : Math.round(value)),
   "math.floor": Math.floor,
   "math.ceil": Math.ceil,
   "math.trunc": Math.trunc,
 };
+
+/** Returns whether a condition is true, or not all of its sizes are known; a division by zero makes it false. */
+export function holds(condition: string, sizes: ReadonlyMap<string, number>): boolean {
+  const names = [...condition.matchAll(new RegExp(TOKEN, "g"))].map(([, , single, double]) => single ?? double);
+  return names.some((name) => name !== undefined && !sizes.has(unescaped(name))) || Boolean(evaluate(condition, sizes));
+}
+
+const unescaped = (name: string): string => name.replace(/\\(.)/g, "$1");
 
 /** Returns the value of an expression; throws an error if it is none, or needs a size that is not given. */
 export function evaluate(expression: number | string, sizes: ReadonlyMap<string, number>): number {
@@ -69,7 +78,7 @@ export function evaluate(expression: number | string, sizes: ReadonlyMap<string,
     const [, text = "", single, double] = token ?? [];
     const name = single ?? double;
     if (name !== undefined) {
-      const size = sizes.get(name.replace(/\\(.)/g, "$1"));
+      const size = sizes.get(unescaped(name));
       if (size === undefined) throw new Error(`the size of ${name} is unknown`);
       return size;
     }
@@ -86,7 +95,7 @@ export function evaluate(expression: number | string, sizes: ReadonlyMap<string,
       return FUNCTIONS[text]!(...values);
     }
     if (text === "True" || text === "False") return Number(text === "True");
-    if (!/^[\d.]/.test(text)) throw new Error(`${expression} is not arithmetic over dimensions, at ${text || "its end"}`);
+    if (!/^\d/.test(text)) throw new Error(`${expression} is not arithmetic over dimensions, at ${text || "its end"}`);
     return Number(text);
   };
   const value = binary(0);

@@ -4,7 +4,7 @@ import { content, contents, field, fields, joined, text, type Field } from "./pr
 import { toStored, type Tensor } from "./tensors.js";
 
 // Numbers of fields in onnx.proto.
-const MODEL = { graph: 7, metadata: 14, functions: 25 };
+const MODEL = { graph: 7, metadata: 14, training: 20 };
 const GRAPH = { node: 1, initializer: 5, input: 11, output: 12, valueInfo: 13, quantization: 14, sparse: 15 };
 const NODE = { input: 1, output: 2, attribute: 5 };
 const BODIES = [6, 11];
@@ -47,9 +47,13 @@ export async function inferenceModel(
   }
   const handled = Object.values(GRAPH).filter((number) => number !== GRAPH.sparse);
   parts.push(...graph.filter(({ number }) => !handled.includes(number)).map(({ raw }) => raw));
-  const others = fields(model).filter(({ number }) => number !== MODEL.graph && number !== MODEL.metadata);
+  const others = fields(model).filter(
+    (part) => !(Object.values(MODEL).includes(part.number) && (part.number !== MODEL.metadata || isArtifact(part))),
+  );
   return joined([...others.map(({ raw }) => raw), field(MODEL.graph, joined(parts))]);
 }
+
+const isArtifact = (part: Field): boolean => text(content(part), 1) === "ort_trainer.artifact";
 
 function named(graph: readonly Field[], number: number, key: number): Map<string, Field> {
   return new Map(graph.filter((part) => part.number === number).map((part) => [text(content(part), key), part]));

@@ -9,7 +9,7 @@ export class Float {
 export type Json = null | boolean | number | bigint | string | Float | Json[] | JsonObject;
 export type JsonObject = Map<string, Json>;
 
-const TOKEN = /[\s]*([{}[\],:]|"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|-?Infinity|NaN|true|false|null)[\s]*/y;
+const TOKEN = /\s*([{}[\],:]|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|-?Infinity|NaN|true|false|null|")/y;
 const WORDS: Record<string, null | boolean> = { true: true, false: false, null: null };
 
 /** Returns the value of a text. Throws a SyntaxError if it is not JSON, or an object has a key twice. */
@@ -19,14 +19,26 @@ export function parse(text: string): Json {
     const place = TOKEN.lastIndex;
     const token = TOKEN.exec(text)?.[1];
     if (token === undefined) throw new SyntaxError(`invalid JSON at character ${place}`);
-    return token;
+    return token === '"' ? string() : token;
+  };
+  // Not a part of the expression, which would need memory for each character.
+  const string = (): string => {
+    const start = TOKEN.lastIndex - 1;
+    let end = text.indexOf('"', start + 1);
+    while (end > 0 && isEscaped(text, end)) end = text.indexOf('"', end + 1);
+    if (end < 0) throw new SyntaxError(`invalid JSON at character ${start}`);
+    TOKEN.lastIndex = end + 1;
+    return text.slice(start, end + 1);
   };
   const list = (end: string, item: (token: string) => void): void => {
-    for (let token = next(); token !== end; token = next()) {
+    let token = next();
+    if (token === end) return;
+    for (;;) {
       item(token);
       const after = next();
       if (after === end) return;
       if (after !== ",") throw new SyntaxError(`invalid JSON before character ${TOKEN.lastIndex}`);
+      token = next();
     }
   };
   const value = (token: string): Json => {
@@ -47,8 +59,14 @@ export function parse(text: string): Json {
     return scalar(token);
   };
   const found = value(next());
-  if (TOKEN.lastIndex !== text.length) throw new SyntaxError(`invalid JSON after character ${TOKEN.lastIndex}`);
+  if (text.slice(TOKEN.lastIndex).trim()) throw new SyntaxError(`invalid JSON after character ${TOKEN.lastIndex}`);
   return found;
+}
+
+function isEscaped(text: string, place: number): boolean {
+  let start = place;
+  while (text[start - 1] === "\\") start -= 1;
+  return (place - start) % 2 === 1;
 }
 
 function scalar(token: string): Json {
@@ -68,17 +86,17 @@ export function stringify(value: Json, compact = false): string {
   if (value instanceof Float) return float(value.value);
   if (Array.isArray(value)) return `[${value.map((item) => stringify(item, compact)).join(comma)}]`;
   if (value instanceof Map) {
-    const items = [...value].map(([key, item]) => string(key) + colon + stringify(item, compact));
+    const items = [...value].map(([key, item]) => quoted(key) + colon + stringify(item, compact));
     return `{${items.join(comma)}}`;
   }
-  return typeof value === "string" ? string(value) : typeof value === "number" ? integer(value) : String(value);
+  return typeof value === "string" ? quoted(value) : typeof value === "number" ? integer(value) : String(value);
 }
 
 function integer(value: number): string {
   return Number.isInteger(value) ? BigInt(value).toString() : float(value);
 }
 
-function string(value: string): string {
+function quoted(value: string): string {
   const escaped = (char: string): string => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`;
   return JSON.stringify(value).replace(/[\u007f-\uffff]/g, escaped);
 }

@@ -4,9 +4,10 @@ import type * as common from "onnxruntime-common";
 
 import type { Checkpoint } from "./checkpoint.js";
 import { describe, type OptimizerModel, type RandomInput, type StepModel } from "./contract.js";
-import { evaluate } from "./expressions.js";
+import { evaluate, holds } from "./expressions.js";
 import { inferenceModel } from "./inference.js";
 import { drawMask, MersenneTwister } from "./random.js";
+import { CheckpointError } from "./sealed.js";
 import { full, sizeOf, type Tensor } from "./tensors.js";
 
 export type Tensors = Record<string, Tensor>;
@@ -19,7 +20,6 @@ export class Module {
     private readonly state: Checkpoint,
     private readonly training: Step,
     private readonly evaluation: Step | null,
-    /** @internal */ readonly options: Options,
   ) {}
 
   /**
@@ -37,8 +37,12 @@ export class Module {
     options: Options = {},
   ): Promise<Module> {
     const trained = await Step.create(state, "training", training, options);
-    const evaluated = evaluation && (await Step.create(state, "evaluation", evaluation, options));
-    return new Module(state, trained, evaluated, options);
+    try {
+      return new Module(state, trained, evaluation && (await Step.create(state, "evaluation", evaluation, options)));
+    } catch (error) {
+      await trained.session.release();
+      throw error;
+    }
   }
 
   /** Runs a training step: adds to the gradients, and returns the outputs by name. */
@@ -52,18 +56,18 @@ export class Module {
   }
 
   /** Makes the next training step overwrite the gradients; until then they stay. */
-  lazyResetGrad(): void {
-    this.state.reset = true;
+  lazyResetGrad(): Promise<void> {
+    return this.state.exclusively(async () => void (this.state.reset = true));
   }
 
-  /** Returns the parameters by name: their values, at the time of the call. */
+  /** Returns a copy of the parameters by name, after the steps before. */
   getParameters(trainableOnly = false): Promise<Map<string, Tensor>> {
     const { parameters, trainable, engine } = this.state;
     return this.state.exclusively(async () => {
       const found = new Map<string, Tensor>();
       for (const name of trainableOnly ? trainable : parameters.keys()) {
         const { type, dims } = this.state.known(name);
-        found.set(name, new engine.Tensor(type as "float32", (await this.state.getParameter(name)) as Float32Array, dims));
+        found.set(name, new engine.Tensor(type as "float32", (await this.state.copyOf(name)) as Float32Array, dims));
       }
       return found;
     });
@@ -107,12 +111,23 @@ export class Optimizer {
   static async create(state: Checkpoint, bytes: Uint8Array, options: Options = {}): Promise<Optimizer> {
     const model = describe("optimizer", bytes);
     checkExport(state, model);
-    state.optimizer ??= new Map(
-      Object.entries(model.state).map(([key, slot]) => [key, full(state.engine, slot.dtype, slot.shape, slot.initial)]),
+    const slots = Object.entries(model.state);
+    const kept = state.optimizer ?? new Map(
+      slots.map(([key, slot]) => [key, full(state.engine, slot.dtype, slot.shape, slot.initial)]),
     );
-    const outputs = [...Object.values(model.weights).map(([, output]) => output)];
-    outputs.push(...Object.values(model.state).map((slot) => slot.output));
-    return new Optimizer(state, model, await createSession(state, bytes, options, outputs));
+    const differs = slots.find(([key, { dtype, shape }]) => {
+      const tensor = kept.get(key);
+      return tensor?.type !== dtype || String(tensor.dims) !== String(shape);
+    });
+    if (differs || kept.size !== slots.length || state.learningRates.length !== (model.rates ?? 1)) {
+      throw new CheckpointError(`the checkpoint has the state of another optimizer: ${differs?.[0] ?? "it"} does not match`);
+    }
+    const inputs = [...Object.values(model.weights), ...Object.values(model.state).map(({ input }) => [input])].map(([name]) => name!);
+    const outputs: [string, string][] = Object.entries(model.weights).map(([name, [, output]]) => [output, state.known(name).type]);
+    outputs.push(...slots.map(([, slot]): [string, string] => [slot.output, slot.dtype]));
+    const session = await createSession(state, bytes, options, [...inputs, ...Object.values(model.gradients)], outputs);
+    state.optimizer = kept;
+    return new Optimizer(state, model, session);
   }
 
   /** Updates the parameters, and counts the update. Call `module.lazyResetGrad()` after it, to begin anew. */
@@ -149,8 +164,8 @@ export class Optimizer {
   }
 
   /** Sets a constant learning rate for all parameters, which replaces the schedule. */
-  setLearningRate(rate: number): void {
-    this.state.setLearningRate(rate);
+  setLearningRate(rate: number): Promise<void> {
+    return this.state.setLearningRate(rate);
   }
 
   /** Frees the engine's memory. */
@@ -174,8 +189,13 @@ class Step {
     for (const { kind: random } of model.random) {
       if (!(random in DRAWS)) throw new Error(`the model draws ${random} numbers, which this package can't: train in Python`);
     }
-    const outputs = [...Object.values(model.gradients).map(([, output]) => output), ...Object.values(model.buffer_updates)];
-    return new Step(state, model, bytes, await createSession(state, bytes, options, outputs));
+    const pairs = Object.entries(model.gradients).map(([name, [, output]]) => [name, output] as const);
+    const outputs = [...pairs, ...Object.entries(model.buffer_updates)].map(([name, output]): [string, string] => [
+      output,
+      state.known(name).type,
+    ]);
+    const inputs = [...Object.values(model.state), ...Object.values(model.gradients).map(([sum]) => sum)];
+    return new Step(state, model, bytes, await createSession(state, bytes, options, inputs, outputs));
   }
 
   async run(inputs: Tensors): Promise<Tensors> {
@@ -187,21 +207,15 @@ class Step {
     const sums = Object.entries(model.gradients);
     for (const [name, [sum]] of sums) {
       const { type, dims } = state.known(name);
-      if (!state.gradients.has(name)) state.gradients.set(name, full(state.engine, type, dims, 0));
-      feeds[sum] = state.gradients.get(name)!;
+      feeds[sum] = state.gradients.get(name) ?? full(state.engine, type, dims, 0);
     }
     if (sums.length) feeds[model.reset] = new state.engine.Tensor("bool", Uint8Array.of(Number(state.reset)), [1]);
-    const before = state.random?.state.slice();
-    Object.assign(feeds, this.draw(sizes));
-    let results;
-    try {
-      results = await this.session.run(feeds);
-    } catch (error) {
-      state.random = before ? new MersenneTwister(before) : null;
-      throw error;
-    }
+    const random = state.random?.copy() ?? new MersenneTwister();
+    Object.assign(feeds, this.draw(sizes, random));
+    const results = await this.session.run(feeds);
+    if (model.random.length) state.random = random;
     for (const [name, [, output]] of sums) {
-      state.gradients.get(name)!.dispose();
+      state.gradients.get(name)?.dispose();
       state.gradients.set(name, results[output]!);
     }
     for (const [name, output] of Object.entries(model.buffer_updates)) state.replace(name, results[output]!);
@@ -234,7 +248,7 @@ class Step {
       }
     }
     for (const guard of model.guards) {
-      if (!evaluate(guard, sizes)) throw new RangeError(`the model is valid only if ${guard}: export it with a batch of these sizes`);
+      if (!holds(guard, sizes)) throw new RangeError(`the model is valid only if ${guard}: export it with a batch of these sizes`);
     }
     for (const { input, size, from_end: fromEnd, ignored, operator, source, steps } of model.index_ranges ?? []) {
       if (steps?.length) continue; // the operator uses only some of the values, and the engine checks those
@@ -250,14 +264,11 @@ class Step {
     return sizes;
   }
 
-  private draw(sizes: ReadonlyMap<string, number>): Tensors {
+  private draw(sizes: ReadonlyMap<string, number>, random: MersenneTwister): Tensors {
     const { model, state } = this;
-    if (!model.random.length) return {};
-    state.random ??= new MersenneTwister();
-    const random = state.random;
     const key = model.random.some(({ kind }) => kind === "mask") ? random.key() : null;
     const drawn = model.random.map((spec): [string, Tensor] => {
-      const shape = spec.shape.map((size) => evaluate(size, sizes));
+      const shape = spec.shape.map((size) => Math.trunc(evaluate(size, sizes)));
       const tensor = full(state.engine, spec.dtype, shape, 0);
       const values = DRAWS[spec.kind]!(spec, sizeOf(shape), random, key!);
       (tensor.data as Float32Array).set(values);
@@ -269,12 +280,16 @@ class Step {
 
 type Draw = (spec: RandomInput, count: number, random: MersenneTwister, key: [number, number]) => Uint8Array | Float64Array;
 
+// The numbers of NumPy's generator: uniform ones have as many bits as their dtype holds.
 const LEVELS = 2 ** 24;
 const DRAWS: Record<string, Draw> = {
   mask: ({ parameters: [kept, number] }, count, _, key) => drawMask(key, count, number!, kept!),
   bernoulli: ({ parameters: [probability, factor = 1] }, count, random) =>
-    Float64Array.from({ length: count }, () => (random.next() >>> 8 < probability! * LEVELS ? factor : 0)),
-  uniform: (_, count, random) => Float64Array.from({ length: count }, () => (random.next() >>> 8) / LEVELS),
+    Float64Array.from({ length: count }, () => (random.next() >>> 8 < Math.fround(probability!) * LEVELS ? factor : 0)),
+  uniform: ({ dtype }, count, random) =>
+    Float64Array.from({ length: count }, () =>
+      dtype === "float64" ? (random.next() * 2 ** 21 + (random.next() >>> 11)) / 2 ** 53 : (random.next() >>> 8) / LEVELS,
+    ),
 };
 
 function checkExport(state: Checkpoint, model: StepModel | OptimizerModel): void {
@@ -283,10 +298,25 @@ function checkExport(state: Checkpoint, model: StepModel | OptimizerModel): void
   }
 }
 
-/** What training changes stays on the device, if that has memory of its own. */
-async function createSession(state: Checkpoint, bytes: Uint8Array, options: Options, kept: readonly string[]): Promise<Session> {
+// What WebGPU can't hold.
+const ON_CPU = ["float64", "int8"];
+
+/** Makes a session; what training changes stays on the device, if that has memory of its own. */
+async function createSession(
+  { engine }: Checkpoint,
+  bytes: Uint8Array,
+  options: Options,
+  inputs: readonly string[],
+  outputs: readonly [name: string, type: string][],
+): Promise<Session> {
+  const { wasm } = (engine as { env?: { wasm?: { proxy?: boolean } } }).env ?? {};
+  if (wasm?.proxy) throw new Error("env.wasm.proxy takes the weights away: set it to false, and train in a worker of your own");
   const names = options.executionProviders?.map((provider) => (typeof provider === "string" ? provider : provider.name));
-  const preferredOutputLocation = Object.fromEntries(kept.map((name) => [name, "gpu-buffer" as const]));
-  const given = names?.includes("webgpu") ? { preferredOutputLocation, ...options } : options;
-  return state.engine.InferenceSession.create(bytes, given);
+  const kept = outputs.filter(([, type]) => !ON_CPU.includes(type)).map(([name]) => [name, "gpu-buffer" as const]);
+  const given = names?.includes("webgpu") ? { preferredOutputLocation: Object.fromEntries(kept), ...options } : options;
+  const session = await engine.InferenceSession.create(bytes, given);
+  const missing = inputs.find((name) => !session.inputNames.includes(name));
+  const lost = outputs.find(([name]) => !session.outputNames.includes(name))?.[0];
+  if (missing ?? lost) throw new Error(`the model is damaged: it lacks ${missing ?? lost}, which its description names`);
+  return session;
 }

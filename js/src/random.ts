@@ -46,6 +46,11 @@ export class MersenneTwister {
     state[WORDS] = 0;
   }
 
+  /** Returns a copy, which draws the same numbers. */
+  copy(): MersenneTwister {
+    return new MersenneTwister(this.state);
+  }
+
   /** Returns the key of a step's masks: `torch.randint(2**62, ())`, as its lower and its upper word. */
   key(): [number, number] {
     const high = this.next() & 0x3fffffff;

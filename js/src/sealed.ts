@@ -106,8 +106,8 @@ function readChecked(data: Uint8Array, checksum: (bytes: Uint8Array) => string):
       [number, number],
     ];
     const bytes = data.subarray(8 + length + start, 8 + length + end);
-    const size = shape.reduce((product, part) => product * part, SIZES[code] ?? NaN);
-    if (bytes.byteOffset - data.byteOffset !== last || bytes.length !== size) damaged(`the entry of ${name} is invalid`);
+    const size = shape.reduce((product, part) => (part >= 0 ? product * part : NaN), SIZES[code] ?? NaN);
+    if (shape.some((part) => typeof part !== "number") || bytes.byteOffset - data.byteOffset !== last || bytes.length !== size) damaged(`the entry of ${name} is invalid`);
     if (checksum(bytes) !== checksums.get(name)) damaged(`${name} does not match the stored checksum`);
     tensors.set(name, { code, shape, bytes });
     last += size;

@@ -41,7 +41,7 @@ export function full(ort: Engine, dtype: string, shape: readonly number[], value
 export function fromStored(ort: Engine, { code, shape, bytes }: Stored): Tensor {
   const found = Object.entries(KINDS).find(([, kind]) => kind.code === code);
   if (!found) throw new Error(`the dtype ${code} is none that this package trains: ${Object.keys(KINDS).join(", ")}`);
-  const data = new found[1].array(bytes.slice().buffer);
+  const data = new found[1].array(new Uint8Array(bytes).buffer); // a copy: slice() of Node's Buffer is none
   return new ort.Tensor(found[0] as "float32", data as Float32Array, shape);
 }
 

@@ -51,6 +51,14 @@ def test_every_documented_name_has_one_row() -> None:
     assert len(names) == len(set(names)) == sum(line.startswith("| `") for line in PAGE.splitlines())
 
 
+def test_the_headers_have_every_name() -> None:
+    include = HERE.parent.parent / "c" / "include"
+    for kind, header in (("c_functions", "ort_trainer_c_api.h"), ("cpp_methods", "ort_trainer_cxx_api.h")):
+        text = (include / header).read_text()
+        names = (HERE / f"documented_{kind}.txt").read_text().split()
+        assert [name for name in names if not re.search(rf"\b{name.rpartition('::')[2]}\b", text)] == []
+
+
 def test_every_name_has_a_check() -> None:
     assert sorted(CHECKS) == sorted(old for old, _, _ in ROWS)
 
