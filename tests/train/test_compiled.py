@@ -92,6 +92,41 @@ def test_fast_masks_are_those_of_programs() -> None:
     assert_close(*found, 1e-6, "losses")
 
 
+class Places(nn.Module):
+    """Reads elements of what it has computed at places that it computes, by interpolation or by an index."""
+
+    def __init__(self, interpolates: bool) -> None:
+        super().__init__()
+        self.factor, self.interpolates = nn.Parameter(torch.ones(())), interpolates
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        large = F.interpolate(image * self.factor, scale_factor=2, mode="bilinear", align_corners=True).tanh()
+        if self.interpolates:
+            return F.interpolate(large, size=(5, 9), mode="bilinear", align_corners=True).mean((1, 2, 3))
+        rows, columns = (torch.arange(size) * step for size, step in ((5, 4.25), (9, 3.875)))
+        part = large[:, :, rows.long()][:, :, :, columns.long()]
+        return (part * part.sin() + part.flip(3)).mean((1, 2, 3))
+
+
+@needs_compiler
+@pytest.mark.parametrize("interpolates", [True, False])
+def test_elements_at_computed_places(interpolates: bool) -> None:
+    expected = Places(interpolates)
+    desc = {"inputs": [("image", [4, 4, 9, 16]), ("label", [4])], "outputs": [("loss", [], True)]}
+    options = ORTTrainerOptions({"utils": {"kernels": "compiled"}})
+    model = copy.deepcopy(expected)
+    compiled = ORTTrainer(model, desc, optim.SGDConfig(lr=0.5), loss_fn=F.mse_loss, options=options)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    image, label = torch.randn(4, 4, 9, 16, generator=torch.Generator().manual_seed(0)), torch.ones(4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(expected(image), label)
+        loss.backward()
+        optimizer.step()
+        assert_close(compiled.train_step(image, label), loss.detach(), 1e-5, "loss")
+    assert_close(model.factor.detach(), expected.factor.detach(), 1e-4, "factor")
+
+
 @needs_compiler
 def test_a_module_is_compiled() -> None:
     torch.manual_seed(0)
