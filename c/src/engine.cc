@@ -41,10 +41,6 @@ void Check(OrtStatus* status) {
   throw error;
 }
 
-const DType& DTypeOf(ONNXTensorElementDataType type) {
-  return Found([&](const DType& known) { return known.type == type; }, std::to_string(type));
-}
-
 const DType& DTypeOfCode(std::string_view code) {
   return Found([&](const DType& known) { return known.code == code; }, std::string(code));
 }

@@ -1,7 +1,6 @@
 // ONNX Runtime, through the functions that the program has given: values, sessions and errors.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -43,7 +42,6 @@ struct DType {
   std::string_view name;
 };
 // Each throws std::runtime_error for a type that can't be trained.
-const DType& DTypeOf(ONNXTensorElementDataType type);
 const DType& DTypeOfCode(std::string_view code);
 const DType& DTypeNamed(std::string_view name);
 

@@ -59,6 +59,12 @@ std::size_t ElementCount(const Shape& shape) {
   return count;
 }
 
+Shape ShapeOf(const Json& list) {
+  Shape shape;
+  for (const Json& size : list.items) shape.push_back(size.integer());
+  return shape;
+}
+
 const StoredTensor& SealedFile::tensor(std::string_view name) const {
   const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const auto& entry) { return entry.first == name; });
   if (found == tensors.end()) Fail("the tensor " + std::string(name) + " is missing");
@@ -85,8 +91,7 @@ SealedFile ReadSealed(const std::uint8_t* data, std::size_t size) {
   std::size_t end = kPrefix + length;
   for (const auto& [name, entry] : entries.members) {
     if (name == "__metadata__") continue;
-    StoredTensor tensor{entry.at("dtype").string(), {}, data + end, 0};
-    for (const Json& part : entry.at("shape").items) tensor.shape.push_back(part.integer());
+    StoredTensor tensor{entry.at("dtype").string(), ShapeOf(entry.at("shape")), data + end, 0};
     const std::size_t count = ElementCount(tensor.shape), element = SizeOf(tensor.code);
     const auto& offsets = entry.at("data_offsets").items;
     const bool fits = element != 0 && count <= (size - end) / element;

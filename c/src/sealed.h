@@ -18,6 +18,9 @@ using Shape = std::vector<std::int64_t>;
 // Throws std::overflow_error for a shape whose number of elements has more than 59 bits, or with a negative size.
 std::size_t ElementCount(const Shape& shape);
 
+// Returns the sizes in a list.
+Shape ShapeOf(const Json& list);
+
 struct StoredTensor {
   std::string code;  // the format's name of the dtype, such as "F32"
   Shape shape;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "onnx_file.h"
@@ -241,8 +240,7 @@ Session::Session(State& state, const OrtEnv* env, const OrtSessionOptions* optio
   bool fits = static_cast<std::int64_t>(state.rates().size()) == (rates == nullptr ? 1 : rates->integer()) &&
               (!state.optimizer || state.optimizer->names().size() == slots.size());
   for (const auto& [key, slot] : slots) {
-    Shape shape;
-    for (const Json& size : slot.at("shape").items) shape.push_back(size.integer());
+    const Shape shape = ShapeOf(slot.at("shape"));
     const DType& dtype = DTypeNamed(slot.at("dtype").string());
     if (const Tensor* kept = state.optimizer ? state.optimizer->find(key) : nullptr) {
       fits = fits && kept->dtype().type == dtype.type && kept->shape() == shape;

@@ -61,15 +61,12 @@ void State::Load(const SealedFile& file) {
   if (said_.at("has_optimizer").truthy()) read("optimizer", optimizer.emplace());
   if (said_.at("nominal").truthy()) {
     for (const auto& [key, entry] : said_.at("shapes").members) {
-      Shape shape;
-      for (const Json& size : entry.items.at(1).items) shape.push_back(size.integer());
-      parameters.Add(key, Tensor(DTypeNamed(entry.items.at(0).string()), shape));
+      parameters.Add(key, Tensor(DTypeNamed(entry.items.at(0).string()), ShapeOf(entry.items.at(1))));
       missing_.push_back(key);
     }
   }
   trainable_ = Strings(said_.at("trainable"));
   for (const std::string& key : trainable_) value(key);
-  for (const std::string& key : gradients.names()) value(key);
   reset = gradients.empty();
   if (!order.at("random").items.empty()) {
     const StoredTensor& stored = file.tensor("random:state");

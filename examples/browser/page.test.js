@@ -155,12 +155,8 @@ test("training goes on from a checkpoint that the browser keeps", { timeout: 60_
   assert.equal(missing, undefined);
   assert.deepEqual(errors, []);
   // Python reads the checkpoint, and writes the same bytes.
-  const script = `
-import sys
-from ort_trainer.api import CheckpointState
-data = sys.stdin.buffer.read()
-sys.stdout.buffer.write(CheckpointState.save_checkpoint_to_buffer(CheckpointState.load_checkpoint_from_buffer(data), True))`;
-  const again = spawnSync(process.env.PYTHON ?? "python3", ["-c", script], { input: Buffer.from(kept) });
+  const script = fileURLToPath(new URL("tests/portable/rewrite_checkpoint.py", ROOT));
+  const again = spawnSync(process.env.PYTHON ?? "python3", [script], { input: Buffer.from(kept) });
   assert.deepEqual([...again.stdout], kept, again.stderr.toString());
 });
 

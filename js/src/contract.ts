@@ -71,6 +71,8 @@ export interface OptimizerModel {
 
 type Models = { training: StepModel; evaluation: StepModel; optimizer: OptimizerModel };
 
+/** The key of the description in the metadata. */
+export const ARTIFACT = "ort_trainer.artifact";
 const MODEL_METADATA = 14;
 const [KEY, VALUE] = [1, 2];
 const FORMATS = [1, 2];
@@ -79,7 +81,7 @@ const FORMATS = [1, 2];
 export function describe<Kind extends keyof Models>(kind: Kind, model: Uint8Array): Models[Kind] {
   let found: (Models[Kind] & { format: number }) | undefined;
   try {
-    const entry = contents(model, MODEL_METADATA).find((data) => text(data, KEY) === "ort_trainer.artifact");
+    const entry = contents(model, MODEL_METADATA).find((data) => text(data, KEY) === ARTIFACT);
     found = entry && (JSON.parse(text(entry, VALUE)) as typeof found);
   } catch (error) {
     throw new Error(`the ${kind} model is damaged, or no ONNX model: ${(error as Error).message}`);

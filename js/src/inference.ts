@@ -1,7 +1,8 @@
 // Makes an inference model from an evaluation model, by editing the bytes of the file.
 
+import { ARTIFACT } from "./contract.js";
 import { content, contents, field, fields, joined, text, type Field } from "./protobuf.js";
-import { toStored, type Tensor } from "./tensors.js";
+import { elementType, toStored, type Tensor } from "./tensors.js";
 
 // Numbers of fields in onnx.proto.
 const MODEL = { graph: 7, metadata: 14, training: 20 };
@@ -9,7 +10,6 @@ const GRAPH = { node: 1, initializer: 5, input: 11, output: 12, valueInfo: 13, q
 const NODE = { input: 1, output: 2, attribute: 5 };
 const BODIES = [6, 11];
 const TENSOR = { dims: 1, type: 2, name: 8, raw: 9 };
-const TYPES: Record<string, number> = { float32: 1, uint8: 2, int8: 3, int32: 6, int64: 7, bool: 9, float64: 11 };
 
 /** Returns a model with the nodes, inputs and weights that some of its values need. */
 export async function inferenceModel(
@@ -53,7 +53,7 @@ export async function inferenceModel(
   return joined([...others.map(({ raw }) => raw), field(MODEL.graph, joined(parts))]);
 }
 
-const isArtifact = (part: Field): boolean => text(content(part), 1) === "ort_trainer.artifact";
+const isArtifact = (part: Field): boolean => text(content(part), 1) === ARTIFACT;
 
 function named(graph: readonly Field[], number: number, key: number): Map<string, Field> {
   return new Map(graph.filter((part) => part.number === number).map((part) => [text(content(part), key), part]));
@@ -74,5 +74,5 @@ function readNode(node: Field): { raw: Uint8Array; inputs: string[]; outputs: st
 async function weight(name: string, tensor: Tensor): Promise<Uint8Array> {
   const { shape, bytes } = await toStored(tensor);
   const dims = shape.map((size) => field(TENSOR.dims, size));
-  return joined([...dims, field(TENSOR.type, TYPES[tensor.type]!), field(TENSOR.name, name), field(TENSOR.raw, bytes)]);
+  return joined([...dims, field(TENSOR.type, elementType(tensor)), field(TENSOR.name, name), field(TENSOR.raw, bytes)]);
 }

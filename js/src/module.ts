@@ -210,10 +210,10 @@ class Step {
       feeds[sum] = state.gradients.get(name) ?? full(state.engine, type, dims, 0);
     }
     if (sums.length) feeds[model.reset] = new state.engine.Tensor("bool", Uint8Array.of(Number(state.reset)), [1]);
-    const random = state.random?.copy() ?? new MersenneTwister();
-    Object.assign(feeds, this.draw(sizes, random));
+    const random = model.random.length ? (state.random?.copy() ?? new MersenneTwister()) : null;
+    if (random) Object.assign(feeds, this.draw(sizes, random));
     const results = await this.session.run(feeds);
-    if (model.random.length) state.random = random;
+    if (random) state.random = random;
     for (const [name, [, output]] of sums) {
       state.gradients.get(name)?.dispose();
       state.gradients.set(name, results[output]!);

@@ -18,8 +18,12 @@ export class CheckpointError extends Error {
   override name = "CheckpointError";
 }
 
-const SIZES: Record<string, number> = { BOOL: 1, U8: 1, I8: 1, U16: 2, I16: 2, F16: 2, BF16: 2, U32: 4, I32: 4, F32: 4 };
-Object.assign(SIZES, { U64: 8, I64: 8, F64: 8 });
+const SIZES: Record<string, number> = {
+  ...{ BOOL: 1, U8: 1, I8: 1 },
+  ...{ U16: 2, I16: 2, F16: 2, BF16: 2 },
+  ...{ U32: 4, I32: 4, F32: 4 },
+  ...{ U64: 8, I64: 8, F64: 8 },
+};
 const MARK = '"header_checksum":"';
 const NO_CHECKSUM = "0".repeat(16);
 const encoder = new TextEncoder();
@@ -107,7 +111,8 @@ function readChecked(data: Uint8Array, checksum: (bytes: Uint8Array) => string):
     ];
     const bytes = data.subarray(8 + length + start, 8 + length + end);
     const size = shape.reduce((product, part) => (part >= 0 ? product * part : NaN), SIZES[code] ?? NaN);
-    if (shape.some((part) => typeof part !== "number") || bytes.byteOffset - data.byteOffset !== last || bytes.length !== size) damaged(`the entry of ${name} is invalid`);
+    const follows = bytes.byteOffset - data.byteOffset === last && bytes.length === size;
+    if (!follows || shape.some((part) => typeof part !== "number")) damaged(`the entry of ${name} is invalid`);
     if (checksum(bytes) !== checksums.get(name)) damaged(`${name} does not match the stored checksum`);
     tensors.set(name, { code, shape, bytes });
     last += size;

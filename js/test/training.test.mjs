@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { spawnSync } from "node:child_process";
 import { readFileSync, readdirSync } from "node:fs";
 import { test } from "node:test";
+import { fileURLToPath } from "node:url";
 
 import * as ort from "onnxruntime-node";
 import { Checkpoint, CheckpointError, Module, Optimizer } from "ort-trainer";
@@ -19,14 +20,10 @@ const tensor = ({ dtype, shape, values }) =>
 const inputsOf = (batch) => Object.fromEntries(batch.map((input) => [input.name, tensor(input)]));
 const near = (found, expected) => assert.ok(Math.abs(found - expected) <= TOLERANCE * Math.abs(expected), `${found} is not ${expected}`);
 
-const SCRIPT = `
-import sys
-from ort_trainer.api import CheckpointState
-state = CheckpointState.load_checkpoint_from_buffer(sys.stdin.buffer.read())
-sys.stdout.buffer.write(CheckpointState.save_checkpoint_to_buffer(state, True))`;
+const SCRIPT = fileURLToPath(new URL("../../tests/portable/rewrite_checkpoint.py", import.meta.url));
 
 function readAndWrittenByPython(bytes) {
-  const done = spawnSync(process.env.PYTHON ?? "python3", ["-c", SCRIPT], { input: bytes, maxBuffer: 1 << 30 });
+  const done = spawnSync(process.env.PYTHON ?? "python3", [SCRIPT], { input: bytes, maxBuffer: 1 << 30 });
   assert.equal(done.status, 0, String(done.stderr));
   return done.stdout;
 }
