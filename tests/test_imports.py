@@ -23,8 +23,10 @@ ALLOWED = {
     "engine": {"core", "step"},
     "profiling": {"core", "engine", "step"},
     "state": {"core"},
+    # The files of onnxruntime-training: read, and written as checkpoints.
+    "upstream": {"core", "state", "step"},
     # Needs no torch; of the engine it uses only what needs none either.
-    "api": {"core", "engine", "state", "step"},
+    "api": {"core", "engine", "state", "step", "upstream"},
     "export": {"core", "engine", "optim", "options", "step"},
     "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
     "distributed": {"core", "engine", "export", "optim", "options", "train"},
@@ -32,12 +34,12 @@ ALLOWED = {
     "fit": {"core", "runs"},
     "module": {"core", "engine", "export", "options", "step"},
     # The trainer imports it lazily for exports.
-    "artifacts": {"core", "distributed", "engine", "export", "optim", "options", "state", "step", "train"},
+    "artifacts": {"core", "distributed", "engine", "export", "optim", "options", "state", "step", "train", "upstream"},
     "trainer": {"amp", "artifacts", "core", "distributed", "export", "fit", "optim", "options", "profiling", "runs"}
     | {"state", "train"},
     "integrations": {"core", "module"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
-    "cli": {"artifacts", "core", "engine", "export", "options", "state", "step"},
+    "cli": {"artifacts", "core", "engine", "export", "options", "state", "step", "upstream"},
     "__main__": {"cli"},
     # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
     "compat": {"amp", "api", "artifacts", "core", "engine", "export", "optim", "options", "state", "step", "train"}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import shown
+from ..core.errors import shown, warn
+from ..core.foreign import UPSTREAM, is_upstream_checkpoint
 from ..engine.ort import OrtValue
 from ..state.state import Array, State, Value
 from ..state.training_api import from_bytes, read_checkpoint, to_bytes, write_checkpoint
+from ..upstream.checkpoint import UpstreamCheckpoint, read_upstream_checkpoint
+from ..upstream.conversion import from_upstream, to_upstream
+from ..upstream.write_checkpoint import upstream_checkpoint_bytes, write_upstream_checkpoint
 from .live_state import LiveState
 
 if TYPE_CHECKING:
@@ -246,7 +251,8 @@ class CheckpointState:
             FileNotFoundError: If the file does not exist.
             CheckpointError: If it is damaged or not the checkpoint of an export.
         """
-        return cls._of(read_checkpoint(checkpoint_uri), f"checkpoint {os.fspath(checkpoint_uri)!r}")
+        state = _read_upstream(checkpoint_uri) or read_checkpoint(checkpoint_uri)
+        return cls._of(state, f"checkpoint {os.fspath(checkpoint_uri)!r}")
 
     @classmethod
     def load_checkpoint_from_buffer(cls, checkpoint_buffer: bytes) -> CheckpointState:
@@ -262,7 +268,8 @@ class CheckpointState:
         if not isinstance(checkpoint_buffer, (bytes, bytearray, memoryview)):
             raise TypeError(f"the checkpoint must be given as bytes, but {shown(checkpoint_buffer)} was given")
         name = "the checkpoint given as bytes"
-        return cls._of(from_bytes(bytes(checkpoint_buffer), name), name)
+        data = bytes(checkpoint_buffer)
+        return cls._of(_read_upstream(data) or from_bytes(data, name), name)
 
     @classmethod
     def _of(cls, checkpoint: State, name: str) -> CheckpointState:
@@ -289,14 +296,19 @@ class CheckpointState:
         if not isinstance(checkpoint_uri, (str, os.PathLike)):
             raise TypeError(f"the checkpoint must be given as a path, but {shown(checkpoint_uri)} was given")
         with inner.lock:
-            write_checkpoint(checkpoint_uri, inner.to_checkpoint(include_optimizer_state))
+            state_now = inner.to_checkpoint(include_optimizer_state)
+            if inner.is_upstream:
+                write_upstream_checkpoint(checkpoint_uri, _as_upstream(state_now))
+            else:
+                write_checkpoint(checkpoint_uri, state_now)
 
     @classmethod
     def save_checkpoint_to_buffer(cls, state: CheckpointState, include_optimizer_state: bool = False) -> bytes:
         """Returns the bytes that :meth:`save_checkpoint` writes."""
         inner = state_of(state)
         with inner.lock:
-            return to_bytes(inner.to_checkpoint(include_optimizer_state))
+            now = inner.to_checkpoint(include_optimizer_state)
+            return upstream_checkpoint_bytes(_as_upstream(now)) if inner.is_upstream else to_bytes(now)
 
     @property
     def parameters(self) -> Parameters:
@@ -326,6 +338,27 @@ def state_of(state: CheckpointState) -> LiveState:
             f"state must be a CheckpointState, from CheckpointState.load_checkpoint(path), but {shown(state)} was given"
         )
     return state._state
+
+
+def _read_upstream(source: str | os.PathLike[str] | bytes) -> State | None:
+    """Returns the state in a checkpoint of onnxruntime-training, given as a path or bytes; None if it is none."""
+    if isinstance(source, bytes):
+        head = source[:8]
+    elif isinstance(source, (str, os.PathLike)) and os.path.isfile(source):  # noqa: PTH113 - pathlib takes time
+        with open(source, "rb") as file:  # noqa: PTH123
+            head = file.read(8)
+    else:
+        return None
+    if not is_upstream_checkpoint(head):
+        return None
+    return dataclasses.replace(from_upstream(read_upstream_checkpoint(source)), export=UPSTREAM)
+
+
+def _as_upstream(state: State) -> UpstreamCheckpoint:
+    found, left_out = to_upstream(dataclasses.replace(state, random=None))
+    if left_out:
+        warn(f"onnxruntime-training's checkpoints can't store {', '.join(left_out)}: left out")
+    return found
 
 
 def _to_array(value: object, what: str) -> Array:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import CheckpointError
+from ..core.foreign import UPSTREAM
 from ..core.schedules import learning_rate
 from ..engine.numpy_memory import StateTensor
 from ..engine.ort import CPU, Device
@@ -91,6 +92,28 @@ class LiveState:
         )
         self._in_use = False
         self.lock = threading.RLock()  # reentrant, because a signal handler may use the state
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether the checkpoint is one of onnxruntime-training."""
+        return self.export == UPSTREAM
+
+    def complete(self, inputs: Sequence[Any]) -> None:
+        """Takes what upstream's checkpoints do not say from the inputs of the training model.
+
+        That is the order of the parameters in a flat buffer, and the shapes of a nominal checkpoint.
+        """
+        if not self.is_upstream:
+            return
+        places = {value.name: place for place, value in enumerate(inputs)}
+        self.parameters, self.trainable = (
+            tuple(sorted(names, key=lambda name: places.get(name, len(places))))
+            for names in (self.parameters, self.trainable)
+        )
+        for value in inputs:
+            if value.name in self.missing and self.values[value.name].shape != tuple(value.shape):
+                dtype = self.values[value.name].dtype
+                self.values[value.name] = StateTensor(np.zeros(value.shape, dtype), self.device)
 
     def use(self, device: Device) -> None:
         """Moves the state to the device of a module.

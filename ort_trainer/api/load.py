@@ -20,6 +20,7 @@ from ..engine.ort import (
 from ..step.contract import METADATA, OptimizerModel, Step, from_metadata
 from .artifact_checks import check_described, check_fits
 from .contained import check_contained, custom_operators
+from .live_state import LiveState
 
 __all__ = ["Loaded", "ModelSource", "check_options", "check_run_options", "load_model"]
 
@@ -29,6 +30,9 @@ Model = TypeVar("Model", Step, OptimizerModel)
 
 # Operators that only onnxruntime-training has.
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
+_NEEDED = """{name} is an artifact of onnxruntime-training, and {package}, which reads it, is not installed:
+  pip install 'ort_trainer[upstream]'
+Or convert all artifacts where it is installed, and train with the result here: ort-trainer convert FOLDER TARGET"""
 
 
 def check_options(options: SessionOptions | None, update: bool = False) -> SessionOptions:
@@ -87,6 +91,7 @@ def load_model(
     argument: str,
     kind: str,
     options: SessionOptions,
+    state: LiveState,
     device: Device,
 ) -> Loaded[Model]:
     """Loads a model into a session.
@@ -97,24 +102,28 @@ def load_model(
         argument: Name of the argument with the model.
         kind: ``training``, ``evaluation`` or ``optimizer``.
         options: The options of the session.
+        state: The state that it will use: if that comes from onnxruntime-training, so does the model.
         device: The device to run on.
 
     Raises:
         TypeError: If the source is neither a path nor bytes.
         FileNotFoundError: If the file does not exist.
-        ValueError: If it is damaged, or not an exported model of this kind.
+        ValueError: If it is damaged, not an exported model of this kind, or has operators that are not supported.
+        ImportError: If it is a model of onnxruntime-training, and onnx is not installed.
     """
     data, name = _read(source, argument)
     if data[4:8] == b"ORTM":
         raise ValueError(
             f"{name} is in ORT format (.ort), which can't be trained: use the .onnx file that it was made from"
         )
-    if METADATA.encode() not in data and any(operator in data for operator in _UPSTREAM):
+    if not state.is_upstream and METADATA.encode() not in data and any(operator in data for operator in _UPSTREAM):
         raise ValueError(
-            f"{name} is an artifact of flavor 'onnxruntime-training', which only onnxruntime.training.api of "
-            "onnxruntime-training can run: train with that, or export again with the default flavor"
+            f"{name} is an artifact of onnxruntime-training, but {state.name} is not: use the checkpoint that was "
+            "written with it"
         )
     check_contained(data, name)
+    if state.is_upstream:
+        data = _lowered(cls, data, name, kind, state)
     session = _make_session(data, name, options, device)
     try:
         model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
@@ -125,6 +134,26 @@ def load_model(
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is damaged: a name in it is not valid UTF-8 ({error})") from error
     return Loaded[Model](session, model, name, data)
+
+
+def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveState) -> bytes:
+    """Returns a model of onnxruntime-training as one of ort_trainer, in ONNX's own operators."""
+    if METADATA.encode() in data:
+        raise ValueError(
+            f"{name} is a model of ort_trainer, but {state.name} is of onnxruntime-training: use the models and the "
+            "checkpoint that were written together"
+        )
+    try:
+        from ..upstream import models
+    except ImportError as error:
+        raise ImportError(_NEEDED.format(name=name, package=error.name)) from error
+
+    with models.damage_told(name):
+        if cls is Step:
+            return models.to_bytes(*models.step_model(data, name, kind, state.parameters))
+        trained = {key: state.values[key] for key in state.trainable}
+        specs = {key: models.Parameter(tensor.dtype, tensor.shape) for key, tensor in trained.items()}
+        return models.to_bytes(*models.optimizer_model(data, name, specs))
 
 
 def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:

@@ -54,14 +54,15 @@ class Module:
         self._state = inner = state_of(state)
         self._given_options, options = session_options, check_options(session_options)
         place = parse_device(device)
-        train = load_model(Step, train_model_uri, "train_model_uri", "training", options, place)
+        train = load_model(Step, train_model_uri, "train_model_uri", "training", options, inner, place)
         inner.check(train.model, train.name)
         evaluation = None
         if eval_model_uri is not None:
-            evaluation = load_model(Step, eval_model_uri, "eval_model_uri", "evaluation", options, place)
+            evaluation = load_model(Step, eval_model_uri, "eval_model_uri", "evaluation", options, inner, place)
             inner.check(evaluation.model, evaluation.name)
         with inner.lock:
             inner.use(place)
+            inner.complete(train.session.get_inputs())
             inner.prepare_gradients(train.model.gradients)
         self._train = StepRunner(train, inner)
         self._eval = None if evaluation is None else StepRunner(evaluation, inner)

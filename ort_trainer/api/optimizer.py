@@ -38,7 +38,7 @@ class Optimizer:
         self._state: LiveState = module._state
         device = self._state.device
         options = check_options(module._given_options, update=True)
-        loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", options, device)
+        loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", options, self._state, device)
         self._state.check(loaded.model, loaded.name)
         with self._state.lock:
             self._state.prepare_optimizer(loaded.model.state, loaded.model.rates)

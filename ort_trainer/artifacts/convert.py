@@ -1,4 +1,4 @@
-"""Converts checkpoints between onnxruntime-training's training API and ``ort_trainer.api``."""
+"""Converts checkpoints and artifacts between onnxruntime-training's training API and ``ort_trainer.api``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..state.devices import for_trainer
 from ..state.state import State
 from ..state.state_dict import to_state_dict
 from ..state.training_api import read_checkpoint, write_checkpoint
-from .upstream.checkpoint import read_upstream_checkpoint
-from .upstream.conversion import from_upstream, to_upstream
-from .upstream.write_checkpoint import write_upstream_checkpoint
+from ..upstream.checkpoint import read_upstream_checkpoint
+from ..upstream.conversion import from_upstream, to_upstream
+from ..upstream.write_checkpoint import write_upstream_checkpoint
 
-__all__ = ["convert_checkpoint", "read_state", "trainer_state_dict", "write_as_upstream"]
+__all__ = ["convert_artifacts", "convert_checkpoint", "read_state", "trainer_state_dict", "write_as_upstream"]
 
 PathLike = str | os.PathLike[str]
 
@@ -58,6 +58,77 @@ def convert_checkpoint(
         )
     write = write_checkpoint if from_theirs else write_as_upstream
     write(target, read_state(source, like, include_optimizer_state))
+
+
+def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_state: bool = True) -> None:
+    """Converts the artifacts that onnxruntime-training's ``generate_artifacts`` wrote to those of ``ort_trainer.api``.
+
+    The result is in ONNX's own operators: it trains in Python without onnx, and in browsers, C and C++
+    (``docs/on_device.md``). Names, values, moments and the count of updates stay.
+
+    Args:
+        source: The folder with ``training_model.onnx``, ``checkpoint`` and, if they exist, ``eval_model.onnx`` and
+            ``optimizer_model.onnx``.
+        target: The folder to write, created if needed; it may not be the source.
+        include_optimizer_state: Whether to convert the optimizer's state in the checkpoint.
+
+    Raises:
+        TypeError: If an argument is not a path.
+        FileNotFoundError: If a file, or the parent of the target, does not exist.
+        CheckpointError: If the checkpoint is damaged or of another kind.
+        ValueError: If a model is damaged, or has operators that are not supported.
+
+    Example:
+        >>> convert_artifacts("upstream", "ours")
+    """
+    from ..upstream import models
+    from .files import (
+        CHECKPOINT,
+        EVALUATION_MODEL,
+        OPTIMIZER_MODEL,
+        TRAINING_MODEL,
+        contents,
+        target_folder,
+        write_files,
+    )
+
+    for what, path in (("source", source), ("target", target)):
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{what} must be the path of a folder, but {shown(path)} was given")
+    folder, written = Path(source), target_folder(target)
+    if written == folder.absolute():
+        raise ValueError(f"source and target are the same folder, {os.fspath(source)!r}: choose another target")
+    state = read_state(folder / CHECKPOINT, include_optimizer=include_optimizer_state)
+    if state.nominal:
+        raise ValueError(f"{str(folder / CHECKPOINT)!r} is a nominal checkpoint, which has no parameter values")
+
+    def data(name: str) -> bytes:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"there is no model {str(folder / name)!r}")
+        return (folder / name).read_bytes()
+
+    found: dict[str, Any] = {}
+    for name, kind in ((TRAINING_MODEL, "training"), (EVALUATION_MODEL, "evaluation")):
+        if kind == "training" or (folder / name).exists():
+            with models.damage_told(name):
+                found[name] = models.step_model(data(name), name, kind, state.parameters)
+    # A flat buffer has the parameters in the order of the training model.
+    order = [value.name for value in found[TRAINING_MODEL][0].graph.inputs if value.name in state.parameters]
+    names = dict.fromkeys([*order, *state.parameters])
+    state.parameters = {name: state.parameters[name] for name in names}
+    state.trainable = [name for name in names if name in state.trainable]
+    if (folder / OPTIMIZER_MODEL).exists():
+        trained = {name: state.parameters[name] for name in state.trainable}
+        specs = {name: models.Parameter(value.dtype, value.shape) for name, value in trained.items()}
+        with models.damage_told(OPTIMIZER_MODEL):
+            found[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, specs)
+    files = contents(found, state, nominal=False)
+
+    def write(temporary: Path) -> None:
+        for name, made in files.items():
+            (temporary / name).write_bytes(made)
+
+    write_files(written, write)
 
 
 def read_state(source: PathLike, like: PathLike | None = None, include_optimizer: bool = True) -> State:

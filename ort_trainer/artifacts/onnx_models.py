@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ..export.onnx import OnnxModel, describe_onnx, infer_shapes, load_onnx_model
+from ..export.onnx import OnnxModel, describe_onnx, infer_shapes, known_shapes, load_onnx_model
 from ..export.torch import LossFunction
 
 __all__ = ["Prepared", "is_onnx", "prepared"]
@@ -142,15 +142,15 @@ def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None
     """Returns zeros for the inputs and the label, which has the prediction's shape, or class indices."""
     graph = loaded.model.graph
     values = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
-    sizes: dict[str, int] = {}
-    batch = {name: _zeros(values[name], sizes) for name in loaded.inputs}
-    like = values[prediction]
-    if like.shape is None:
+    shapes, sizes = known_shapes(loaded.model), dict[str, int]()
+    batch = {name: _zeros(values[name], shapes[name] or (), sizes) for name in loaded.inputs}
+    like = shapes[prediction]
+    if like is None:
         raise ValueError(
             f"the shape of the output {prediction!r} is unknown, so the shape of its label is too: give a function as "
             "loss, and sample_batch"
         )
-    label = _zeros(like, sizes)
+    label = _zeros(values[prediction], like, sizes)
     if loss == _CROSS_ENTROPY:
         if label.dim() < 2:
             raise ValueError(f"cross entropy needs the classes as second dimension, but {prediction!r} has only one")
@@ -159,10 +159,10 @@ def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None
     return batch
 
 
-def _zeros(value: ir.Value, sizes: dict[str, int]) -> torch.Tensor:
-    """Returns zeros of a value's shape, with a different size for each symbolic dimension."""
+def _zeros(value: ir.Value, described: Sequence[int | str | None], sizes: dict[str, int]) -> torch.Tensor:
+    """Returns zeros of a described shape, with a different size for each symbolic dimension."""
     shape = []
-    for axis, size in enumerate(value.shape or ()):
-        symbol = f"{value.name}_{axis}" if isinstance(size, int) or size.value is None else str(size.value)
+    for axis, size in enumerate(described):
+        symbol = size if isinstance(size, str) else f"{value.name}_{axis}"
         shape.append(size if isinstance(size, int) else sizes.setdefault(symbol, 2 + len(sizes)))
     return torch.zeros(shape, dtype=ir.tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT))

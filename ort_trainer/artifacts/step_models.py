@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from ..core.indices import IndexRange
 from ..step import Step, TensorSpec
+from ..step.accumulate import accumulate
 from ..step.emitter import Names
 
 __all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
@@ -26,8 +26,6 @@ RESET = "lazy_reset_grad"
 BUFFER = "{}_grad.accumulation.buffer"
 ACCUMULATED = "{}_grad.accumulation.out"
 """onnxruntime-training's names of a parameter's gradient input and output."""
-# Number of elements from which copying a gradient takes longer than the If that avoids the copy.
-_WORTH_MOVING = 1 << 15
 
 
 def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
@@ -56,13 +54,7 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
         out = ir.Value(name=names.unique(ACCUMULATED.format(name)), type=kind, shape=shape)
         buffers[name], results[name] = buffer, out
     gradients = {name: outputs[output] for name, output in graph.gradients.items()}
-    large = [name for name, gradient in gradients.items() if _makers(gradient, results[name])]
-    small = [name for name in gradients if name not in large]
-    for part in (*([name] for name in large), small):
-        if part:
-            chosen = {name: gradients[name] for name in part}
-            outs = {name: results[name] for name in part}
-            model.graph.append(_accumulation(reset, chosen, buffers, outs, names))
+    model.graph.extend(accumulate(reset, gradients, buffers, results, names))
     model.graph.inputs.extend([*buffers.values(), reset])
     kept = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
@@ -159,63 +151,6 @@ def _fix(graph: ir.Graph, value: ir.Value, spec: TensorSpec, number: float) -> N
     constant.outputs[0].name, value.name = value.name, None
     constant.outputs[0].type, constant.outputs[0].shape = value.type, value.shape
     graph.insert_before(graph[0], constant)
-
-
-def _accumulation(
-    reset: ir.Value,
-    gradients: Mapping[str, ir.Value],
-    buffers: Mapping[str, ir.Value],
-    results: Mapping[str, ir.Value],
-    names: Names,
-) -> ir.Node:
-    """Returns a node that overwrites gradient buffers, or adds to them.
-
-    It is an If: selecting by arithmetic would cost a pass over each buffer and would keep a NaN. Nodes that compute
-    only a gradient move into it, which avoids copying the gradient.
-    """
-    moved = {name: _makers(gradient, results[name]) for name, gradient in gradients.items()}
-    branches = {}
-    for branch, adds in (("then_branch", False), ("else_branch", True)):
-        nodes: list[ir.Node] = []
-        outputs = []
-        for name, gradient in gradients.items():
-            out = results[name]
-            inner: dict[ir.Value | None, ir.Value] = {}
-            for node in moved[name]:
-                values = [inner.get(value, value) for value in node.inputs]
-                made = ir.Value(name=names.unique(f"{node.outputs[0].name}.{branch}"), type=node.outputs[0].type)
-                inner[node.outputs[0]] = made
-                nodes.append(
-                    ir.node(node.op_type, values, dict(node.attributes), outputs=[made])  # type: ignore[arg-type]
-                )
-            value = inner[moved[name][-1].outputs[0]] if moved[name] else gradient
-            if adds or not moved[name]:
-                made = ir.Value(name=names.unique(f"{out.name}.{branch}"))
-                operands = [buffers[name], value] if adds else [value]
-                nodes.append(ir.node("Add" if adds else "Identity", operands, outputs=[made]))
-                value = made
-            value.type, value.shape = out.type, out.shape
-            outputs.append(value)
-        branches[branch] = ir.Graph([], outputs, nodes=nodes, name=branch)
-    return ir.node("If", [reset], branches, outputs=list(results.values()))
-
-
-def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
-    """Returns the nodes that compute only this gradient, in order; none for a small gradient."""
-    size = math.prod(size for size in result.shape or () if isinstance(size, int))
-    if size < _WORTH_MOVING or gradient.uses():
-        return []
-    node, found = gradient.producer(), list[ir.Node]()
-    while node is not None and node.op_type == "Identity":
-        source = node.inputs[0]
-        node = source.producer() if source is not None and len(source.uses()) == 1 else None
-    if node is None or node.op_type not in ("Gemm", "MatMul"):
-        return []
-    for value in node.inputs:  # ONNX Runtime fuses a Transpose into the product
-        before = None if value is None or len(value.uses()) > 1 else value.producer()
-        if before is not None and before.op_type == "Transpose":
-            found.append(before)
-    return [*found, node]
 
 
 def _dtype(value: ir.Value, declared: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..artifacts.convert import convert_checkpoint, read_state, trainer_state_dict, write_as_upstream
+from ..artifacts.convert import convert_artifacts, convert_checkpoint, read_state, trainer_state_dict, write_as_upstream
 from ..core.atomic import atomic_path
 from ..core.errors import warn
 from ..core.sealed import Stored, read_tensors, write
@@ -56,6 +56,8 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
         FileNotFoundError, CheckpointError: If a file does not exist or is damaged.
         ValueError: If the source can't be converted to that kind, or ``like`` is missing or has no effect.
     """
+    if sources[0].is_dir():
+        return _convert_folder(sources, target, like, to, with_optimizer)
     kind = recognize(sources[0])
     if kind not in _USUAL:
         raise ValueError(f"{str(sources[0])!r} is of kind {kind.value!r}, which can't be converted")
@@ -72,6 +74,19 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
     }
     writers[wanted]()
     return TARGETS[wanted].value
+
+
+def _convert_folder(
+    sources: Sequence[Path], target: Path, like: Path | None, to: str | None, with_optimizer: bool
+) -> str:
+    """Converts the artifacts in a folder, which can only be onnxruntime-training's."""
+    if len(sources) > 1 or like is not None or to not in (None, "api"):
+        raise ValueError(
+            f"{str(sources[0])!r} is a folder: artifacts of onnxruntime-training are converted to those of "
+            "ort_trainer.api, with neither --like, another --to nor more sources"
+        )
+    convert_artifacts(sources[0], target, include_optimizer_state=with_optimizer)
+    return "artifacts for ort_trainer.api"
 
 
 def _write_trainer(sources: Sequence[Path], kind: Format, target: Path, with_optimizer: bool) -> None:

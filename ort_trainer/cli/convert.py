@@ -19,11 +19,16 @@ def add(commands: Any) -> None:
         "convert",
         help="convert a checkpoint to another kind",
         description="Converts checkpoints of the trainer, of ort_trainer.api, of onnxruntime-training (upstream) and "
-        "of the legacy trainer, and safetensors files of weights. Warnings list what the new file can't store.",
+        "of the legacy trainer, safetensors files of weights, and folders of artifacts of upstream. Warnings list what "
+        "the new file can't store.",
         epilog="Exit codes: 0 the file was written, 1 it was not, 2 wrong usage, or the target exists.",
     )
-    parser.add_argument("source", nargs="+", help="the checkpoint; for a legacy run with ZeRO, those of all ranks")
-    parser.add_argument("target", help="the file to write")
+    parser.add_argument(
+        "source",
+        nargs="+",
+        help="the checkpoint; for a legacy run with ZeRO, those of all ranks; or a folder of artifacts of upstream",
+    )
+    parser.add_argument("target", help="the file, or the folder, to write")
     parser.add_argument(
         "--to",
         choices=_KINDS,

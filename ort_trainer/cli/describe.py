@@ -290,7 +290,7 @@ def _tensor(name: str, array: Any) -> dict[str, Any]:
 
 
 def _upstream(path: Path) -> dict[str, Any]:
-    from ..artifacts.upstream import read_upstream_checkpoint
+    from ..upstream import read_upstream_checkpoint
 
     found = read_upstream_checkpoint(path)
     groups = {name: {"step": group.step, "initial_lr": group.initial_lr} for name, group in found.groups.items()}

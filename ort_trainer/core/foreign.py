@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .errors import CheckpointError
 
-__all__ = ["UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
+__all__ = ["UPSTREAM", "UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
 
+UPSTREAM = "onnxruntime-training"
+"""The export of all of upstream's artifacts, which say nothing about where they come from."""
 UPSTREAM_MARK = b"ODTC"
 """Bytes 4 to 7 of such a file."""
 _HDF5 = b"\x89HDF\r\n\x1a\n"

@@ -12,11 +12,11 @@ import torch
 
 from ort_trainer import ORTTrainer, read_user_dict
 from ort_trainer.api import CheckpointState
-from ort_trainer.artifacts.upstream import read_upstream_checkpoint
 from ort_trainer.cli.describe import check, describe
 from ort_trainer.state import load_checkpoint_file, read_parts, save_checkpoint_file
 from ort_trainer.state.state import State
 from ort_trainer.state.training_api import read_checkpoint, write_checkpoint
+from ort_trainer.upstream import read_upstream_checkpoint
 
 from ..api.artifacts import as_version_2
 from ..helpers import MLP, mlp_batches, mlp_trainer

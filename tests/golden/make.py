@@ -16,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ort_trainer import CheckpointManager, Position, optim
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors
 from ort_trainer.core.sealed import write as write_sealed
 
+from ..upstream import artifacts as upstream_artifacts
 from .trainers import TRAINERS, _trainer, batch, losses_of_an_export, train, trained
 
 DATA = Path(__file__).parent / "data"
@@ -241,7 +243,7 @@ def _upstream_version_1(path: Path) -> None:
 
 
 def _upstream_in_two_files(path: Path) -> None:
-    from ort_trainer.artifacts.upstream import read_upstream_checkpoint, write_upstream_checkpoint
+    from ort_trainer.upstream import read_upstream_checkpoint, write_upstream_checkpoint
 
     write_upstream_checkpoint(path, read_upstream_checkpoint(DATA / "upstream-2-adamw"), limit=0)
 
@@ -301,6 +303,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "upstream-2-nominal": _upstream_nominal,
     "upstream-2-two-files": _upstream_in_two_files,
     "upstream-1": _upstream_version_1,
+    **{f"artifacts-upstream/{kind}": partial(upstream_artifacts.write, kind) for kind in upstream_artifacts.MODELS},
     "weights.safetensors": _weights,
     "flat-adam.npz": _flat("adam"),
     "flat-lamb.npz": _flat("lamb"),
@@ -315,6 +318,7 @@ def main(names: list[str]) -> None:
     DATA.mkdir(exist_ok=True)
     for name, write in FILES.items():
         if not (DATA / name).exists() and (not names or name in names):
+            (DATA / name).parent.mkdir(exist_ok=True)
             write(DATA / name)
             print(name)
     for name in CHECKS:

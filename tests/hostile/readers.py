@@ -15,19 +15,20 @@ import onnx
 import onnx.parser
 
 from ort_trainer import CheckpointError, ExportError
-from ort_trainer.api import CheckpointState, Module
+from ort_trainer.api import CheckpointState, Module, Optimizer
 from ort_trainer.api.contained import check_contained, custom_operators
 from ort_trainer.api.onnx_bytes import inference_model
-from ort_trainer.artifacts.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes
 from ort_trainer.export.cache import Export
 from ort_trainer.export.onnx import load_onnx_model
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.step import Step
+from ort_trainer.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes
 
 from ..api.artifacts import make_artifacts
 from ..artifacts.test_upstream_checkpoint import sample
 
 LEGACY = Path(__file__).parent.parent / "state" / "data" / "legacy_1_16.h5"
+UPSTREAM = Path(__file__).parent.parent / "golden" / "data" / "artifacts-upstream" / "mlp"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,13 @@ def _read_wire(data: bytes, folder: Path) -> Any:
     return inference_model(data, {}, ["y"])
 
 
+def _read_upstreams(data: bytes, folder: Path) -> Any:
+    state = CheckpointState.load_checkpoint(UPSTREAM / "checkpoint")
+    if b"SGDOptimizerV2" not in data:
+        return Module(data, state)
+    return Optimizer(data, Module(UPSTREAM / "training_model.onnx", state))
+
+
 def _export() -> bytes:
     known = {"state": {"w": "w"}, "guards": ("dim('n') > 2",), "fixed": {"m": 3}, "stored": _model()}
     graph = Step(kind="training", inputs=(), outputs=(), loss="loss", **known)
@@ -119,6 +127,11 @@ def readers() -> dict[str, Reader]:
         ),
         "legacy": Reader((LEGACY.read_bytes(),), _from_path),
         "upstream": Reader((upstream_checkpoint_bytes(sample()),), lambda data, _: read_upstream_checkpoint(data)),
+        "upstream's models": Reader(
+            tuple((UPSTREAM / f"{kind}_model.onnx").read_bytes() for kind in ("training", "optimizer")),
+            _read_upstreams,
+            (ValueError,),
+        ),
         "artifact": Reader((artifacts.training,), module, (ValueError,)),
         "ONNX bytes": Reader((artifacts.evaluation,), _read_wire, (ValueError,)),
         "ONNX model": Reader((_model(),), _load_model, (ExportError,)),

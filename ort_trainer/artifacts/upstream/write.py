@@ -23,12 +23,12 @@ from ...state.state import State
 from ...step import Step
 from ...step.emitter import Emitter, Names
 from ...step.prune import RemoveUnusedPass
+from ...upstream.checkpoint import Array
+from ...upstream.conversion import to_upstream
+from ...upstream.write_checkpoint import write_upstream_checkpoint
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
 from ..step_models import ACCUMULATED, BUFFER, IR_VERSION, RESET, check_portable
-from .checkpoint import Array
-from .conversion import to_upstream
 from .random_nodes import RandomNodes
-from .write_checkpoint import write_upstream_checkpoint
 
 if TYPE_CHECKING:
     from ...optim.update_writer import ParameterUpdate

@@ -3,13 +3,14 @@
 from .describe import describe_onnx
 from .load import OnnxModel, load_onnx_model
 from .module import OnnxModule
-from .shapes import infer_shapes, shape_of
+from .shapes import infer_shapes, known_shapes, shape_of
 
 __all__ = [
     "OnnxModel",
     "OnnxModule",
     "describe_onnx",
     "infer_shapes",
+    "known_shapes",
     "load_onnx_model",
     "shape_of",
 ]

@@ -12,7 +12,7 @@ from ...options import ModelDescription
 from ...step.emitter import Names
 from ..torch import LossFunction, takes_label
 from .load import OnnxModel
-from .shapes import dtype_of, infer_shapes, shape_of
+from .shapes import dtype_of, known_shapes
 
 __all__ = ["describe_onnx", "input_dtypes"]
 
@@ -42,10 +42,8 @@ def describe_onnx(
     Raises:
         ValueError: If ``loss`` is not an output, or ambiguous, or the label is missing.
     """
-    inferred = model.model.clone()
-    infer_shapes(inferred)
-    graph = inferred.graph
-    shapes = {value.name: shape_of(value) for value in (*graph.inputs, *graph.outputs)}
+    graph = model.model.graph
+    shapes = known_shapes(model.model)
 
     def shape(name: str) -> list[int | str]:
         return [size or f"{name}_{axis}" for axis, size in enumerate(shapes[name] or ())]

@@ -21,6 +21,7 @@ import torch
 from ...core.errors import ExportError, shown
 from ...step.onnx_file import WEIGHTS
 from .external_data import check_external_data
+from .shapes import fixed_sizes
 from .values import tensor_of
 
 __all__ = ["OnnxModel", "load_onnx_model"]
@@ -143,7 +144,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     names += [name for name in graph.initializers if name in statistics]
     tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
     return OnnxModel(
-        _with_inputs(model, inputs, names),
+        fixed_sizes(_with_inputs(model, inputs, names)),
         inputs,
         {name: tensor for name, tensor in tensors.items() if name in weights},
         {name: tensor for name, tensor in tensors.items() if name in statistics},

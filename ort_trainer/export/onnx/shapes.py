@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-__all__ = ["dtype_of", "infer_shapes", "shape_of"]
+__all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of"]
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -15,6 +15,52 @@ def infer_shapes(model: ir.Model) -> None:
     for info in (*inferred.graph.output, *inferred.graph.value_info):
         if info.name in values:
             ir.serde.deserialize_value_info_proto(info, values[info.name])
+
+
+def fixed_sizes(model: ir.Model) -> ir.Model:
+    """Returns the model, with the sizes of its inputs that a weight fixes, though the file names them.
+
+    torch.onnx writes names for all dimensions that its user called dynamic, the features of a linear layer too.
+    """
+    inputs = {str(value.name) for value in model.graph.inputs}
+    for node in model.graph:
+        if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+            continue
+        given, weight = node.inputs[:2]
+        if given is None or weight is None or given.name not in inputs or not given.shape or not weight.shape:
+            continue
+        attributes, sizes = node.attributes, weight.shape
+        if node.op_type == "Gemm":
+            axis, size = 1 - attributes.get_int("transA", 0), sizes[attributes.get_int("transB", 0)]
+        elif node.op_type == "MatMul" and len(sizes) == 2:
+            axis, size = len(given.shape) - 1, sizes[0]
+        elif node.op_type == "Conv" and isinstance(sizes[1], int):
+            axis, size = 1, sizes[1] * attributes.get_int("group", 1)
+        elif node.op_type == "BatchNormalization":
+            axis, size = 1, sizes[0]
+        else:
+            continue
+        if isinstance(size, int):
+            given.shape = ir.Shape([size if place == axis else old for place, old in enumerate(given.shape)])
+    return model
+
+
+def known_shapes(model: ir.Model) -> dict[str, tuple[int | str | None, ...] | None]:
+    """Returns the shapes of a model's inputs and outputs by name.
+
+    Where ONNX infers a size of an output from the inputs, that holds: a file may give the same size another name.
+    """
+    blank = model.clone()
+    for value in blank.graph.outputs:
+        value.shape = None
+    infer_shapes(blank)
+    found = {str(value.name): shape_of(value) for value in blank.graph.inputs}
+    for value, inferred in zip(model.graph.outputs, blank.graph.outputs, strict=True):
+        said, better = shape_of(value), shape_of(inferred)
+        if said is not None and better is not None and len(said) == len(better):
+            better = tuple(new or old for new, old in zip(better, said, strict=True))
+        found[str(value.name)] = better or said
+    return found
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from ...core.atomic import atomic_path, check_target
-from ...core.errors import shown
-from ...core.foreign import UPSTREAM_MARK
-from ...core.interrupts import uninterrupted
+from ..core.atomic import atomic_path, check_target
+from ..core.errors import shown
+from ..core.foreign import UPSTREAM_MARK
+from ..core.interrupts import uninterrupted
 from .checkpoint import DTYPES, UNLOADABLE, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
 
 if TYPE_CHECKING:  # needed only to write such a file; a dependency of onnxruntime

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from ...core.errors import CheckpointError
-from ...core.optimizer_keys import UPDATE_COUNT
-from ...state.state import Array, State
+from ..core.errors import CheckpointError
+from ..core.optimizer_keys import UPDATE_COUNT
+from ..state.state import Array, State
 from .checkpoint import UNLOADABLE, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
 __all__ = ["from_upstream", "to_upstream"]

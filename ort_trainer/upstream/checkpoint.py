@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...core.errors import CheckpointError
-from ...core.foreign import is_upstream_checkpoint
-from ...core.protobuf import ELEMENT_TYPES
+from ..core.errors import CheckpointError
+from ..core.foreign import is_upstream_checkpoint
+from ..core.protobuf import ELEMENT_TYPES
 from .flatbuffer import Table
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from ...core.errors import CheckpointError
+from ..core.errors import CheckpointError
 
 __all__ = ["Table"]
 

@@ -1,0 +1,451 @@
+"""Reads the models of onnxruntime-training's artifacts: as steps and updates of standard ONNX operators.
+
+Upstream's models change the tensors bound to them: gradients are added to buffers in place, an optimizer is one
+operator on sequences of tensors. Here all state enters as inputs and leaves as outputs, as the contract of
+:mod:`ort_trainer.step` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import google.protobuf.message
+import numpy as np
+import onnx
+import onnx.version_converter
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+
+from ..core.errors import shown
+from ..core.foreign import UPSTREAM
+from ..core.indices import IndexRange
+from ..core.optimizer_keys import UPDATE_COUNT
+from ..step.accumulate import accumulate
+from ..step.contract import METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
+from ..step.emitter import Emitter, Names, infer_node
+from .operators import OPERATORS, RENAMED, Nodes, Tensor
+
+__all__ = ["Parameter", "damage_told", "optimizer_model", "step_model", "to_bytes"]
+
+_MICROSOFT = "com.microsoft"
+_OPSET = 18
+_IR_VERSION = 10
+# Upstream has these operators in ONNX's domain.
+_MISPLACED = ("AveragePoolGrad", "MaxPoolGrad", "LayerNormalization", "SimplifiedLayerNormalization")
+_ACCUMULATOR = "InPlaceAccumulatorV2"
+_GRADIENT = "_grad.accumulation.buffer"
+_EPSILON = 1e-6
+"""Upstream adds it to the norm of the gradients before it divides by it."""
+
+
+class Parameter(NamedTuple):
+    """A trained parameter.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Its sizes.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def damage_told(name: str) -> Iterator[None]:
+    """Turns the errors of the libraries that read damaged models into a ValueError.
+
+    Args:
+        name: Name of the model in error messages.
+    """
+    try:
+        yield
+    except (ir.serde.SerdeError, ir.passes.PassError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{name} is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
+
+
+def to_bytes(model: ir.Model, said: Step | OptimizerModel) -> bytes:
+    """Returns the file of a model that describes itself."""
+    model.metadata_props[METADATA] = to_metadata(said)
+    return bytes(ir.to_proto(model).SerializeToString())
+
+
+def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -> tuple[ir.Model, Step]:
+    """Returns upstream's training or evaluation model as a step: the graph, and what it says of itself.
+
+    Args:
+        data: The model.
+        name: Its name in error messages.
+        kind: ``training`` or ``evaluation``.
+        parameters: Names in the checkpoint, by which the model's inputs are told apart.
+
+    Raises:
+        ValueError: If it is not such a model, or has operators that are not supported.
+    """
+    model = _converted(_parsed(data, name), name)
+    graph = model.graph
+    inputs = {str(value.name): value for value in graph.inputs}
+    accumulators = [node for node in graph if node.op_type == _ACCUMULATOR]
+    flags = {node.outputs[0].name for node in accumulators}
+    outputs = [str(value.name) for value in graph.outputs if value.name not in flags]
+    updates = dict(_statistics(graph, parameters))
+    if kind == "training":
+        if not accumulators:
+            raise ValueError(f"{name} adds to no gradients: give onnxruntime-training's training model")
+    elif accumulators:
+        raise ValueError(f"expected the {kind} model, but {name} is the training model of onnxruntime-training")
+    else:
+        updates = {}
+    graph.outputs.extend(value for value in updates.values() if value not in graph.outputs)
+    ranges = tuple(dict.fromkeys(_index_ranges(graph, inputs)))
+    updated = {parameter: str(value.name) for parameter, value in updates.items()}
+    _lower(model, name)
+    state = {parameter: parameter for parameter in parameters if parameter in inputs}
+    results, buffers, reset = _accumulate(model, name, {key: inputs[key] for key in state}, updated)
+    named = {str(value.name): value for value in graph.outputs}
+    graph.outputs.clear()
+    graph.outputs.extend([*(named[key] for key in outputs), *results.values(), *(named[v] for v in updated.values())])
+    for parameter, output in updated.items():
+        named[output].shape, named[output].type = inputs[parameter].shape, inputs[parameter].type
+    internal = {*state, *(str(value.name) for value in buffers.values()), reset}
+    specs = tuple(_spec(value, name) for key, value in inputs.items() if key not in internal)
+    sizes = {size for spec in specs for size in spec.shape or ()}
+    said = Step(
+        kind=kind,
+        export=UPSTREAM,
+        inputs=specs,
+        outputs=tuple(_output(named[key], sizes) for key in outputs),
+        loss=outputs[0] if outputs else "",
+        state=state,
+        gradients={parameter: str(value.name) for parameter, value in results.items()},
+        sums={parameter: str(value.name) for parameter, value in buffers.items()},
+        buffer_updates=updated,
+        reset=reset,
+        index_ranges=ranges,
+    )
+    return _finished(model), said
+
+
+def _parsed(data: bytes, name: str) -> onnx.ModelProto:
+    try:
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
+    except google.protobuf.message.DecodeError as error:
+        raise ValueError(f"{name} is damaged, truncated or not an ONNX model: {error}") from error
+    if not proto.graph.node or not proto.opset_import:
+        raise ValueError(f"{name} is damaged, truncated or not an ONNX model: it has no nodes or no opset")
+    return proto
+
+
+def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
+    """Returns the model in the opset in which the operators here are written, with the types that upstream knew."""
+    known = {value.name: value.type for value in proto.graph.value_info}
+    opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    for node in proto.graph.node:
+        if node.op_type in _MISPLACED and (opset < _OPSET or node.op_type != "LayerNormalization"):
+            node.domain = _MICROSOFT
+    if opset < _OPSET:
+        try:
+            proto = onnx.version_converter.convert_version(proto, _OPSET)
+        except Exception as error:  # the converter is C++, whose errors have no common class
+            raise ValueError(f"{name} has opset {opset}, and ONNX can't convert it to {_OPSET}: {error}") from error
+    for node in proto.graph.node:
+        if node.op_type == "LayerNormalization":
+            node.domain = ""
+    model: ir.Model = ir.from_proto(proto)
+    for value in ir.convenience.create_value_mapping(model.graph).values():
+        if value.name in known and value.type is None:
+            value.type = ir.serde.deserialize_type_proto_for_type(known[value.name])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(known[value.name])
+    return model
+
+
+def _statistics(graph: ir.Graph, parameters: Collection[str]) -> Iterator[tuple[str, ir.Value]]:
+    """Yields the running statistics that a training step changes, each with its new value."""
+    for node in graph:
+        if node.op_type == "BatchNormInternal":
+            for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=False):
+                if old is not None and old.name in parameters and new.name:
+                    yield str(old.name), new
+
+
+def _index_ranges(graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> Iterator[IndexRange]:
+    """Yields what embeddings and losses allow in the integers that the user gives them."""
+    for node in graph:
+        if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+            continue
+        data, given = node.inputs[:2]
+        assert data is not None and given is not None
+        if given is not inputs.get(str(given.name)) or data.shape is None:
+            continue
+        entry = None
+        if node.op_type == "Gather":
+            size = data.shape[node.attributes.get_int("axis", 0)]
+            entry = IndexRange(str(given.name), 0, from_end=True, operator=node.op_type)
+        elif node.op_type.startswith("SoftmaxCrossEntropyLoss") and "Grad" not in node.op_type:
+            size = data.shape[1]
+            ignored = node.attributes.get_int("ignore_index", None)  # type: ignore[arg-type]
+            entry = IndexRange(str(given.name), 0, ignored=ignored, operator=node.op_type)
+        if entry is not None and isinstance(size, int):
+            yield entry._replace(size=size)
+
+
+def _lower(model: ir.Model, name: str) -> None:
+    """Replaces upstream's operators, and finds the types of all values on the way.
+
+    Raises:
+        ValueError: If an operator is not supported; the message names all of them.
+    """
+    graph = model.graph
+    values = ir.convenience.create_value_mapping(graph)
+    names = Names(values)
+    emit = Emitter({"": _OPSET}, names, "upstream")
+    strange = []
+    for node in list(graph):
+        if node.domain == _MICROSOFT and node.op_type in RENAMED:
+            node.op_type, node.domain = RENAMED[node.op_type], ""
+        if node.domain in ("", "ai.onnx"):
+            _infer_missing_types(node, model)
+        elif node.op_type in OPERATORS:
+            try:
+                _replace(graph, node, emit, names, values)
+            except (TypeError, ValueError) as error:  # an attribute or an input that a function here does not know
+                strange.append(f"{node.op_type} ({error})")
+        elif node.op_type != _ACCUMULATOR:
+            strange.append(f"{node.domain}::{node.op_type}")
+    if strange:
+        raise ValueError(
+            f"{name} has operators of onnxruntime-training that ort_trainer can't run: {sorted(set(strange))}. Export "
+            "the model that it was made from with ort_trainer.artifacts.generate_artifacts()"
+        )
+
+
+def _infer_missing_types(node: ir.Node, model: ir.Model) -> None:
+    """Sets the types of a node's outputs, unless they are known."""
+    if any(value.name and value.shape is None for value in node.outputs):
+        infer_node(node, model.opset_imports)
+
+
+def _replace(graph: ir.Graph, node: ir.Node, emit: Emitter, names: Names, values: Mapping[str, ir.Value]) -> None:
+    emit = Emitter({"": _OPSET}, names, node.name or node.op_type)
+    op = Nodes(emit)
+    inputs = [None if value is None else Tensor(op, value) for value in node.inputs]
+    if node.op_type == "AveragePoolGrad":  # upstream's node takes the sizes from its output, which is named after x
+        source = str(node.outputs[0].name).rpartition("_grad")[0]
+        if source not in values:
+            raise ValueError(f"the value {source!r} is missing")
+        inputs.append(Tensor(op, values[source]))
+    made = OPERATORS[node.op_type](op, *inputs, **{key: attr.value for key, attr in node.attributes.items()})
+    results = [tensor.value for tensor in ([made] if isinstance(made, Tensor) else made)]
+    pairs = [(old, new) for old, new in zip(node.outputs, results, strict=False) if old.name]
+    for old, new in pairs:
+        if new.shape is None:
+            new.shape, new.type = old.shape, old.type or new.type
+    ir.convenience.replace_nodes_and_values(
+        graph, node, [node], emit.nodes, [old for old, _ in pairs], [new for _, new in pairs]
+    )
+
+
+def _accumulate(
+    model: ir.Model, name: str, parameters: Mapping[str, ir.Value], updated: dict[str, str]
+) -> tuple[dict[str, ir.Value], dict[str, ir.Value], str]:
+    """Replaces the nodes that add to gradients in place.
+
+    Returns:
+        The new sum and the earlier one by parameter, and the name of the input that resets them.
+    """
+    graph = model.graph
+    names = Names(ir.convenience.create_value_mapping(graph))
+    results: dict[str, ir.Value] = {}
+    buffers: dict[str, ir.Value] = {}
+    gradients: dict[str, ir.Value] = {}
+    reset: ir.Value | None = None
+    for node in [node for node in graph if node.op_type == _ACCUMULATOR]:
+        buffer, value, overwrite = node.inputs[0], node.inputs[1], node.inputs[2]
+        assert buffer is not None and value is not None and overwrite is not None
+        parameter = str(buffer.name).removesuffix(_GRADIENT)
+        if parameter not in parameters:
+            raise ValueError(
+                f"{name} changes {parameter!r}, which the checkpoint lacks: use the checkpoint made with it"
+            )
+        graph.outputs.remove(node.outputs[0])
+        graph.remove(node, safe=True)
+        if parameter == buffer.name:  # a buffer of the model, overwritten
+            if value.name in updated.values():
+                continue
+            graph.outputs.append(value)
+            updated[parameter] = str(value.name)
+            continue
+        reset = overwrite
+        like, out = parameters[parameter], names.unique(f"{parameter}_grad.accumulation.out")
+        result = ir.Value(name=out, type=like.type, shape=like.shape)
+        gradients[parameter], buffers[parameter], results[parameter] = value, buffer, result
+    if reset is not None:
+        graph.extend(accumulate(reset, gradients, buffers, results, names))
+    return results, buffers, "lazy_reset_grad" if reset is None else str(reset.name)
+
+
+def _spec(value: ir.Value, name: str) -> TensorSpec:
+    if value.shape is None or value.dtype is None:
+        raise ValueError(f"{name} does not say what the shape of its input {value.name!r} is: export it with its shape")
+    shape = [
+        size if isinstance(size, int) else str(size.value or f"{value.name}_{axis}")
+        for axis, size in enumerate(value.shape)
+    ]
+    return TensorSpec(str(value.name), str(value.dtype.numpy().name), tuple(shape))
+
+
+def _output(value: ir.Value, sizes: set[int | str]) -> TensorSpec:
+    dtype = ir.DataType.FLOAT if value.dtype is None else value.dtype
+    shape = None if value.shape is None else tuple(s if isinstance(s, int) else str(s.value) for s in value.shape)
+    known = shape is not None and all(isinstance(size, int) or size in sizes for size in shape)
+    return TensorSpec(str(value.name), str(dtype.numpy().name), shape if known else None)
+
+
+def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter]) -> tuple[ir.Model, OptimizerModel]:
+    """Returns upstream's optimizer model as a model that updates every trained parameter.
+
+    Args:
+        data: The model.
+        name: Its name in error messages.
+        parameters: The trained parameters, which upstream's model takes as a sequence.
+
+    Raises:
+        ValueError: If it is not such a model, or not of AdamW or SGD.
+    """
+    model = ir.from_proto(_parsed(data, name))
+    nodes = {node.op_type: node for node in model.graph}
+    optimizer = nodes.pop("AdamWOptimizer", None) or nodes.pop("SGDOptimizerV2", None)
+    clip = nodes.pop("InplaceClipGradNorm", None)
+    if optimizer is None or nodes:
+        raise ValueError(
+            f"{name} is no optimizer model of onnxruntime-training with AdamW or SGD: it has the operators "
+            f"{sorted({node.op_type for node in model.graph})}"
+        )
+    writer = _Update(optimizer, clip)
+    for parameter, spec in parameters.items():
+        writer.add(parameter, spec)
+    return writer.finish()
+
+
+class _Update:
+    """Writes the update of all parameters.
+
+    Args:
+        optimizer: Upstream's operator.
+        clip: Its operator that limits the norm of the gradients, if there is one.
+    """
+
+    def __init__(self, optimizer: ir.Node, clip: ir.Node | None) -> None:
+        self._attributes = {key: attribute.value for key, attribute in optimizer.attributes.items()}
+        self._adam = optimizer.op_type == "AdamWOptimizer"
+        self._limit = None if clip is None else float(clip.attributes.get_float("max_norm", 1.0))
+        self._names = Names([])
+        self._op = Nodes(Emitter({"": _OPSET}, self._names, "optimizer"))
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._weights: dict[str, tuple[Tensor, Tensor]] = {}
+        self._specs: dict[str, Parameter] = {}
+        self._state: dict[str, Slot] = {}
+        self._rate = self._input("learning_rate", np.dtype(np.float32), (1,))
+        # A model may have its learning rate in it; then it ignores the runtime's.
+        rate = optimizer.inputs[0]
+        fixed = None if rate is None else ir.convenience.get_const_tensor(rate)
+        self._used_rate = self._rate if fixed is None else self._op.constant(fixed.numpy())
+
+    def add(self, parameter: str, spec: Parameter) -> None:
+        """Adds a parameter."""
+        self._specs[parameter] = spec
+        self._weights[parameter] = (
+            self._input(parameter, spec.dtype, spec.shape),
+            self._input(f"{parameter}_grad", spec.dtype, spec.shape),
+        )
+
+    def finish(self) -> tuple[ir.Model, OptimizerModel]:
+        """Returns the model, and what it says of itself."""
+        op, gradients = self._op, {name: gradient for name, (_, gradient) in self._weights.items()}
+        if self._limit is not None and gradients:
+            squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in gradients.values()]
+            factor = op.Min(op.Reciprocal(op.Sqrt(op.Sum(*squares)) + _EPSILON) * self._limit, 1.0)
+            gradients = {name: gradient * factor for name, gradient in gradients.items()}
+        count = self._count() if self._adam else None
+        results = {}
+        for name, (weight, _) in self._weights.items():
+            new = weight - self._used_rate * gradients[name]
+            if count is not None:
+                new = self._adam_update(name, self._specs[name], weight, gradients[name], count)
+            results[name] = self._output(new, weight)
+        graph = ir.Graph(self._inputs, self._outputs, nodes=op.emit.nodes, opset_imports={"": _OPSET}, name="optimizer")
+        said = OptimizerModel(
+            export=UPSTREAM,
+            name="AdamOptimizer" if self._adam else "SGDOptimizer",
+            weights={name: (str(weight.value.name), results[name]) for name, (weight, _) in self._weights.items()},
+            gradients={name: str(gradient.value.name) for name, (_, gradient) in self._weights.items()},
+            state=self._state,
+            learning_rate=str(self._rate.value.name),
+        )
+        return _finished(ir.Model(graph, ir_version=_IR_VERSION)), said
+
+    def _count(self) -> Tensor:
+        """Returns the number of this update, from the new count, which overwrites the old one in place."""
+        old = self._input(UPDATE_COUNT, np.dtype(np.int64), (1,))
+        new = old + 1
+        self._keep(UPDATE_COUNT, old, new, initial=1.0)
+        return new - 1
+
+    def _adam_update(self, name: str, spec: Parameter, weight: Tensor, gradient: Tensor, count: Tensor) -> Tensor:
+        """Returns the new weight, as PyTorch's AdamW (mode 0) or Transformers' (mode 1) computes it."""
+        op, given = self._op, self._attributes
+        alpha, beta = float(given.get("alpha", 0.9)), float(given.get("beta", 0.999))
+        epsilon, decay = float(given.get("epsilon", 1e-8)), float(given.get("weight_decay", 1e-2))
+        first, second = (self._input(f"{name}.{slot}", *spec) for slot in ("Moment_1", "Moment_2"))
+        mean = first * alpha + gradient * (1 - alpha)
+        square = second * beta + gradient * gradient * (1 - beta)
+        self._keep(f"{name}.Moment_1", first, mean)
+        self._keep(f"{name}.Moment_2", second, square)
+        rate: Tensor = self._used_rate
+        corrections = None
+        if given.get("correct_bias", 1):
+            corrections = [self._correction(base, count) for base in (alpha, beta)]
+        if given.get("adam_mode", 0) == 0:
+            weight = weight - weight * (rate * decay)
+            if corrections is not None:
+                square, rate = square / corrections[1], rate / corrections[0]
+            return weight - rate * mean / (op.Sqrt(square) + epsilon)
+        step = rate if corrections is None else rate * op.Sqrt(corrections[1]) / corrections[0]
+        weight = weight - step * mean / (op.Sqrt(square) + epsilon)
+        return weight - weight * (rate * decay)
+
+    def _correction(self, base: float, count: Tensor) -> Tensor:
+        """Returns 1 - base ** count, computed in float64: float32 would lose digits for the first counts."""
+        op = self._op
+        power = op.Pow(op.constant(base, np.float64), op.Cast(count, to=ir.DataType.DOUBLE))
+        return op.Cast(1 - power, to=ir.DataType.FLOAT)
+
+    def _input(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> Tensor:
+        kind = ir.TensorType(ir.DataType.from_numpy(dtype))
+        value = ir.Value(name=self._names.unique(name), type=kind, shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return Tensor(self._op, value)
+
+    def _keep(self, key: str, old: Tensor, new: Tensor, initial: float = 0.0) -> None:
+        assert old.value.dtype is not None and old.value.shape is not None
+        dtype, shape = str(old.value.dtype.numpy().name), tuple(old.value.shape.numpy())
+        self._state[key] = Slot(str(old.value.name), self._output(new, old), dtype, shape, initial)
+
+    def _output(self, new: Tensor, old: Tensor) -> str:
+        name = self._names.unique(f"{old.value.name}.updated")
+        new.value.name, new.value.type, new.value.shape = name, old.value.type, old.value.shape
+        self._outputs.append(new.value)
+        return name
+
+
+def _finished(model: ir.Model) -> ir.Model:
+    """Returns a model without what nothing needs."""
+    common_passes.RemoveUnusedNodesPass()(model)
+    for domain in [domain for domain in model.opset_imports if domain not in ("", "ai.onnx")]:
+        del model.opset_imports[domain]
+    model.ir_version = _IR_VERSION
+    model.metadata_props.clear()
+    return model
