@@ -127,6 +127,33 @@ def test_elements_at_computed_places(interpolates: bool) -> None:
     assert_close(model.factor.detach(), expected.factor.detach(), 1e-4, "factor")
 
 
+class Areas(nn.Module):
+    """Pools to twice the size, for which Inductor has no loops unless it knows the size of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return F.interpolate((image * self.factor).sin(), scale_factor=2, mode="area").tanh().mean((1, 2, 3))
+
+
+@needs_compiler
+def test_pooling_from_sizes_that_change() -> None:
+    expected = Areas()
+    desc = {"inputs": [("image", ["n", 4, "height", 16]), ("label", ["n"])], "outputs": [("loss", [], True)]}
+    options = ORTTrainerOptions({"utils": {"kernels": "compiled"}})
+    compiled = ORTTrainer(copy.deepcopy(expected), desc, optim.SGDConfig(lr=0.5), loss_fn=F.mse_loss, options=options)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for count, height in ((4, 9), (3, 7), (4, 9)):
+        image, label = torch.randn(count, 4, height, 16), torch.ones(count)
+        optimizer.zero_grad()
+        loss = F.mse_loss(expected(image), label)
+        loss.backward()
+        optimizer.step()
+        assert_close(compiled.train_step(image, label), loss.detach(), 1e-5, "loss")
+
+
 @needs_compiler
 def test_a_module_is_compiled() -> None:
     torch.manual_seed(0)

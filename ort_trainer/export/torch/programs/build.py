@@ -216,7 +216,8 @@ class ProgramBuilder:
             initializers.append(value)
         results = self._assign_results()
         for program, out in zip(self._programs, self._coming_out(results), strict=True):
-            self._add(program, out, results)
+            if out:  # a program of views alone has none: who reads a view computes it
+                self._add(program, out, results)
         for node, name in self._results:
             if name not in self._outputs:  # no program returns it: it is an input, a view of one, or a duplicate
                 self._outputs[name] = self._add([], [node], {node: name})[0]

@@ -70,6 +70,16 @@ _AT_PLACES = (
     aten.scatter.value,
     aten.scatter_add.default,
 )
+# Inductor has no loops for these in sizes that it does not know.
+_OF_KNOWN_SIZES = (
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.nonzero.default,
+)
+# The memory order of an input may differ from the one in which the graph was captured.
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
@@ -106,9 +116,7 @@ def _can_be_compiled(node: Node) -> bool:
     """Returns whether Inductor can call an operator, for results of known sizes."""
     if node.target is operator.getitem:
         return _can_be_compiled(node.all_input_nodes[0])
-    if node.target is aten.nonzero.default or (
-        node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"
-    ):
+    if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
@@ -157,6 +165,9 @@ class LoopsEncoder:
         part = part_of(self._graph, within, self.inputs, results)
         (end,) = part.module.graph.find_nodes(op="output")
         end.args = (tuple(map(_in_memory_of_its_own, end.args[0], map(self._orders.get, results))),)
+        for node in part.module.graph.nodes:
+            if node.target in _VIEWS:
+                node.target = aten.reshape.default
         part.module.recompile()
         orders = [self._orders.get(node) for node in self.inputs]
         for node, order in zip(part.inputs.values(), orders, strict=True):
