@@ -363,6 +363,8 @@ class ORTTrainer:
         flavor: str = "ort_trainer",
         nominal_checkpoint: bool = True,
         fixed_learning_rate: bool = False,
+        reduced_operators: str | None = None,
+        quantize_frozen: str | None = None,
     ) -> None:
         """Writes models and a checkpoint with which ``ort_trainer.api`` continues training, without PyTorch.
 
@@ -383,6 +385,10 @@ class ORTTrainer:
             nominal_checkpoint: Whether to write a checkpoint that holds only the shapes of the parameters.
             fixed_learning_rate: For the flavor ``onnxruntime-training``: whether to store the learning rate in the
                 optimizer model, for a runtime that can't set it, such as a browser.
+            reduced_operators: Name of a file, such as ``ops.config``, to write beside the models: the operators that
+                they need, as ``--include_ops_by_config`` of ONNX Runtime's build takes them. None for no such file.
+            quantize_frozen: ``int8`` or ``int4`` to store frozen weights of two or more dimensions rounded, with a
+                scale for each row or each 32 elements; they stay frozen on the device. None keeps them as they are.
 
         Raises:
             RuntimeError: Before the first step, if the model can be exported only with a batch.
@@ -398,6 +404,8 @@ class ORTTrainer:
             flavor=flavor,
             nominal_checkpoint=nominal_checkpoint,
             fixed_learning_rate=fixed_learning_rate,
+            reduced_operators=reduced_operators,
+            quantize_frozen=quantize_frozen,
         )
 
     def fit(

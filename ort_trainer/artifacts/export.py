@@ -23,6 +23,8 @@ from ..train.transaction import outside_inference_mode
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
+from .quantize import check_kind, with_quantized
+from .reduced_operators import check_name, operators_of
 from .step_models import evaluation_model, training_model
 from .updates import found_updates, optimizer_name
 
@@ -42,6 +44,8 @@ def export_artifacts(
     prefix: str = "",
     outputs: Sequence[str] | None = None,
     fixed_learning_rate: bool = False,
+    reduced_operators: str | None = None,
+    quantize_frozen: str | None = None,
     sample_batch: Any = None,
 ) -> None:
     """Writes artifacts; see ``ORTTrainer.export_artifacts``.
@@ -55,6 +59,8 @@ def export_artifacts(
         prefix: Prefix of the file names.
         outputs: Outputs of the models besides the loss; None for all described ones.
         fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
+        reduced_operators: Name of a file with the operators that the models need; None for no such file.
+        quantize_frozen: The type of frozen weights, one of :data:`~.quantize.KINDS`; None to keep them as they are.
         sample_batch: A batch for the export of the model, as for ``ORTTrainer.prepare``.
     """
     if flavor not in FLAVORS:
@@ -68,6 +74,17 @@ def export_artifacts(
             "fixed_learning_rate is for the flavor 'onnxruntime-training' only: ort_trainer.api takes rates and "
             "schedule from the checkpoint, so leave it out"
         )
+    if reduced_operators is not None:
+        check_name(reduced_operators)
+        if flavor != FLAVORS[0]:
+            raise ValueError(
+                f"reduced_operators is for the flavor {FLAVORS[0]!r} only, which reduced builds of ONNX Runtime can "
+                "train: leave it out"
+            )
+    if quantize_frozen is not None:
+        check_kind(quantize_frozen)
+        if flavor != FLAVORS[0]:
+            raise ValueError(f"quantize_frozen is for the flavor {FLAVORS[0]!r} only: leave it out")
     _check_exportable(loop)
     if not loop.graphs.has_started:
         loop.export(sample_batch)
@@ -76,10 +93,10 @@ def export_artifacts(
         folder = target_folder(directory)
         made = _made(loop, state, optimizer, outputs)
         if flavor == FLAVORS[0]:
-            write = _our_writer(made, nominal_checkpoint)
+            write = _our_writer(made, nominal_checkpoint, quantize_frozen)
         else:
             write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
-        write_files(folder, write, prefix)
+        write_files(folder, write if reduced_operators is None else _listing(write, reduced_operators), prefix)
 
     # True gathers the moments and gradients that other processes hold.
     save(loop, True, write_all)
@@ -126,7 +143,7 @@ def _made(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[s
     return _Made(training, evaluation, 1.0 / count, updates, described, checkpoint, buffers)
 
 
-def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
+def _our_writer(made: _Made, nominal: bool, quantized: str | None) -> Callable[[Path], None]:
     """Returns a function that writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
         TRAINING_MODEL: training_model(made.training, made.weight),
@@ -134,7 +151,10 @@ def _our_writer(made: _Made, nominal: bool) -> Callable[[Path], None]:
     }
     if made.optimizer is not None:
         models[OPTIMIZER_MODEL] = made.optimizer
-    found = contents(models, made.checkpoint, nominal)
+    checkpoint = made.checkpoint
+    if quantized is not None:
+        models, checkpoint = with_quantized(models, checkpoint, quantized)
+    found = contents(models, checkpoint, nominal)
 
     def write(folder: Path) -> None:
         for name, content in found.items():
@@ -163,6 +183,16 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
         )
 
     return write
+
+
+def _listing(write: Callable[[Path], None], name: str) -> Callable[[Path], None]:
+    """Returns a function that writes files, and beside them the list of the operators of the models."""
+
+    def write_both(folder: Path) -> None:
+        write(folder)
+        (folder / name).write_text(operators_of(folder.glob("*.onnx")), encoding="utf-8")
+
+    return write_both
 
 
 def _with_outputs(graph: Step, names: Sequence[str] | None) -> Step:

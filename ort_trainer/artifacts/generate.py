@@ -58,15 +58,15 @@ def generate_artifacts(
     fails.
 
     Args:
-        model: A PyTorch module or an ONNX model, as a ``ModelProto`` or the path of a file. ONNX models require
-            onnxruntime-training.
+        model: A PyTorch module or an ONNX model, as a ``ModelProto`` or the path of a file.
         requires_grad: Names of the parameters to train; None for all but ``frozen_params``.
         frozen_params: Names of parameters that are not trained.
-        loss: A :class:`LossType`, a function (prediction, label) -> loss, or None if the loss is an output of the
-            model: its only scalar output, or the one named ``loss``. A :class:`LossType` adds an input, named
-            ``labels`` for cross entropy, whose prediction has the classes as second dimension, and ``target`` for the
-            others. The loss is then named ``loss``, or ``loss_1`` if the ONNX model already uses that name.
-        optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, or, for a PyTorch module, a
+        loss: A :class:`LossType`, a function (prediction, label) -> loss, for an ONNX model an onnxblock, or None if
+            the loss is an output of the model: its only scalar output, or the one named ``loss``. A :class:`LossType`
+            adds an input, named ``labels`` for cross entropy, whose prediction has the classes as second dimension, and
+            ``target`` for the others. The loss is then named ``loss``, or ``loss_1`` if the ONNX model already uses
+            that name. An onnxblock names its labels and the loss itself.
+        optimizer: An :class:`OptimType`, a config of ``ort_trainer.optim``, an onnxblock, or, for a PyTorch module, a
             ``torch.optim`` optimizer over its parameters. None writes no optimizer model.
         artifact_directory: The folder to write to, created if needed; None for the current one.
         prefix: Prefix of the file names.
@@ -86,7 +86,6 @@ def generate_artifacts(
 
     Raises:
         TypeError, ValueError: If an argument is invalid, or a name is unknown.
-        RuntimeError: If the model is an ONNX model and onnxruntime-training is not installed.
         ExportError: If the model can't be exported.
 
     Example:
@@ -94,6 +93,7 @@ def generate_artifacts(
         ...     "model.onnx", loss=LossType.CrossEntropyLoss, optimizer=OptimType.AdamW, artifact_directory="artifacts"
         ... )
     """
+    from .blocks import is_block, optimizer_config, with_loss
     from .export import export_artifacts  # loads the ONNX libraries, which the enums of this package don't need
     from .onnx_models import Prepared, is_onnx, prepared
 
@@ -106,6 +106,16 @@ def generate_artifacts(
     }
     for argument, given in names.items():
         _check_names(argument, given)
+    if is_block(loss):
+        if not is_onnx(model):
+            raise TypeError(
+                f"loss is the onnxblock {type(loss).__name__}, which is for ONNX models, but {shown(model)} was given: "
+                "give a LossType, or a function (prediction, label) -> loss in PyTorch"
+            )
+        model, loss, loss_input_names = with_loss(model, loss, loss_input_names), None, None
+    limit = None
+    if is_block(optimizer):
+        optimizer, limit = optimizer_config(optimizer)
     loss_fn = _loss_function(loss)
     if isinstance(model, nn.Module):
         _check_module(model, requires_grad, loss_input_names, sample_batch)
@@ -121,7 +131,7 @@ def generate_artifacts(
             f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {shown(model)} was "
             "given"
         )
-    chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params))
+    chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params), limit)
     export_artifacts(
         launch(made.model, made.model_desc, _config(optimizer), loss_fn, chosen),
         Path.cwd() if artifact_directory is None else artifact_directory,
@@ -177,17 +187,7 @@ def _check_module(
         )
 
 
-def _refuse_block(argument: str, value: Any, instead: str) -> None:
-    """Refuses an onnxblock of onnxruntime-training."""
-    if any(kind.__module__.startswith("onnxruntime.training.onnxblock") for kind in type(value).__mro__):
-        raise TypeError(
-            f"{argument} is the onnxblock {type(value).__name__}, which works only with onnxruntime-training's graph "
-            f"builder: give {instead}"
-        )
-
-
 def _loss_function(loss: Any) -> Any:
-    _refuse_block("loss", loss, "a LossType, or a function (prediction, label) -> loss in PyTorch")
     # Accept any enum with these names, such as onnxruntime-training's.
     kind = LossType.__members__.get(loss.name) if isinstance(loss, Enum) else None
     if kind is not None:
@@ -205,7 +205,6 @@ def _loss_function(loss: Any) -> Any:
 
 
 def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
-    _refuse_block("optimizer", optimizer, "an OptimType or a config of ort_trainer.optim")
     name = getattr(optimizer, "name", "") if isinstance(optimizer, Enum) else ""
     if optimizer is None or name == OptimType.SGD.name:
         return SGDConfig(lr=1e-3)
@@ -237,8 +236,11 @@ def _frozen(
     return [name for name in parameters if name not in requires_grad]
 
 
-def _with_frozen(options: ORTTrainerOptions | Mapping[str, Any] | None, frozen: Sequence[str]) -> ORTTrainerOptions:
-    """Returns the options with additional frozen weights, and with graphs of standard ONNX operators."""
+def _with_frozen(
+    options: ORTTrainerOptions | Mapping[str, Any] | None, frozen: Sequence[str], limit: float | None
+) -> ORTTrainerOptions:
+    """Returns the options with additional frozen weights, a limit of the norm, and graphs of standard operators."""
     options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
     weights = list(dict.fromkeys([*options.utils.frozen_weights, *frozen]))
-    return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime"}})
+    norm = {} if limit is None else {"max_grad_norm": limit}
+    return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime", **norm}})

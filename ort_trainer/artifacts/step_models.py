@@ -56,6 +56,7 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
     gradients = {name: outputs[output] for name, output in graph.gradients.items()}
     model.graph.extend(accumulate(reset, gradients, buffers, results, names))
     model.graph.inputs.extend([*buffers.values(), reset])
+    _batch_first(graph, model)
     kept = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
     for name, value in zip(graph.buffer_updates, updates, strict=True):
@@ -82,10 +83,19 @@ def evaluation_model(graph: Step) -> tuple[ir.Model, Step]:
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
     kept = [outputs[spec.name] for spec in graph.outputs]
+    _batch_first(graph, model)
     model.graph.outputs.clear()
     model.graph.outputs.extend(kept)
     common_passes.RemoveUnusedNodesPass()(model)
     return model, _described(graph, inputs, outputs)
+
+
+def _batch_first(graph: Step, model: ir.Model) -> None:
+    """Puts the batch before all other inputs, as in upstream's models."""
+    order = {spec.name: place for place, spec in enumerate(graph.inputs)}
+    ordered = sorted(model.graph.inputs, key=lambda value: order.get(str(value.name), len(order)))
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(ordered)
 
 
 def _described(graph: Step, inputs: Values, outputs: Values) -> Step:

@@ -16,7 +16,7 @@ def install() -> None:
     ``orttrainer_options`` and ``model_desc_validation``, the older API ``onnxruntime.capi.ort_trainer``,
     ``onnxruntime.TrainingSession`` with ``TrainingParameters``, ``onnxruntime.training.artifacts``, and
     ``onnxruntime.training.api`` with the classes of ``ort_trainer.api``. Without torch, it registers only the last. An
-    installed onnxruntime-training keeps its other names in these modules (``FusedAdam``, ``onnxblock``, ...). Importing
+    installed onnxruntime-training keeps its other names in these modules (``FusedAdam``, ...). Importing
     a part that is missing or broken raises an error that says what to use instead. Call it before the first of the old
     imports; a second call does nothing.
 

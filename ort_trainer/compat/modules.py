@@ -68,10 +68,11 @@ def put_in_place(
         names: Module -> its names.
         if_missing: Module -> names that are set only if the module does not have them.
     """
-    for module_name, values in names.items():
+    if_missing = if_missing or {}
+    for module_name in {**names, **if_missing}:
         module = module_named(module_name)
-        lacking = {n: v for n, v in (if_missing or {}).get(module_name, {}).items() if not hasattr(module, n)}
-        for name, value in {**values, **lacking}.items():
+        lacking = {n: v for n, v in if_missing.get(module_name, {}).items() if not hasattr(module, n)}
+        for name, value in {**names.get(module_name, {}), **lacking}.items():
             set_name(module, name, value)
     sys.meta_path.insert(0, FailingParts)
     sys.meta_path.append(MissingParts)

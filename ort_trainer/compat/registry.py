@@ -10,7 +10,7 @@ from .. import amp
 from ..engine.ort import engine, training_bindings
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from . import checkpoint, older_api, options, ort_module
+from . import checkpoint, older_api, onnxblock, options, ort_module
 from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
 from .trainer import ORTTrainer, TrainingSession
@@ -94,6 +94,13 @@ _NAMES: dict[str, dict[str, Any]] = {
 _MISSING: dict[str, dict[str, Any]] = {
     "onnxruntime.training": {"PropagateCastOpsStrategy": PropagateCastOpsStrategy},
     "onnxruntime.capi._pybind_state": {"GradientGraphBuilder": GradientGraphBuilder},
+    "onnxruntime.training.onnxblock": {name: getattr(onnxblock, name) for name in onnxblock.__all__},
+    **{
+        f"onnxruntime.training.onnxblock.{part.__name__.rpartition('.')[2]}": {
+            name: getattr(part, name) for name in part.__all__
+        }
+        for part in (onnxblock.blocks, onnxblock.loss, onnxblock.optim)
+    },
 }
 
 
@@ -107,7 +114,10 @@ def install_all() -> None:
 
     found = {name: getattr(artifacts, name) for name in ("LossType", "OptimType", "generate_artifacts")}
     try:
-        put_in_place({**_NAMES, **training_api_names(), "onnxruntime.training.artifacts": found}, _MISSING)
+        put_in_place(
+            {**_NAMES, **training_api_names(), "onnxruntime.training.artifacts": found},
+            _MISSING,
+        )
         set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))
         kinds: tuple[Any, ...] = (*_SCALERS.values(), *_SCHEDULES.values(), ort_trainer.TrainStepInfo)
         for kind in kinds:

@@ -258,11 +258,6 @@ class Strange(Enum):
     Huber = 1
 
 
-def block(name: str) -> Any:
-    """Returns a fake onnxblock object, so onnxblock need not be installed."""
-    return type(name, (), {"__module__": "onnxruntime.training.onnxblock.loss.loss"})()
-
-
 def half_frozen() -> MLP:
     model = MLP()
     model.fc1.requires_grad_(False)
@@ -293,8 +288,6 @@ PYTORCH: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"\['fc1.bias'\], which are frozen in the module",
     ),
-    ({"loss": block("MSELoss")}, TypeError, "loss is the onnxblock MSELoss.*LossType"),
-    ({"optimizer": block("AdamW")}, TypeError, "optimizer is the onnxblock AdamW.*OptimType"),
     ({"optimizer": "adam"}, TypeError, "optimizer must be an OptimType .AdamW, SGD"),
     ({"ort_format": True}, ValueError, "ort_format must be False"),
     ({"custom_op_library": "ops.so"}, ValueError, "custom_op_library must be None"),
